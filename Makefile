@@ -1,0 +1,54 @@
+# Needs Python 3.11 or newer, pip and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
+
+.PHONY: help demo test check format bench install clean
+
+help:
+	@echo "make demo    pack a data set and compare with padding"
+	@echo "make test    run the tests"
+	@echo "make check   lint, format and type check"
+	@echo "make format  apply the formatter and the linter's safe fixes"
+	@echo "make bench   run the CPU benchmarks"
+
+# torch first and exactly as pinned: on a machine without CUDA a looser request may fetch the CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "padfree needs Python 3.11 or newer"; exit 1; }
+	$(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(DEV): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	@$(PY) -m padfree demo
+
+test: $(DEV)
+	$(PY) -m pytest $(ARGS)
+
+check: $(DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(DEV)
+	$(PY) bench/packing.py
+	$(PY) bench/layout.py
+	$(PY) bench/attention.py --device cpu
+	$(PY) bench/aggregate.py --device cpu
+	$(PY) bench/head.py --device cpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
