@@ -1,0 +1,432 @@
+"""The types that every part of padfree hands to the next.
+
+    sample                 tokens[n]      5 4 3 2 1        what one document or one rollout is
+    packed   input_ids     [T]            5 4 3 2 1 | 7 8 9 | 0 0 0
+             position_ids  [T]            0 1 2 3 4 | 0 1 2 | 0 1 2
+             labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: not scored)
+             sample_index  [T]            0 0 0 0 0 | 1 1 1 | 2 2 2
+             cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is its own last segment
+
+Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
+
+Labels are shifted inside each sample here, once. Everything that belongs to a prediction is shifted with them:
+`labels[t]`, `weights[t]` and `rollout.advantages[t]` all speak of the token that position t predicts.
+From there on every per-token quantity is local, and splitting the token axis over devices is only a permutation.
+
+Host arrays are numpy, device arrays are torch. Numbers a kernel launch needs on the host (`max_seqlen`, the
+offsets of the segments) are kept on the host from the start, so that nobody synchronises with the device for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a position that is not scored."""
+
+TOKEN_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
+"""Optional per-token arrays of a rollout, entry j belonging to token j of its sample."""
+
+
+def _name(uid: str | int | None) -> str:
+    return "sample" if uid is None else f"sample {uid!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One document or one rollout, on the host.
+
+    `loss_mask[j]` says whether token j is trained on; without a mask every token is. The first token of a sample
+    has nothing before it and is never scored, whatever its mask says.
+    """
+
+    tokens: NDArray[np.integer[Any]]  # [n]
+    loss_mask: NDArray[np.bool_] | None = None  # [n]; an array after construction
+    logprobs: NDArray[np.float32] | None = None  # [n] what the sampler reported
+    ref_logprobs: NDArray[np.float32] | None = None  # [n]
+    advantages: NDArray[np.float32] | None = None  # [n]
+    returns: NDArray[np.float32] | None = None  # [n]
+    values: NDArray[np.float32] | None = None  # [n]
+    reward: float | None = None
+    raw_reward: Any = None
+    uid: str | int | None = None
+    group: str | int | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        name = _name(self.uid)
+        tokens = _token_array(self.tokens, name)
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "loss_mask", _mask_array(self.loss_mask, len(tokens), name))
+        for field in TOKEN_ARRAYS:
+            values = getattr(self, field)
+            if values is not None:
+                object.__setattr__(self, field, _float_array(values, len(tokens), field, name))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """`loss_mask`, which construction has made an array."""
+        assert self.loss_mask is not None
+        return self.loss_mask
+
+    @property
+    def num_labels(self) -> int:
+        """How many tokens are scored: the trained ones, except the first of the sample."""
+        return int(np.count_nonzero(self.mask[1:]))
+
+    def truncated(self, length: int) -> Sample:
+        """The first `length` tokens, with everything that belongs to them."""
+        cut = {
+            field: array[:length]
+            for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
+            if (array := getattr(self, field)) is not None
+        }
+        return replace(self, **cut)
+
+
+def _token_array(tokens: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
+    array = np.asarray(tokens)
+    if array.size == 0 and array.ndim == 1:
+        return array if array.dtype.kind in "iu" else array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens of {name}: {array.dtype} array of shape {array.shape}; give a flat list of integer token ids"
+        )
+    if array.dtype.kind == "i" and array.min() < 0:
+        raise ValueError(f"tokens of {name}: negative id {array.min()}; give token ids of 0 or more, without padding")
+    return array
+
+
+def _mask_array(mask: ArrayLike | None, length: int, name: str) -> NDArray[np.bool_]:
+    if mask is None:
+        return np.ones(length, dtype=np.bool_)
+    array = np.asarray(mask)
+    _check_length(array, length, "loss_mask", name)
+    if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
+        raise ValueError(f"loss_mask of {name}: values other than 0 and 1; use advantages or weights to scale a token")
+    return array.astype(np.bool_, copy=False)
+
+
+def _float_array(values: ArrayLike, length: int, field: str, name: str) -> NDArray[np.float32]:
+    array = np.asarray(values, dtype=np.float32)
+    _check_length(array, length, field, name)
+    finite = np.isfinite(array)
+    if not finite.all():
+        where = int(np.argmin(finite))
+        raise ValueError(f"{field} of {name}: {array[where]} at token {where}; every entry must be finite")
+    return array
+
+
+def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> None:
+    if array.shape != (length,):
+        raise ValueError(
+            f"{field} of {name}: shape {array.shape} for {length} tokens; give one entry per token (prompt included)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segments:
+    """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
+
+    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0` the last one is the pad.
+    """
+
+    cu_seqlens: Tensor  # [S+1] int32
+    offsets: NDArray[np.int64]  # [S+1] the same numbers on the host
+    max_seqlen: int
+    pad_length: int = 0
+    num_samples: int = 0
+
+    @staticmethod
+    def from_lengths(
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        pad_length: int = 0,
+        device: torch.device | str | None = None,
+    ) -> Segments:
+        """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`."""
+        array = np.asarray(lengths, dtype=np.int64)
+        if array.ndim != 1 or (array < 0).any() or pad_length < 0:
+            raise ValueError(
+                f"lengths: shape {array.shape}, pad_length {pad_length}; give a flat list of lengths of 0 or more"
+            )
+        num_samples = len(array)
+        if pad_length:
+            array = np.append(array, pad_length)
+        offsets = np.zeros(len(array) + 1, dtype=np.int64)
+        np.cumsum(array, out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise ValueError(f"lengths: {offsets[-1]} tokens in one row; split them, cu_seqlens hold 32 bits")
+        return Segments(
+            cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
+            offsets=offsets,
+            max_seqlen=int(array.max(initial=0)),
+            pad_length=pad_length,
+            num_samples=num_samples,
+        )
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[S] host lengths, the pad's among them."""
+        return np.diff(self.offsets)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
+
+    def with_pad(self, pad_length: int) -> Segments:
+        """The same samples with a pad of this length (and no other) behind them."""
+        samples = self.lengths[: self.num_samples]
+        return Segments.from_lengths(samples, pad_length=pad_length, device=self.cu_seqlens.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """What came with the rollouts, shifted like the labels: entry t speaks of the token that position t predicts."""
+
+    logprobs: Tensor | None = None  # [T] float32
+    ref_logprobs: Tensor | None = None  # [T]
+    advantages: Tensor | None = None  # [T]
+    returns: Tensor | None = None  # [T]
+    values: Tensor | None = None  # [T]
+
+    def map(self, function: Any) -> Rollout:
+        """The same fields with `function` applied to each tensor that is there."""
+        return Rollout(**{f: None if (v := getattr(self, f)) is None else function(v) for f in TOKEN_ARRAYS})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleInfo:
+    """What the host remembers of a packed sample. `index` is its place in the list that was packed."""
+
+    index: int
+    length: int
+    uid: str | int | None = None
+    group: str | int | None = None
+    source: str | None = None
+    reward: float | None = None
+    raw_reward: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedBatch:
+    """Samples laid end to end on one token axis, ready for the device. Made by `padfree.pack`."""
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restart at 0 in every segment
+    labels: Tensor  # [T] int64, shifted inside each sample; -100 where nothing is scored
+    weights: Tensor  # [T] float32, 0 where the label is -100
+    sample_index: Tensor  # [T] int32, the segment of each token; the pad's is num_samples
+    segments: Segments
+    rollout: Rollout | None = None
+    samples: tuple[SampleInfo, ...] = ()
+
+    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "labels", "weights", "sample_index")
+
+    def __post_init__(self) -> None:
+        num_tokens = self.segments.num_tokens
+        for field in self.TOKEN_FIELDS:
+            shape = tuple(getattr(self, field).shape)
+            if shape != (num_tokens,):
+                raise ValueError(
+                    f"{field}: shape {shape} for {num_tokens} tokens in segments; give one entry per token"
+                )
+        if len(self.samples) != self.segments.num_samples:
+            raise ValueError(
+                f"samples: {len(self.samples)} for {self.segments.num_samples} segments; give one entry per sample"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the pad included."""
+        return self.segments.num_tokens
+
+    @property
+    def num_samples(self) -> int:
+        return self.segments.num_samples
+
+    @property
+    def pad_length(self) -> int:
+        return self.segments.pad_length
+
+    @property
+    def lengths(self) -> list[int]:
+        """[B] the lengths of the samples, without the pad."""
+        return [info.length for info in self.samples]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
+        return self._map(
+            lambda tensor: tensor.to(device, non_blocking=non_blocking),
+            self.segments.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory, so that `.to("cuda")` does not wait."""
+        segments = replace(self.segments, cu_seqlens=self.segments.cu_seqlens.pin_memory())
+        return self._map(lambda tensor: tensor.pin_memory(), segments)
+
+    def _map(self, function: Any, segments: Segments) -> PackedBatch:
+        moved = {field: function(getattr(self, field)) for field in self.TOKEN_FIELDS}
+        rollout = None if self.rollout is None else self.rollout.map(function)
+        return replace(self, **moved, segments=segments, rollout=rollout)
+
+    def with_weights(self, weights: Tensor) -> PackedBatch:
+        """The same batch with other token weights [T]."""
+        return replace(self, weights=weights.to(self.weights))
+
+    def without_pad(self) -> PackedBatch:
+        return self.padded_to(self.num_tokens - self.pad_length)
+
+    def padded_to(self, length: int) -> PackedBatch:
+        """The same samples on exactly `length` tokens: ids 0, labels -100, weights 0, one pad segment at the end."""
+        real = self.num_tokens - self.pad_length
+        pad = length - real
+        if pad < 0:
+            raise ValueError(f"length: {length} for a batch of {real} tokens; pad to {real} or more")
+        if pad == self.pad_length:
+            return self
+        fill = {"labels": IGNORE, "sample_index": self.num_samples}
+
+        def lengthened(tensor: Tensor, value: int = 0) -> Tensor:
+            return torch.cat([tensor[:real], tensor.new_full((pad,), value)])
+
+        padded: dict[str, Any] = {
+            field: lengthened(getattr(self, field), fill.get(field, 0)) for field in self.TOKEN_FIELDS
+        }
+        padded["position_ids"] = torch.cat(
+            [self.position_ids[:real], torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)]
+        )
+        rollout = None if self.rollout is None else self.rollout.map(lengthened)
+        return replace(self, **padded, segments=self.segments.with_pad(pad), rollout=rollout)
+
+    def padded_to_multiple(self, multiple: int) -> PackedBatch:
+        """The same samples on the next multiple of `multiple` tokens (13 for 4 -> 16, 16 for 4 -> 16)."""
+        if multiple < 1:
+            raise ValueError(f"multiple: {multiple}; give 1 or more")
+        real = self.num_tokens - self.pad_length
+        return self.padded_to(-(-real // multiple) * multiple)
+
+    def unpack(self, values: Tensor) -> list[Tensor]:
+        """Per-sample views of any [T, ...] tensor, the pad left out."""
+        if values.shape[:1] != (self.num_tokens,):
+            shape = tuple(values.shape)
+            raise ValueError(
+                f"values: shape {shape} for {self.num_tokens} tokens; give one entry per token of the batch"
+            )
+        return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
+
+    def model_inputs(self) -> dict[str, Any]:
+        """The keyword arguments of a stock HF model whose own attention understands packed rows."""
+        return {
+            **_row_inputs(self.input_ids, self.position_ids),
+            "cu_seq_lens_q": self.segments.cu_seqlens,
+            "cu_seq_lens_k": self.segments.cu_seqlens,
+            "max_length_q": self.segments.max_seqlen,
+            "max_length_k": self.segments.max_seqlen,
+        }
+
+
+def _row_inputs(input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+    return {
+        "input_ids": input_ids[None],
+        "position_ids": position_ids[None],
+        "attention_mask": None,
+        "use_cache": False,
+    }
+
+
+LayoutKind = Literal["contiguous", "headtail", "balanced"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Layout:
+    """Which token ranges of a row of T tokens each context rank holds. Host only; made by `padfree.cp.make_layout`.
+
+    Rank r holds the ranges `[starts[r][i], ends[r][i])` in ascending order, T / world tokens in all. No range
+    crosses the border of a segment, so that each is one *piece*: consecutive queries of one sample.
+    """
+
+    kind: LayoutKind
+    world: int
+    num_tokens: int  # T
+    starts: tuple[NDArray[np.int64], ...]  # per rank
+    ends: tuple[NDArray[np.int64], ...]  # per rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AttnContext:
+    """What attention must know of a micro-batch. It travels as an argument of the model's forward, never as a global.
+
+    `segments` are those of the whole row. Without a layout this process holds the whole row; with one it holds its
+    share, and `plan` is what `padfree.cp` prepared for it.
+    """
+
+    segments: Segments
+    backend: str = "auto"
+    method: str = "allgather"
+    layout: Layout | None = None
+    rank: int = 0
+    group: Any = None  # torch.distributed.ProcessGroup
+    plan: Any = None  # padfree.cp's own preparation for (layout, rank)
+
+    @property
+    def world(self) -> int:
+        return 1 if self.layout is None else self.layout.world
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalBatch:
+    """One context rank's tokens, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`."""
+
+    input_ids: Tensor  # [T/world]
+    position_ids: Tensor
+    labels: Tensor
+    weights: Tensor
+    sample_index: Tensor
+    context: AttnContext
+    rollout: Rollout | None = None
+    samples: tuple[SampleInfo, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_samples(self) -> int:
+        """B, of the whole row."""
+        return self.context.segments.num_samples
+
+    def model_inputs(self) -> dict[str, Any]:
+        """The keyword arguments of an HF model that `padfree.attach` has prepared."""
+        return {**_row_inputs(self.input_ids, self.position_ids), "attn_context": self.context}
+
+
+def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """The rollout arrays these samples carry. All carry the same ones, or it is an error."""
+    present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
+    for field, there in present.items():
+        if any(there) and not all(there):
+            index = there.index(False)
+            name = _name(samples[index].uid)
+            raise ValueError(f"{field}: missing in {name} at index {index} but present in others; give it for all")
+    return tuple(field for field, there in present.items() if any(there))
+
+
+assert {f.name for f in fields(Rollout)} == set(TOKEN_ARRAYS)

@@ -1,0 +1,138 @@
+"""Imports point one way only, and importing a training step's modules needs four packages and no more."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "padfree"
+
+ABOVE_TRAIN = {
+    "batch",
+    "config",
+    "data",
+    "packing",
+    "dist",
+    "attention",
+    "cp",
+    "model",
+    "head",
+    "losses",
+    "rollout",
+}
+MAY_IMPORT: dict[str, set[str]] = {
+    "batch": set(),
+    "config": set(),
+    "data": {"batch", "config"},
+    "packing": {"batch", "config"},
+    "dist": {"config"},
+    "attention": {"batch"},
+    "cp": {"batch", "attention", "dist"},
+    "model": {"batch", "config", "attention", "cp", "dist"},
+    "head": {"batch"},
+    "losses": {"batch", "config"},
+    "rollout": {"batch", "config", "data"},
+    "train": ABOVE_TRAIN,
+    "compat": ABOVE_TRAIN | {"train"},
+    "cli": ABOVE_TRAIN | {"train"},
+}
+MUST_NOT_IMPORT: dict[str, set[str]] = {
+    "config": {"torch"},
+    "data": {"torch.distributed"},
+    "packing/fill": {"torch"},
+    "packing/balance": {"torch"},
+    "packing/plan": {"torch"},
+    "packing/cost": {"torch"},
+    "attention": {"torch.distributed", "transformers"},
+    "cp": {"transformers"},
+    "head": {"torch.distributed", "transformers"},
+    "losses": {"torch.distributed", "transformers"},
+    "train": {"argparse", "tyro"},
+}
+CORE = {"torch", "numpy", "transformers", "safetensors", "padfree"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Every module named in an import statement below `tree`, with the names taken from it appended."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def names_package(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_table(path: Path) -> None:
+    part = part_of(path)
+    if part in ("__init__", "__main__"):
+        return
+    assert part in MAY_IMPORT, f"{part} has no row in the import table"
+    modules = imports(ast.parse(path.read_text()))
+    used = {module.split(".")[1] for module in modules if module.startswith("padfree.")}
+    assert used <= MAY_IMPORT[part] | {part}, f"{path.name} imports {sorted(used - MAY_IMPORT[part] - {part})}"
+    stem = str(path.relative_to(SOURCE)).removesuffix(".py")
+    for row, forbidden in MUST_NOT_IMPORT.items():
+        if stem == row or stem.startswith(row + "/"):
+            for package in forbidden:
+                assert not [m for m in modules if names_package(m, package)], f"{stem} must not import {package}"
+
+
+def test_losses_never_wait_for_the_device() -> None:
+    for path in (SOURCE / "losses").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Attribute) and node.attr in ("item", "tolist")), (
+                f"{path.name}:{node.lineno}"
+            )
+
+
+def test_no_module_needs_more_than_the_core_packages() -> None:
+    """Every module imports in a fresh interpreter that has torch, numpy, transformers and safetensors alone."""
+    optional = [
+        "rich",
+        "datasets",
+        "tyro",
+        "triton",
+        "plotly",
+        "trl",
+        "peft",
+        "flash_attn",
+        "liger_kernel",
+        "matplotlib",
+    ]
+    modules = [
+        ".".join(("padfree", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in FILES
+        if path.name != "__main__.py" and path.name != "kernels.py"
+    ]
+    program = f"""
+import sys, importlib
+import torch, numpy, safetensors, transformers
+loaded = set(sys.modules)
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {optional!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+for name in {modules!r}:
+    importlib.import_module(name)
+    brought = {{m.partition(".")[0] for m in set(sys.modules) - loaded}} & set({optional!r})
+    assert not brought, f"{{name}} imported {{brought}}"
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
