@@ -1,0 +1,167 @@
+"""The scores and losses of slime's former FSDP backend, on top of padfree's own. `padfree.compat.slime` exports them.
+
+    logits        [T-1, V]   one row per prediction: row j-1 predicts token j
+    log_probs     [T-1]      entry j-1 scores token j
+
+What differs from slime: no second [..., V] tensor beside the logits in the forward pass; log-probabilities are float32
+even for half-precision logits; the temperature is in the entropy, too; the last entry of the entropy is right with
+context parallelism; `sum_of_sample_mean` has no loop and refuses lengths that do not add up; log-ratios are bounded by
+±20, so that no loss becomes infinite. `allow_compile` is accepted and not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from padfree.losses.kl import kl_divergence
+from padfree.losses.logits import score_logits
+from padfree.losses.policy import clipped_ratio
+from padfree.losses.segments import segment_sum, spread
+from padfree.losses.settings import ClipSettings, KLEstimator
+
+
+def selective_log_softmax(logits: Tensor, input_ids: Tensor) -> Tensor:
+    """Log-probabilities [...] of `input_ids` [...] under `logits` [..., V]."""
+    return score_logits(logits, input_ids)[0]
+
+
+def gather_log_probs_packed(
+    shifted_logits: Tensor,
+    input_ids: Tensor,
+    allow_compile: bool,
+    cu_seqlens: Tensor | None = None,
+    temperature: float | None = None,
+) -> Tensor:
+    """Log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
+
+    Where two sequences meet, the entry scores the first token of the second and means nothing; `unpack_sequences`
+    leaves it out, hence `cu_seqlens` is not needed.
+    """
+    logits, tokens = _one_row(shifted_logits, input_ids)
+    if len(tokens) != len(logits) + 1:
+        raise ValueError(
+            f"input_ids: {len(tokens)} tokens for {len(logits)} rows of logits; give one token more than rows"
+        )
+    return score_logits(logits, tokens[1:], temperature=_temperature(temperature))[0]
+
+
+def get_logprob_and_entropy_with_cp(
+    logits: Tensor,
+    target_tokens: Tensor,
+    cp_rank: int,
+    cp_size: int,
+    cp_group: Any,
+    model_input_ids: Tensor,
+    allow_compile: bool,
+    temperature: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's chunk of logits.
+
+    `logits` [chunk, V] are rows cp_rank·chunk.. of the sequence, `target_tokens` [T] all of its tokens,
+    T <= cp_size·chunk. `model_input_ids` is not needed.
+
+    The gradient: every rank is expected to compute the same loss from the gathered result, so that the derivative of
+    the loss in this rank's logits is this rank's slice of its own upstream gradient: what a single process would have
+    in these rows, not cp_size times that. Gradients of parameters are therefore to be *summed* over context ranks.
+    """
+    logits, tokens = _one_row(logits, target_tokens)
+    chunk = len(logits)
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank: {cp_rank} of cp_size {cp_size}; give 0 up to cp_size - 1")
+    if len(tokens) > chunk * cp_size or not len(tokens):
+        raise ValueError(
+            f"target_tokens: {len(tokens)} tokens for {cp_size} chunks of {chunk} rows; give 1 up to {cp_size * chunk}"
+        )
+    # The last row predicts nothing that is known; any label does for it, and it is cut off below.
+    labels = torch.nn.functional.pad(tokens[1:], (0, chunk * cp_size - len(tokens) + 1))
+    mine = labels[cp_rank * chunk : (cp_rank + 1) * chunk]
+    log_probs, entropy = score_logits(logits, mine, temperature=_temperature(temperature), entropy=True)
+    assert entropy is not None
+    scores = torch.stack([log_probs, entropy], dim=1)
+    if cp_size > 1:
+        scores = _GatherChunks.apply(scores, cp_rank, cp_size, cp_group)  # type: ignore[no-untyped-call]
+    log_probs, entropy = scores[: len(tokens) - 1].unbind(1)
+    return log_probs, entropy
+
+
+def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
+    """Σᵢ Σ(xᵢ·mᵢ) / max(Σmᵢ, 1) of flat x and one mask per sample."""
+    if len(response_lengths) != len(loss_masks):
+        raise ValueError(f"loss_masks: {len(loss_masks)} for {len(response_lengths)} response_lengths; give one each")
+    given = [len(mask) for mask in loss_masks]
+    if given != list(response_lengths):
+        index = next(i for i, length in enumerate(response_lengths) if given[i] != length)
+        raise ValueError(
+            f"loss_masks: {given[index]} entries at sample {index} of response length {response_lengths[index]}; "
+            "give one entry per response token"
+        )
+    total = sum(response_lengths)
+    if x.shape != (total,):
+        raise ValueError(
+            f"x: shape {tuple(x.shape)} for response_lengths that add up to {total}; give one entry per token"
+        )
+    if not total:
+        return x.sum()
+    mask = torch.cat(list(loss_masks)).to(device=x.device, dtype=x.dtype)
+    num_samples = len(response_lengths)
+    lengths = torch.tensor(response_lengths, device=x.device)
+    sample_index = torch.repeat_interleave(torch.arange(num_samples, device=x.device), lengths, output_size=total)
+    counts = segment_sum(mask, sample_index, num_samples)
+    weights = mask * spread(1.0 / counts.clamp(min=1.0), sample_index).to(x.dtype)
+    return torch.where(mask != 0, x * weights, 0.0).sum()
+
+
+def compute_policy_loss(
+    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(loss, clip fraction) per token; ppo_kl is the old log-probability less the new one."""
+    clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
+    losses, clipped = clipped_ratio(-ppo_kl, advantages, low=clip.low, high=clip.high, dual=clip.dual)
+    return losses, clipped.to(losses.dtype)
+
+
+def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: KLEstimator) -> Tensor:
+    """Estimate of KL(policy ‖ base) per token: k1, k2, k3 or low_var_kl."""
+    return kl_divergence(log_probs, log_probs_base, kl_loss_type)
+
+
+class _GatherChunks(torch.autograd.Function):
+    """All ranks' chunks in order of rank; backward keeps this rank's slice of this rank's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:
+        if dist.get_world_size(group) != world or dist.get_rank(group) != rank:
+            raise ValueError(
+                f"cp_group: rank {dist.get_rank(group)} of {dist.get_world_size(group)}, but cp_rank {rank} and "
+                f"cp_size {world} were given; give the group they belong to"
+            )
+        ctx.begin, ctx.end = rank * len(chunk), (rank + 1) * len(chunk)
+        parts = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for _ in range(world)]
+        dist.all_gather(parts, chunk.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad[ctx.begin : ctx.end], None, None, None
+
+
+def _one_row(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, V] and [T] from tensors that may have a leading dimension of 1."""
+    if logits.dim() == 3 and len(logits) == 1:
+        logits = logits[0]
+    if tokens.dim() == 2 and len(tokens) == 1:
+        tokens = tokens[0]
+    if logits.dim() != 2 or tokens.dim() != 1:
+        raise ValueError(
+            f"logits: shape {tuple(logits.shape)} with tokens {tuple(tokens.shape)}; give one packed row of each"
+        )
+    return logits, tokens.to(logits.device)
+
+
+def _temperature(temperature: float | None) -> float:
+    return 1.0 if temperature is None else temperature

@@ -1,0 +1,126 @@
+"""Losses: pure functions on the tokens of a packed row, aggregated by one weight per token.
+
+segments       sums, means and scans over samples
+weights        every way of averaging as a weight per token
+settings       plain data: what each loss can be told
+types          LossInputs, LossOutput
+sft, policy, value, preference      the losses; elementwise: which of them can be fused with the head
+kl, corrections                     parts of policy losses
+advantages     rewards to advantages
+logits         scores from logits that are already there
+"""
+
+from padfree.losses.advantages import (
+    discounted_returns,
+    gae,
+    grpo_advantages,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo_advantages,
+    token_rewards,
+    whiten,
+)
+from padfree.losses.elementwise import (
+    TokenLoss,
+    TokenLossSettings,
+    compute_loss,
+    is_elementwise,
+    make_token_loss,
+    needs_entropy,
+)
+from padfree.losses.kl import kl_divergence
+from padfree.losses.logits import score_logits
+from padfree.losses.policy import clipped_ratio, policy_loss
+from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
+from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.settings import (
+    CISPOSettings,
+    ClipSettings,
+    Correction,
+    DPOSettings,
+    GSPOSettings,
+    IcePopSettings,
+    KLEstimator,
+    Objective,
+    OPSMSettings,
+    PolicySettings,
+    ReinforceSettings,
+    RewardModelSettings,
+    SequenceMaskSettings,
+    SequenceTISSettings,
+    SFTSettings,
+    TokenTISSettings,
+    ValueSettings,
+)
+from padfree.losses.sft import sft_loss
+from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
+from padfree.losses.value import value_loss
+from padfree.losses.weights import (
+    WEIGHT_MODES,
+    WeightMode,
+    batch_weights,
+    group_token_counts,
+    scored_counts,
+    token_weights,
+    weight_divisor,
+)
+
+__all__ = [
+    "WEIGHT_MODES",
+    "CISPOSettings",
+    "ClipSettings",
+    "Correction",
+    "DPOSettings",
+    "GSPOSettings",
+    "IcePopSettings",
+    "KLEstimator",
+    "LossInputs",
+    "LossOutput",
+    "OPSMSettings",
+    "Objective",
+    "PolicySettings",
+    "Reduce",
+    "ReinforceSettings",
+    "RewardModelSettings",
+    "SFTSettings",
+    "SequenceMaskSettings",
+    "SequenceTISSettings",
+    "Statistics",
+    "TokenLoss",
+    "TokenLossSettings",
+    "TokenTISSettings",
+    "ValueSettings",
+    "WeightMode",
+    "batch_weights",
+    "clipped_ratio",
+    "compute_loss",
+    "discounted_returns",
+    "dpo_loss",
+    "gae",
+    "group_token_counts",
+    "grpo_advantages",
+    "is_elementwise",
+    "kl_divergence",
+    "make_token_loss",
+    "merge_statistics",
+    "needs_entropy",
+    "no_reduce",
+    "policy_loss",
+    "preference_pairs",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "reward_model_loss",
+    "rloo_advantages",
+    "sample_ends",
+    "score_logits",
+    "scored_counts",
+    "segment_mean",
+    "segment_sum",
+    "sft_loss",
+    "spread",
+    "token_rewards",
+    "token_weights",
+    "value_loss",
+    "weight_divisor",
+    "whiten",
+]

@@ -1,0 +1,109 @@
+"""What the sampler's log-probabilities say about how far a token or a sequence may be trusted.
+
+    trainer   log π_old(token)         as the trainer computes it for the weights the rollout was made with
+    sampler   log μ(token)             as the sampler reported it
+    d         trainer - sampler        0 if the two programs computed the same numbers
+
+A correction is a factor per token, without gradient, on the policy objective (not on the KL or entropy terms); several
+multiply. The token weights stay what they are: a masked token still counts in the denominator, so that the loss does
+not depend on which others are masked.
+
+    token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
+    sequence TIS    clamp(exp(Σ d), low, high), or of the mean of d where geometric
+    IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
+    sequence mask   1 if the sequence's ratio is in [low, high], else 0: `mean` exp(mean d), `sum` exp(Σ d), `token`
+                    every single exp(d)
+    OPSM            0 where A < 0 and mean(log π_old - log π) > delta, else 1    off-policy sequence masking: π is the
+                    policy being trained, so that this one also sees how far earlier steps on the batch have moved it
+
+Means and sums run over the scored tokens of the whole sequence, hence `reduce` under context parallelism.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from padfree.losses.kl import LOG_RATIO_BOUND
+from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
+from padfree.losses.settings import (
+    Correction,
+    IcePopSettings,
+    OPSMSettings,
+    SequenceMaskSettings,
+    SequenceTISSettings,
+    TokenTISSettings,
+)
+from padfree.losses.types import LossInputs
+
+TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
+"""These look at one token alone."""
+
+SAMPLER_CORRECTIONS = (*TOKEN_CORRECTIONS, SequenceTISSettings, SequenceMaskSettings)
+"""These compare trainer and sampler."""
+
+
+def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
+    """[T] product of the corrections that look at one token alone."""
+    ratio = _ratio(trainer - sampler)
+    factor = torch.ones_like(ratio)
+    for correction in corrections:
+        if isinstance(correction, TokenTISSettings):
+            factor = factor * ratio.clamp(min=correction.low, max=correction.high)
+        elif isinstance(correction, IcePopSettings):
+            inside = (ratio >= correction.low) & (ratio <= correction.high)
+            factor = factor * torch.where(inside, ratio, 0.0)
+    return factor
+
+
+def sequence_factor(
+    corrections: tuple[Correction, ...],
+    inputs: LossInputs,
+    *,
+    trainer: Tensor,
+    sampler: Tensor | None,
+    current: Tensor | None,
+    reduce: Reduce = no_reduce,
+) -> Tensor:
+    """[T] product of the corrections that look at whole sequences.
+
+    `trainer`, `sampler` and `current` are [T] log-probabilities without gradient; `sampler` may be None without a
+    correction that compares with it, `current` without OPSM.
+    """
+    mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
+    factor = torch.ones_like(trainer)
+    for correction in corrections:
+        if isinstance(correction, SequenceTISSettings):
+            assert sampler is not None
+            ratio = _sequence_ratio(inputs, trainer - sampler, mean=correction.geometric, reduce=reduce)
+            weight = ratio.clamp(min=correction.low, max=correction.high)
+            factor = factor * spread(weight, sample_index).to(factor)
+        elif isinstance(correction, SequenceMaskSettings):
+            assert sampler is not None
+            if correction.statistic == "token":
+                ratio = _ratio(trainer - sampler)
+                outside = mask & ((ratio < correction.low) | (ratio > correction.high))
+                keep = reduce(segment_sum(outside, sample_index, num_samples)) == 0
+            else:
+                ratio = _sequence_ratio(inputs, trainer - sampler, mean=correction.statistic == "mean", reduce=reduce)
+                keep = (ratio >= correction.low) & (ratio <= correction.high)
+            factor = factor * spread(keep.to(factor), sample_index)
+        elif isinstance(correction, OPSMSettings):
+            assert current is not None
+            moved = segment_mean(trainer - current, mask, sample_index, num_samples, reduce)
+            too_far = spread((moved > correction.delta).to(factor), sample_index) > 0
+            harmful = inputs.need("advantages", "OPSM") < 0
+            factor = torch.where(too_far & harmful, 0.0, factor)
+    return factor
+
+
+def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
+    """[B] float64 importance ratio of each whole sequence."""
+    if mean:
+        return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))
+    total = segment_sum(torch.where(inputs.mask, difference, 0.0), inputs.sample_index, inputs.num_samples)
+    return _ratio(reduce(total))
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return torch.exp(log_ratio.clamp(max=LOG_RATIO_BOUND))

@@ -1,0 +1,40 @@
+"""Estimators of the Kullback-Leibler divergence from the log-probabilities of sampled tokens.
+
+With x = log p(token) - log q(token) for a token sampled from p, each estimates KL(p ‖ q):
+
+    k1            x                     unbiased, any sign
+    k2            x² / 2                biased, its gradient is that of KL(p ‖ q)
+    k3            exp(-x) - 1 + x       unbiased, never negative
+    low_var_kl    k3, kept in [-10, 10]
+
+In the loss p is the policy being trained and q the reference (`PolicySettings.kl_coefficient`). In the reward the same
+numbers, without gradient, are subtracted from the token rewards before advantages are made of them
+(`advantages.token_rewards`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from padfree.losses.settings import KLEstimator
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are kept in ± this, so that no exponential overflows; e²⁰ is far outside anything a step should use."""
+
+LOW_VARIANCE_BOUND = 10.0
+
+
+def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """[T] estimate for each token, differentiable in both."""
+    difference = logprobs - base_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator in ("k3", "low_var_kl"):
+        divergence = torch.expm1(-difference.clamp(min=-LOG_RATIO_BOUND)) + difference
+        if estimator == "k3":
+            return divergence
+        return divergence.clamp(min=-LOW_VARIANCE_BOUND, max=LOW_VARIANCE_BOUND)
+    raise ValueError(f"kl_estimator: {estimator!r}; use one of k1, k2, k3, low_var_kl")

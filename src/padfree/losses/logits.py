@@ -1,0 +1,90 @@
+"""Log-probabilities and entropy from logits that are already there.
+
+    logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
+
+`padfree.head` avoids the logits altogether; this is for code that has them. Beside the logits only a few rows at a time
+are expanded, and only the log-sum-exp of each row is kept for the backward pass, whose result is the one other [..., V]
+tensor. With z = logits / temperature and p = softmax(z),
+
+    logprob = z[label] - lse(z)       gradient in z: onehot - p
+    entropy = -Σ p log p              gradient in z: -p (log p + entropy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are expanded at a time: 64 MiB in float32."""
+
+
+def score_logits(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probabilities, entropy or None), float32 (float64 for float64 logits), differentiable in the logits."""
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; give one label per row"
+        )
+    if not 0.0 < temperature < float("inf"):
+        raise ValueError(f"temperature: {temperature}; give a positive number")
+    logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]
+    return logprobs, entropies if entropy else None
+
+
+class _ScoreLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        logprobs, lse, entropy = (torch.empty(labels.shape, dtype=dtype, device=logits.device) for _ in range(3))
+        for rows, chosen, *out in _chunks(logits, labels, logprobs, lse, entropy):
+            scaled = rows.to(dtype) * scale
+            chunk_logprobs, chunk_lse, chunk_entropy = out
+            chunk_lse.copy_(torch.logsumexp(scaled, dim=-1))
+            chunk_logprobs.copy_(scaled.gather(-1, chosen[:, None].long()).squeeze(-1) - chunk_lse)
+            if with_entropy:
+                logs = scaled - chunk_lse[:, None]
+                chunk_entropy.copy_(-_weighted(logs.exp(), logs).sum(-1))
+        ctx.save_for_backward(logits, labels, lse, entropy if with_entropy else lse)
+        ctx.scale, ctx.with_entropy = scale, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, lse, entropy = ctx.saved_tensors
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for rows, chosen, row_lse, row_entropy, upstream, upstream_entropy, out in _chunks(
+            logits, labels, lse, entropy, grad_logprobs, grad_entropy, grad
+        ):
+            logprobs = rows.to(lse.dtype) * ctx.scale - row_lse[:, None]
+            weights = torch.exp(logprobs)
+            slopes = -upstream[:, None] * weights
+            if ctx.with_entropy:
+                slopes -= upstream_entropy[:, None] * _weighted(weights, logprobs + row_entropy[:, None])
+            slopes.scatter_add_(-1, chosen[:, None].long(), upstream[:, None])
+            out.copy_(slopes.mul_(ctx.scale))
+        return grad, None, None, None
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """weights · values, with 0 where the weight is 0 and the value minus infinity."""
+    return torch.where(weights > 0, weights * values, 0.0)
+
+
+def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of a few rows [c, V] of the logits and of the same rows of the others. Nothing is copied."""
+    if logits.dim() == 1:
+        yield (logits[None], *(other[None] for other in others))
+    elif logits.dim() == 2:
+        step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+        for start in range(0, len(logits), step):
+            yield tuple(tensor[start : start + step] for tensor in (logits, *others))
+    else:
+        for block in zip(logits, *others, strict=True):
+            yield from _chunks(*block)

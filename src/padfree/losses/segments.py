@@ -1,0 +1,71 @@
+"""Sums, means and scans over the samples of a packed row, without a loop over samples.
+
+    sample_index   [T]   0   0   0 | 1   1 | 2   2        pad: 2 = num_samples
+    values         [T]  .5  .3  .2 |.8  .1 | 9   9
+    segment_sum    [B]         1.0       .9               the pad is dropped
+    spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        and gets 0
+
+`sample_index` need not be sorted and a sample's tokens need not all be here: under context parallelism each rank sums
+the tokens it holds, and `reduce` adds the [B] results up over the ranks that share a row. Sums run in float64, so that
+the order of additions (which differs with the layout, and between runs on a GPU) does not show in float32 results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that share something. It need not be differentiable: no loss asks it to be."""
+
+
+def no_reduce(values: Tensor) -> Tensor:
+    """The reduction of a process that shares its row with nobody."""
+    return values
+
+
+def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
+    """[T, ...] values to [B, ...] sums in float64. Entries whose index is `num_samples` (the pad) are dropped."""
+    sums = values.new_zeros((num_samples + 1, *values.shape[1:]), dtype=torch.float64)
+    return sums.index_add(0, sample_index, values.double())[:num_samples]
+
+
+def spread(values: Tensor, sample_index: Tensor) -> Tensor:
+    """[B] values to the [T] tokens of their samples; the pad gets 0."""
+    return torch.cat([values, values.new_zeros(1)])[sample_index]
+
+
+def segment_mean(
+    values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
+) -> Tensor:
+    """[B] float64 means of [T] values where `mask`, over the whole of each sample; 0 for a sample without any."""
+    sums = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)], dim=1)
+    totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)
+    return totals / counts.clamp(min=1.0)
+
+
+def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Tensor:
+    """[T] solution of `out[t] = values[t] + factors[t] * out[t + 1]`, with nothing behind the end.
+
+    Two neighbouring steps are one step of twice the reach, so that log2(T) rounds over the whole row do the work of a
+    loop over T tokens. A factor of 0 ends the recurrence; where it does so every `length` tokens or sooner, log2 of
+    that many rounds are enough.
+    """
+    out, factors = values.double(), factors.double()
+    num_tokens = len(values)
+    reach, limit = 1, num_tokens if length is None else min(length, num_tokens)
+    while reach < limit:
+        behind = torch.nn.functional.pad(out[reach:], (0, reach))
+        out = out + factors * behind
+        factors = factors * torch.nn.functional.pad(factors[reach:], (0, reach))
+        reach *= 2
+    return out
+
+
+def continues(sample_index: Tensor) -> Tensor:
+    """[T] bool: the next token is of the same sample. Needs the row in its own order, not one rank's share of it."""
+    same = torch.zeros_like(sample_index, dtype=torch.bool)
+    same[:-1] = sample_index[1:] == sample_index[:-1]
+    return same

@@ -1,0 +1,29 @@
+"""The loss of a value model.
+
+With v its value, v_old what it said before the update and R the return,
+
+    ½ max((v - R)², (v_old + clamp(v - v_old, ±clip) - R)²)
+
+so that the value may move at most `clip` in one update; ½ (v - R)² without a clip.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from padfree.losses.settings import ValueSettings
+from padfree.losses.types import LossInputs, LossOutput, weighted_loss
+
+
+def value_loss(inputs: LossInputs, settings: ValueSettings) -> LossOutput:
+    """The weighted sum over the tokens that are here."""
+    values = inputs.need("values", "the value loss")
+    returns = inputs.need("returns", "the value loss")
+    errors = (values - returns).square()
+    statistics = {"value": values, "return": returns, "value_error": errors}
+    if settings.clip is not None:
+        old = inputs.need("old_values", "value clip")
+        held = (old + (values - old).clamp(min=-settings.clip, max=settings.clip) - returns).square()
+        statistics["value_clip_fraction"] = (held > errors).to(values.dtype)
+        errors = torch.maximum(errors, held)
+    return weighted_loss(inputs, 0.5 * errors, statistics)

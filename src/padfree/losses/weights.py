@@ -1,0 +1,183 @@
+"""Every way of averaging a loss is one weight per token, and the loss is `(weights * losses).sum()`.
+
+    mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      what is trained, token by token
+    weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ everywhere
+
+Entry t weighs the prediction of token t + 1, like the labels, so that the last entry of a sample is 0 and the first
+token, which nothing predicts, weighs nowhere. With nᵢ scored tokens in sample i, N = Σ nᵢ, B samples that have any,
+n_g scored tokens in group g and G groups that have any, a scored token of sample i in group g weighs
+
+    token-mean            1 / N            every token counts the same
+    sample-mean           1 / (B nᵢ)       mean over samples of each one's mean
+    sum-of-sample-mean    1 / nᵢ           sum over samples of each one's mean
+    sample-sum            1 / B            mean over samples of each one's sum
+    constant              1 / c            Dr. GRPO: c = longest response × number of samples, say
+    group-mean            1 / (G n_g)      mean over groups of each one's token mean
+
+which is always 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. Because the
+weights are made from the masks of the whole global batch, the sum over any split of it is the same number.
+
+A sample without scored tokens weighs 0 and is counted nowhere: neither B nor G includes it, so that the weights of the
+others are what they would be without it. To divide by a number that includes such samples, use `constant` (or
+`sum-of-sample-mean` and scale the loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.batch import IGNORE
+from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
+
+WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
+WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
+
+
+def token_weights(
+    mode: WeightMode,
+    masks: Sequence[NDArray[np.bool_]],
+    *,
+    groups: Sequence[Hashable] | None = None,
+    constant: float | None = None,
+) -> list[NDArray[np.float32]]:
+    """One float32 array [n] per sample of the global batch, for `pack(samples, weights=...)`.
+
+    `masks[i]` [n] says which tokens of sample i are trained (`Sample.mask`); `groups[i]` names its group, for
+    `group-mean`; `constant` is the divisor of the mode of that name.
+    """
+    scored, lengths = _scored(masks)
+    scales = _sample_weights(mode, _counts(scored, lengths), groups, constant)
+    flat = np.repeat(scales.astype(np.float32), lengths) * scored
+    ends = np.cumsum(lengths)
+    return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def batch_weights(
+    mode: WeightMode,
+    labels: Tensor,
+    sample_index: Tensor,
+    num_samples: int,
+    *,
+    divisor: float | Tensor,
+    group_counts: Tensor | None = None,
+    reduce: Reduce = no_reduce,
+) -> Tensor:
+    """[T] float32 weights of a packed batch on its device, for code that knows the global counts but has no `Sample`s.
+
+    `divisor` belongs to the whole global batch: N for token-mean, B for sample-mean and sample-sum, 1 for
+    sum-of-sample-mean, c for constant, G for group-mean (`weight_divisor` computes it). `group_counts` [B] holds n_g of
+    each sample's group. `reduce` sums over the ranks that hold parts of the same row.
+    """
+    _check_mode(mode)
+    scored = labels != IGNORE
+    if mode == "group-mean":
+        if group_counts is None:
+            raise ValueError(
+                "group_counts: None for weights 'group-mean'; give the scored tokens of each sample's group"
+            )
+        sizes = group_counts.double()
+    elif mode in ("sample-mean", "sum-of-sample-mean"):
+        sizes = reduce(segment_sum(scored, sample_index, num_samples))
+    else:
+        sizes = torch.ones(num_samples, dtype=torch.float64, device=labels.device)
+    scales = 1.0 / (sizes.clamp(min=1.0) * divisor)
+    return torch.where(scored, spread(scales, sample_index), 0.0).float()
+
+
+def weight_divisor(
+    mode: WeightMode,
+    counts: NDArray[np.integer[Any]],
+    *,
+    groups: Sequence[Hashable] | None = None,
+    constant: float | None = None,
+) -> float:
+    """What the weights of the whole global batch are divided by, from the scored tokens `counts` [B] of its samples.
+
+    At least 1 where it counts something, so that a batch without scored tokens weighs 0 and divides by nothing.
+    """
+    _check_mode(mode)
+    if mode == "constant":
+        if constant is None or not 0.0 < constant < np.inf:
+            raise ValueError(f"constant: {constant} for weights 'constant'; give a positive number to divide by")
+        return float(constant)
+    if constant is not None:
+        raise ValueError(f"constant: {constant} for weights {mode!r}; leave it out, or use weights 'constant'")
+    if mode == "sum-of-sample-mean":
+        return 1.0
+    if mode == "token-mean":
+        return max(float(counts.sum()), 1.0)
+    if mode == "group-mean":
+        group = _group_index(groups, len(counts))
+        return max(float(len(np.unique(group[counts > 0]))), 1.0)
+    return max(float(np.count_nonzero(counts)), 1.0)
+
+
+def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
+    """[B] how many tokens of each sample are scored: the trained ones, except the first."""
+    return _counts(*_scored(masks))
+
+
+def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
+    """[B] the scored tokens of each sample's whole group."""
+    group = _group_index(groups, len(counts))
+    return np.bincount(group, weights=counts).astype(np.int64)[group]
+
+
+def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """[Σn] whether a position predicts a trained token (the masks, one place earlier in each sample); [B] lengths."""
+    lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
+    ends = np.cumsum(lengths)
+    scored = np.zeros(int(lengths.sum()), dtype=np.bool_)
+    if len(scored):
+        scored[:-1] = np.concatenate(masks)[1:]
+        scored[ends[lengths > 0] - 1] = False
+    return scored, lengths
+
+
+def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[B] scored positions of each sample."""
+    before: NDArray[np.int64] = np.zeros(len(scored) + 1, dtype=np.int64)
+    np.cumsum(scored, out=before[1:])
+    ends = np.cumsum(lengths)
+    counts: NDArray[np.int64] = before[ends] - before[ends - lengths]
+    return counts
+
+
+def _sample_weights(
+    mode: WeightMode, counts: NDArray[np.int64], groups: Sequence[Hashable] | None, constant: float | None
+) -> NDArray[np.float64]:
+    """[B] what one scored token of each sample weighs."""
+    divisor = weight_divisor(mode, counts, groups=groups, constant=constant)
+    sizes = np.ones(len(counts))
+    if mode in ("sample-mean", "sum-of-sample-mean"):
+        sizes = np.maximum(counts, 1)
+    elif mode == "group-mean":
+        assert groups is not None
+        sizes = np.maximum(group_token_counts(counts, groups), 1)
+    return np.asarray(1.0 / (sizes * divisor))
+
+
+def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
+    """[B] groups numbered in the order they first appear; names of any hashable kind."""
+    if groups is None or len(groups) != num_samples:
+        given = None if groups is None else len(groups)
+        raise ValueError(
+            f"groups: {given} for {num_samples} samples; weights 'group-mean' need the group of each sample"
+        )
+    numbers: dict[Hashable, int] = {}
+    for place, group in enumerate(groups):
+        if group is None:
+            raise ValueError(f"groups: None at index {place}; weights 'group-mean' need the group of each sample")
+        numbers.setdefault(group, len(numbers))
+    return np.fromiter((numbers[group] for group in groups), dtype=np.int64, count=num_samples)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in WEIGHT_MODES:
+        raise ValueError(f"weights: unknown mode {mode!r}; use one of {', '.join(WEIGHT_MODES)}")

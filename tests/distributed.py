@@ -1,0 +1,115 @@
+"""Run a function on several processes that form a gloo group on this machine.
+
+    def case(rank: int, world: int, scale: float) -> float: ...      # at module level, so that it can be pickled
+
+    assert run_ranks(2, case, 3.0) == [0.0, 3.0]                     # one result per rank
+
+Ranks are forked from a server that has imported torch once, so that only the first call of a session pays for it. A
+rank that fails makes the call fail with that rank's traceback; ranks that do not end in time are stopped, and the place
+where each one hung is shown.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.fsdp", "numpy", "pytest"]
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 90.0,
+    group_timeout: float = 60.0,
+    dying: Collection[int] = (),
+) -> list[Any]:
+    """What `function(rank, world, *args)` returns on each rank (anything that pickles; tensors on the CPU).
+
+    `timeout` is for the whole call and `group_timeout` for one collective, in seconds. Ranks in `dying` are expected to
+    end their process without returning; their result is None.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [
+            context.Process(
+                target=_main,
+                args=(rank, world, folder, timeout, group_timeout, bool(dying), function, args),
+                daemon=True,
+            )
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if list(folder.glob("failed*")):
+                deadline = min(deadline, time.monotonic() + 5.0)  # the others get a moment to report, too
+            time.sleep(0.02)
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        failed = sorted(folder.glob("failed*"), key=lambda path: path.stat().st_mtime_ns)
+        if failed:
+            raise AssertionError("\n".join(path.read_text() for path in failed))
+        if hung:
+            stacks = "\n".join((folder / f"stack{rank}").read_text() for rank in hung)
+            raise AssertionError(f"ranks {hung} of {world} did not end within {timeout} s\n{stacks}")
+        for rank, process in enumerate(processes):
+            assert rank in dying or process.exitcode == 0, f"rank {rank} of {world} ended with {process.exitcode}"
+        return [
+            None if rank in dying else pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)
+        ]
+
+
+def _main(
+    rank: int,
+    world: int,
+    folder: Path,
+    timeout: float,
+    group_timeout: float,
+    someone_dies: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    with open(folder / f"stack{rank}", "w") as stack:
+        faulthandler.dump_traceback_later(max(timeout - 3.0, 0.5), file=stack)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder / 'store'}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=group_timeout),
+            )
+            result = function(rank, world, *args)
+            (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+            if not someone_dies:
+                dist.barrier()
+        except BaseException:
+            (folder / f"failed{rank}").write_text(f"rank {rank} of {world}:\n{traceback.format_exc()}")
+            os._exit(1)  # a group with a lost member cannot be taken down in order
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    if someone_dies:
+        os._exit(0)
+    dist.destroy_process_group()

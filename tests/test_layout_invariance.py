@@ -1,0 +1,352 @@
+"""Layout is free: the loss and the gradients of all parameters do not depend on how a global batch is laid out.
+
+    one global batch      8 samples, 4 pairs, one sample without labels
+    reference             all of it on one row of one process
+    layouts               micro-batches of any split; data × context ranks (2,1) (1,2) (4,1) (1,4) (2,2)
+
+For every loss, in every way of averaging, the loss is compared. Gradients go through a small Qwen3, and its backward
+pass is the slow part: for one loss every way of averaging has its own, for each of the others one backward pass serves
+the sum of all ways, each with a factor of its own (an error in any of them shows). A rank adds up its micro-batches,
+then all ranks are summed: that is all training does. Each world size starts its processes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from models import build
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from padfree.batch import LocalBatch, Sample
+from padfree.cp import shard
+from padfree.head import fused_loss, score
+from padfree.losses import (
+    WEIGHT_MODES,
+    CISPOSettings,
+    ClipSettings,
+    DPOSettings,
+    GSPOSettings,
+    IcePopSettings,
+    LossInputs,
+    OPSMSettings,
+    PolicySettings,
+    ReinforceSettings,
+    RewardModelSettings,
+    SequenceMaskSettings,
+    SequenceTISSettings,
+    SFTSettings,
+    Statistics,
+    TokenTISSettings,
+    ValueSettings,
+    compute_loss,
+    dpo_loss,
+    is_elementwise,
+    make_token_loss,
+    needs_entropy,
+    preference_pairs,
+    reward_model_loss,
+    sample_ends,
+    token_weights,
+    value_loss,
+)
+from padfree.model import attach, hidden_states, lm_head_of
+from padfree.packing.collate import collate
+
+CLIP = ClipSettings(low=0.1, high=0.2)
+TOKEN_LOSSES: dict[str, SFTSettings | PolicySettings] = {
+    "sft": SFTSettings(),
+    "clip": PolicySettings(objective=CLIP),
+    "dual clip, entropy": PolicySettings(
+        objective=ClipSettings(low=0.1, high=0.2, dual=1.1), entropy_coefficient=0.03, old_policy="sampler"
+    ),
+    "gspo, k3": PolicySettings(objective=GSPOSettings(low=0.02, high=0.03), kl_coefficient=0.2),
+    "cispo, k1": PolicySettings(objective=CISPOSettings(high=0.1), kl_coefficient=0.2, kl_estimator="k1"),
+    "reinforce, k2": PolicySettings(objective=ReinforceSettings(), kl_coefficient=0.2, kl_estimator="k2"),
+    "low_var_kl": PolicySettings(old_policy="current", kl_coefficient=0.2, kl_estimator="low_var_kl"),
+    "token tis": PolicySettings(objective=CLIP, corrections=(TokenTISSettings(high=1.1),)),
+    "sequence tis": PolicySettings(objective=CLIP, corrections=(SequenceTISSettings(high=1.5),), old_policy="current"),
+    "icepop": PolicySettings(objective=CLIP, corrections=(IcePopSettings(low=0.8, high=1.2),)),
+    "sequence mask": PolicySettings(objective=CLIP, corrections=(SequenceMaskSettings(low=0.95, high=1.05),)),
+    "token mask": PolicySettings(
+        objective=CLIP, corrections=(SequenceMaskSettings(low=0.85, high=1.2, statistic="token"),)
+    ),
+    "opsm": PolicySettings(objective=CLIP, corrections=(OPSMSettings(delta=0.01),)),
+}
+VALUE = ValueSettings(clip=0.2)
+CASES = [(loss, mode) for loss in (*TOKEN_LOSSES, "value") for mode in WEIGHT_MODES]
+PAIR_CASES = [("dpo", "pairs"), ("reward model", "pairs")]
+FEW_CASES = [case for case in CASES if case[0] == "clip" or case[1] == "sample-mean"]
+FACTORS = {"token-mean": 1.0, "sample-mean": 0.7, "sum-of-sample-mean": 0.2, "sample-sum": 0.1, "constant": 3.0}
+"""Of the ways of averaging that share a backward pass; 1 where none is given."""
+
+LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)
+PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
+SILENT = 5
+SPLITS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "one row": (tuple(range(8)),),
+    "pairs, two uneven rows": ((4, 5), (6, 7, 0, 1, 2, 3)),
+    "each alone": tuple((i,) for i in range(8)),
+    "across pairs": ((0, 2, 4), (7,), (1, 3, 5, 6)),
+}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
+CASES_OF = {torch.float64: CASES, torch.float32: FEW_CASES}
+"""float32 is about rounding: every loss, and every way of averaging, but not all of them together."""
+
+Cases = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of the whole global batch."""
+
+    losses: dict[tuple[str, str], Tensor]
+    statistics: dict[tuple[str, str], Tensor]
+    gradients: dict[tuple[str, str], list[Tensor]]  # by parameter
+
+    def sum_over_ranks(self) -> None:
+        tensors = [*self.losses.values(), *self.statistics.values(), *(g for gs in self.gradients.values() for g in gs)]
+        flat = torch.cat([tensor.double().flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+
+class Policy:
+    """A small Qwen3 and a vector that makes values (or scores) of its hidden states."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.model: PreTrainedModel = attach(build("qwen3", hidden_size=32, intermediate_size=32, vocab_size=40))
+        self.head = lm_head_of(self.model)
+        # Qwen3's own norm works in float32 whatever it is given, which is not what is tested here.
+        for module in list(self.model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child).__name__ == "Qwen3RMSNorm":
+                    norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                    norm.weight = child.weight
+                    setattr(module, name, norm)
+        self.model.to(dtype)
+        self.critic = torch.linspace(-1, 1, 32, dtype=dtype).requires_grad_()
+        self.parameters = [*self.model.parameters(), self.critic]
+        self.weight = self.model.get_output_embeddings().weight
+        assert self.head.bias is None
+        assert self.head.softcap is None
+
+
+@cache
+def make_policy(dtype: torch.dtype) -> Policy:
+    return Policy(dtype)
+
+
+def make_samples() -> list[Sample]:
+    """Rollouts whose log-probabilities are near the model's own, so that ratios are near 1 and some are clipped."""
+    rng = np.random.default_rng(0)
+    policy = make_policy(torch.float64)
+    samples = []
+    for index, length in enumerate(LENGTHS):
+        mask = np.arange(length) > rng.integers(0, 2)
+        mask[rng.integers(2, length)] = index % 2  # a gap here and there
+        if index == SILENT:
+            mask[:] = False
+        plain = Sample(tokens=rng.integers(0, 40, length), loss_mask=mask)
+        local = shard(collate([replace(plain, loss_mask=None)]), backend="reference")
+        with torch.no_grad():
+            own = score(hidden_states(policy.model, local), policy.weight, local.labels).logprobs.numpy()
+        near = np.roll(own, 1)  # entry j belongs to token j
+        samples.append(
+            replace(
+                plain,
+                logprobs=near + rng.normal(0, 0.15, length),
+                ref_logprobs=near + rng.normal(0, 0.15, length),
+                advantages=np.full(length, rng.normal()),
+                returns=rng.normal(0, 1, length),
+                values=rng.normal(0, 1, length),
+                group=index // 2,
+                reward=float(index % 2),
+                uid=index,
+            )
+        )
+    return samples
+
+
+def layout_result(
+    samples: list[Sample], rows: list[tuple[int, ...]], cases: Cases, dtype: torch.dtype, context: Any = None
+) -> Result:
+    """What this process contributes with these micro-batches. `context` is the group that shares each of its rows."""
+    policy = make_policy(dtype)
+    weights = {mode: token_weights(mode, [s.mask for s in samples], **weight_settings(mode)) for mode in WEIGHT_MODES}
+    world, rank = (1, 0) if context is None else (dist.get_world_size(context), dist.get_rank(context))
+
+    def reduce(values: Tensor) -> Tensor:
+        summed = values.clone()
+        if context is not None:
+            dist.all_reduce(summed, group=context)
+        return summed
+
+    result = Result(losses={}, statistics={}, gradients={})
+    for row in rows:
+        local = {
+            mode: shard(
+                collate([samples[i] for i in row], weights=[weights[mode][i] for i in row]).padded_to_multiple(world),
+                world=world,
+                rank=rank,
+                group=context,
+                backend="reference",
+            )
+            for mode in WEIGHT_MODES
+        }
+        hidden = hidden_states(policy.model, local[WEIGHT_MODES[0]])
+        objectives: dict[tuple[str, str], Tensor] = {}
+        for (name, mode), loss, found in row_losses(policy, hidden, local, cases, reduce):
+            add(result.losses, (name, mode), loss.detach())
+            if found:
+                numbers = torch.stack([number.double() for pair in found.values() for number in pair])
+                add(result.statistics, (name, mode), numbers)
+            add(objectives, (name, mode if name == "clip" else "all modes"), FACTORS.get(mode, 1.0) * loss)
+        for case, objective in objectives.items():
+            found = torch.autograd.grad(objective, policy.parameters, retain_graph=True, materialize_grads=True)
+            if case in result.gradients:
+                found = [total + gradient for total, gradient in zip(result.gradients[case], found, strict=True)]
+            result.gradients[case] = list(found)
+    return result
+
+
+def add(sums: dict[tuple[str, str], Tensor], case: tuple[str, str], term: Tensor) -> None:
+    sums[case] = sums[case] + term if case in sums else term
+
+
+def row_losses(
+    policy: Policy, hidden: Tensor, local: dict[Any, LocalBatch], cases: Cases, reduce: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[tuple[str, str], Tensor, Statistics]]:
+    """Every case on one micro-batch. Losses that can be are fused with the head, as in training."""
+    for name, mode in cases:
+        batch = local.get(mode, next(iter(local.values())))
+        assert batch.rollout is not None
+        inputs = LossInputs.from_batch(batch)
+        assert inputs.rollout_logprobs is not None
+        assert inputs.old_values is not None
+        inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs + 0.1 * inputs.old_values)
+        if name == "value":
+            output = value_loss(replace(inputs, values=hidden @ policy.critic), VALUE)
+        elif name in TOKEN_LOSSES:
+            settings = TOKEN_LOSSES[name]
+            entropy = needs_entropy(settings)
+            if is_elementwise(settings):
+                token_loss = make_token_loss(inputs, settings, reduce=reduce)
+                fused = fused_loss(hidden, policy.weight, batch.labels, token_loss, entropy=entropy)
+                scored = inputs.with_scores(fused.logprobs, fused.entropy)
+                needed = mode == "sample-mean"  # statistics do not depend on weights
+                found = compute_loss(scored, settings, reduce=reduce).statistics if needed else {}
+                yield (name, mode), fused.loss, found
+                continue
+            scores = score(hidden, policy.weight, batch.labels, entropy=entropy)
+            output = compute_loss(inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=reduce)
+        else:
+            pairs = torch.from_numpy(preference_pairs(batch.samples))
+            pair_weights = torch.full((len(pairs),), 1 / len(PAIRS), dtype=hidden.dtype)
+            if name == "dpo":
+                scores = score(hidden, policy.weight, batch.labels)
+                output = dpo_loss(
+                    inputs.with_scores(scores.logprobs), DPOSettings(beta=0.5), pairs, pair_weights, reduce=reduce
+                )
+            else:
+                lengths = torch.tensor([info.length for info in batch.samples])
+                ends = sample_ends(batch.position_ids, batch.sample_index, lengths)
+                output = reward_model_loss(
+                    hidden @ policy.critic,
+                    ends,
+                    batch.sample_index,
+                    batch.num_samples,
+                    RewardModelSettings(margin=0.1),
+                    pairs,
+                    pair_weights,
+                    reduce=reduce,
+                )
+        yield (name, mode), output.loss, output.statistics
+
+
+def weight_settings(mode: str) -> dict[str, Any]:
+    groups = [index // 2 for index in range(len(LENGTHS))]
+    return {"constant": {"constant": 100.0}, "group-mean": {"groups": groups}}.get(mode, {})
+
+
+def ranks(rank: int, world: int, samples: list[Sample], layouts: list[tuple[int, int]]) -> list[Any]:
+    """The sum over all ranks for each layout and dtype; from rank 0 only."""
+    results = []
+    for data, context in layouts:
+        groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
+        mine, data_rank = groups[rank // context], rank // context
+        own = PAIRS[data_rank::data]
+        rows = [own[0], tuple(i for pair in own[1:] for i in pair)][: len(own)]
+        for dtype in TOLERANCES:
+            group = mine if context > 1 else None
+            result = layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype, group)
+            result.sum_over_ranks()
+            results.append((dtype, result))
+    return results if rank == 0 else []
+
+
+def assert_same(found: Result, expected: Result, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCES[dtype]
+    for case, loss in found.losses.items():
+        assert abs(loss - expected.losses[case]) <= tolerance * abs(expected.losses[case]).clamp(min=0.1), case
+    for case, numbers in found.statistics.items():
+        torch.testing.assert_close(
+            numbers,
+            expected.statistics[case],
+            rtol=tolerance,
+            atol=10 * tolerance,
+            msg=lambda m, case=case: f"{case} {m}",
+        )
+    for case, gradients in found.gradients.items():
+        errors = torch.stack([(a - b).norm() for a, b in zip(gradients, expected.gradients[case], strict=True)])
+        norms = torch.stack([gradient.norm() for gradient in expected.gradients[case]])
+        assert errors.norm() <= tolerance * norms.norm(), case
+        # One parameter alone, however little it matters in the whole, may show a little more of the rounding.
+        assert (errors <= 10 * tolerance * norms).all(), case
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return make_samples()
+
+
+@pytest.fixture(scope="module")
+def reference(samples: list[Sample]) -> dict[torch.dtype, Result]:
+    rows = list(SPLITS["one row"])
+    return {dtype: layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype) for dtype in TOLERANCES}
+
+
+def test_losses_differ_from_each_other(reference: dict[torch.dtype, Result]) -> None:
+    """Else a correction or a mode that does nothing would pass for invariant."""
+    losses = reference[torch.float64].losses
+    assert len({float(loss) for loss in losses.values()}) == len(losses)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("split", [name for name in SPLITS if name != "one row"])
+def test_micro_batches(
+    split: str, dtype: torch.dtype, samples: list[Sample], reference: dict[torch.dtype, Result]
+) -> None:
+    cases = CASES_OF[dtype] + (PAIR_CASES if split.startswith("pairs") else [])
+    found = layout_result(samples, list(SPLITS[split]), cases, dtype)
+    assert_same(found, reference[dtype], dtype)
+
+
+@pytest.mark.parametrize("layouts", [[(2, 1), (1, 2)], [(4, 1), (1, 4), (2, 2)]], ids=str)
+def test_data_and_context_ranks(
+    layouts: list[tuple[int, int]], samples: list[Sample], reference: dict[torch.dtype, Result]
+) -> None:
+    results = run_ranks(layouts[0][0], ranks, samples, layouts, timeout=300.0)[0]
+    assert len(results) == 2 * len(layouts)
+    for dtype, result in results:
+        assert set(result.losses) == set(reference[dtype].losses)
+        assert_same(result, reference[dtype], dtype)
