@@ -104,7 +104,8 @@ def _token_array(tokens: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
         )
     if array.dtype.kind == "i" and array.min() < 0:
         raise ValueError(f"tokens of {name}: negative id {array.min()}; give token ids of 0 or more, without padding")
-    return array
+    # numpy joins unsigned and signed 64 bits to floats
+    return array.astype(np.int64) if array.dtype == np.uint64 else array
 
 
 def _mask_array(mask: ArrayLike | None, length: int, name: str) -> NDArray[np.bool_]:

@@ -1,0 +1,91 @@
+"""padfree: padding-free training of Hugging Face language models.
+
+    import padfree
+
+    packs = padfree.pack(samples, max_tokens=8192)        # samples end to end, no padding
+    model = padfree.attach(model)                         # attention inside each sample, by cumulative lengths
+    local = padfree.shard(packs[0])                       # one micro-batch (or one context rank's share of it)
+    hidden = padfree.hidden_states(model, local)          # [T, D]
+
+Names that need transformers are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
+from padfree.packing import (
+    CostModel,
+    FixedSizeBatcher,
+    StepPlan,
+    TokenBudgetBatcher,
+    balance,
+    collate,
+    fill,
+    pack,
+    plan_step,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from padfree.attention import varlen_attention
+    from padfree.cp import attend, gather_tokens, make_layout, shard
+    from padfree.head import Scores, fused_loss, score
+    from padfree.losses import token_weights
+    from padfree.model import attach, hidden_states
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "varlen_attention": "padfree.attention",
+    "attend": "padfree.cp",
+    "gather_tokens": "padfree.cp",
+    "make_layout": "padfree.cp",
+    "shard": "padfree.cp",
+    "Scores": "padfree.head",
+    "fused_loss": "padfree.head",
+    "score": "padfree.head",
+    "token_weights": "padfree.losses",
+    "attach": "padfree.model",
+    "hidden_states": "padfree.model",
+}
+
+__all__ = [
+    "AttnContext",
+    "CostModel",
+    "FixedSizeBatcher",
+    "Layout",
+    "LocalBatch",
+    "PackedBatch",
+    "Rollout",
+    "Sample",
+    "SampleInfo",
+    "Scores",
+    "Segments",
+    "StepPlan",
+    "TokenBudgetBatcher",
+    "attach",
+    "attend",
+    "balance",
+    "collate",
+    "fill",
+    "fused_loss",
+    "gather_tokens",
+    "hidden_states",
+    "make_layout",
+    "pack",
+    "plan_step",
+    "score",
+    "shard",
+    "token_weights",
+    "unpack",
+    "varlen_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'padfree' has no attribute {name!r}")

@@ -1,0 +1,264 @@
+"""Samples into k parts of nearly equal cost.
+
+    costs 8 7 6 5 4 2    k = 2      ->  8 + 6 + 2 = 16,  7 + 5 + 4 = 16
+
+Deterministic, in two moves:
+
+    greedy    the costliest sample first, each to the part that costs least so far and has room under the cap
+    exchange  costly parts each give a sample to a cheap one, or swap one with it, whatever brings the two closest
+              together; again, until the costliest part is within `TOLERANCE` of the mean or nothing helps
+
+A cap is a cap. Where greedy finds no room for a sample, the start comes from balancing lengths instead of costs, or
+else from `fill`; exchange, which never breaks the cap, then evens out the costs. What cannot be placed is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from padfree.packing.cost import Floats
+from padfree.packing.fill import Indices, checked_lengths, fill
+
+TOLERANCE = 1e-4
+"""Exchange ends when the costliest part is at most this far above the mean, as a fraction of the mean."""
+
+ROUNDS = 64
+"""How often exchange goes over all parts at most."""
+
+SHIFTS = 8
+"""How many ways to form pairs exchange tries before it gives up."""
+
+
+def balance(
+    costs: ArrayLike,
+    k: int,
+    *,
+    lengths: ArrayLike | None = None,
+    cap: int | None = None,
+    equal_count: bool = False,
+) -> list[Indices]:
+    """k arrays of sample indices, ascending, every sample once, with nearly equal sums of `costs` [n].
+
+    `cap` is a hard limit on the sum of `lengths` [n] in a part; without `lengths` it limits the sum of `costs`, which
+    must then be integers. `equal_count` lets the numbers of samples of any two parts differ by at most 1.
+    No part is empty when n >= k; with fewer samples than parts, n parts hold one sample and the others none.
+    """
+    cost = _checked_costs(costs)
+    if k < 1:
+        raise ValueError(f"k: {k}; give 1 or more parts")
+    if equal_count and k > len(cost):
+        raise ValueError(f"k: {k} parts of equal count for {len(cost)} samples; give k of {len(cost)} or less")
+    length = np.zeros(len(cost), np.int64)
+    if lengths is not None:
+        length = checked_lengths(lengths)
+    elif cap is not None:
+        length = checked_lengths(costs, "costs")
+    if len(length) != len(cost):
+        raise ValueError(f"lengths: {len(length)} entries for {len(cost)} costs; give one per sample")
+    if cap is not None:
+        _check_cap(length, k, cap)
+    limit = int(length.sum()) if cap is None else cap
+    parts = partition(Problem(cost, length, limit, np.zeros(k), equal_count))
+    if parts is None:
+        raise ValueError(
+            f"cap: found no way to put {len(cost)} samples, {length.sum()} tokens, into {k} parts of {cap}; "
+            f"raise cap or k"
+        )
+    return parts
+
+
+def _checked_costs(costs: ArrayLike) -> Floats:
+    array = np.asarray(costs)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
+        raise ValueError(f"costs: {array.dtype} array of shape {array.shape}; give a flat list of numbers")
+    array = array.astype(np.float64)
+    wrong = ~((array >= 0) & (array < np.inf))
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(f"costs: {array[index]} for sample {index}; give finite costs of 0 or more")
+    return array
+
+
+def _check_cap(length: Indices, k: int, cap: int) -> None:
+    if cap < 1:
+        raise ValueError(f"cap: {cap}; give 1 or more")
+    if length.max(initial=0) > cap:
+        index = int(length.argmax())
+        raise ValueError(f"cap: {cap} is less than the {length[index]} tokens of sample {index}; raise cap")
+    if length.sum() > k * cap:
+        raise ValueError(f"cap: {k} parts of {cap} cannot hold {length.sum()} tokens; raise cap or k")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Problem:
+    """What `partition` solves: the largest `offset[p] + sum of cost` over the parts p is to be small."""
+
+    cost: Floats  # [n]
+    length: Indices  # [n]
+    cap: int  # on the sum of length in a part
+    offset: Floats  # [k]; what a part costs before it holds anything
+    equal_count: bool = False
+
+
+Parts = list[Indices]
+
+
+def partition(problem: Problem) -> Parts | None:
+    """The parts, each ascending, or None where no assignment within the cap was found."""
+    parts = _start(problem)
+    if parts is None:
+        return None
+    parts = _without_empty(parts, problem)
+    return [np.sort(part) for part in _exchange(parts, problem)]
+
+
+def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
+    """[k] the sum of `values` [n] over each part."""
+    part = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
+    weights = values[np.concatenate(parts)]
+    return np.asarray(np.bincount(part, weights=weights, minlength=len(parts)), dtype=np.float64)
+
+
+def _start(problem: Problem) -> Parts | None:
+    """An assignment within the cap: greedy by cost, else even in length, else by `fill`."""
+    parts = _greedy(problem)
+    if parts is not None:
+        return parts
+    total = int(problem.length.sum())
+    even = replace(problem, cost=problem.length.astype(np.float64), cap=total, offset=np.zeros_like(problem.offset))
+    parts = _greedy(even)
+    assert parts is not None
+    parts = _exchange(parts, even, goal=problem.cap)
+    if sums(problem.length, parts).max() <= problem.cap:
+        return parts
+    bins = fill(problem.length, problem.cap)
+    spare = len(problem.offset) - len(bins)
+    if problem.equal_count or spare < 0:
+        return None
+    return [*bins, *[bins.indices[:0]] * spare]
+
+
+def _greedy(problem: Problem) -> Parts | None:
+    """The costliest sample first, each to the cheapest part with room; None where a sample finds no room."""
+    # a trifle for each sample, so that samples of cost 0 spread over the parts too
+    cost = (problem.cost + (1e-9 * problem.cost.max(initial=0.0) or 1.0)).tolist()
+    length = problem.length.tolist()
+    members: list[list[int]] = [[] for _ in problem.offset]
+    room = [problem.cap] * len(members)
+    # with equal counts, `larger` parts may hold one sample more than `count`
+    count, larger = divmod(len(cost), len(members)) if problem.equal_count else (len(cost), 0)
+    heap = [(load, part) for part, load in enumerate(problem.offset.tolist())]
+    heapify(heap)
+    full: list[tuple[int, float, int]] = []  # (-room, load, part): too full for the present sample, largest room first
+    for index in np.argsort(-problem.cost, kind="stable").tolist():
+        need = length[index]
+        while full and -full[0][0] >= need:
+            heappush(heap, heappop(full)[1:])
+        while heap and room[heap[0][1]] < need:
+            load, part = heappop(heap)
+            heappush(full, (-room[part], load, part))
+        if not heap:
+            return None
+        load, part = heap[0]
+        members[part].append(index)
+        room[part] -= need
+        size = len(members[part])
+        if size < count or (size == count and larger):
+            heapreplace(heap, (load + cost[index], part))
+            continue
+        heappop(heap)
+        larger -= size > count
+        if size > count and not larger:
+            heap = [entry for entry in heap if len(members[entry[1]]) < count]
+            full = [entry for entry in full if len(members[entry[2]]) < count]
+            heapify(heap)
+            heapify(full)
+    return [np.array(part, dtype=np.int64) for part in members]
+
+
+def _without_empty(parts: Parts, problem: Problem) -> Parts:
+    """Each empty part gets the cheapest sample of the costliest part that has two or more, if there is one."""
+    parts = list(parts)
+    cost = sums(problem.cost, parts)
+    givers = [(-cost[p], p) for p, part in enumerate(parts) if len(part) > 1]
+    heapify(givers)
+    for empty in [p for p, part in enumerate(parts) if not len(part)]:
+        if not givers:
+            break
+        negative, giver = heappop(givers)
+        place = int(problem.cost[parts[giver]].argmin())
+        parts[empty] = parts[giver][place : place + 1]
+        parts[giver] = np.delete(parts[giver], place)
+        if len(parts[giver]) > 1:
+            heappush(givers, (negative + problem.cost[parts[empty][0]], giver))
+    return parts
+
+
+def _exchange(parts: Parts, problem: Problem, goal: float | None = None) -> Parts:
+    """Let costly and cheap parts swap samples, in pairs, until the costliest is near the mean, or under `goal`.
+
+    The costliest part meets the cheapest, the next costliest the next cheapest, and so on: k / 2 pairs at once. Their
+    samples are the rows of a matrix [k, m] with an empty place or more behind them; a swap with an empty place is a
+    plain move. Where no pair can improve, the pairs are formed anew with the cheap half rolled on.
+    """
+    k, empty = len(parts), len(problem.cost)
+    movable, fixed = _split_large(parts, equal=problem.equal_count)
+    sizes = np.array([len(part) for part in movable])
+    places = np.full((k, sizes.max() + (not problem.equal_count)), empty)
+    places[np.arange(places.shape[1]) < sizes[:, None]] = np.concatenate(movable)
+    cost, length = np.append(problem.cost, 0.0), np.append(problem.length, 0)
+    fixed_load, fixed_used = problem.offset + sums(problem.cost, fixed), sums(problem.length, fixed)
+    slack = TOLERANCE * problem.cost.sum() / k
+    shift = 0
+    for _ in range(ROUNDS):
+        load, used = fixed_load + cost[places].sum(1), fixed_used + length[places].sum(1)
+        order = np.argsort(load, kind="stable")
+        if load[order[-1]] <= (load.mean() + slack if goal is None else goal) or shift >= min(k // 2, SHIFTS):
+            break
+        costly, cheap = order[::-1][: k // 2], np.roll(order[: k // 2], shift * (k // 2 // SHIFTS or 1))
+        gap = (load[costly] - load[cheap]) / 2
+        apart = gap > slack / 2
+        costly, cheap, gap = costly[apart], cheap[apart], gap[apart]
+
+        given, back = places[costly], places[cheap]  # [pairs, m]
+        # swapping samples whose costs differ by exactly `gap` would make the two parts equal
+        missed = np.abs(cost[given][:, :, None] - cost[back][:, None, :] - gap[:, None, None])  # [pairs, m, m]
+        if problem.cap < length.sum():
+            freed = length[given][:, :, None] - length[back][:, None, :]
+            missed[freed > (problem.cap - used[cheap])[:, None, None]] = np.inf
+            missed[freed < (used[costly] - problem.cap)[:, None, None]] = np.inf
+        # a part does not give away its only sample
+        only = (given < empty).sum(1) == 1
+        missed += np.where(only[:, None] & (back == empty), np.inf, 0.0)[:, None, :]
+
+        flat = missed.reshape(len(gap), places.shape[1] ** 2)
+        best = flat.argmin(1)
+        gain = gap - flat[np.arange(len(gap)), best]
+        pairs = np.flatnonzero(gain > slack / 16)
+        row, column = np.divmod(best[pairs], places.shape[1])
+        here, there = (costly[pairs], row), (cheap[pairs], column)
+        places[here], places[there] = places[there], places[here]
+        shift = 0 if gain[pairs].sum() > slack else shift + 1
+    return [np.append(rest, row[row < empty]) for rest, row in zip(fixed, places, strict=True)]
+
+
+def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
+    """What exchange may move and what stays: of large parts it moves every i-th sample only, so that a round compares
+    2 million pairs at most. With equal counts all parts move the same number, so that there is no empty place.
+    """
+    limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
+    movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]
+    if equal:
+        common = min(len(part) for part in movable)
+        movable = [part[:common] for part in movable]
+    fixed = [
+        np.setdiff1d(part, moving) if len(moving) < len(part) else part[:0]
+        for part, moving in zip(parts, movable, strict=True)
+    ]
+    return movable, fixed

@@ -1,0 +1,187 @@
+"""Samples to packed batches: `pack`, and back: `unpack`.
+
+    samples   [1 2 3 4 5] [10 11 12] [20 21 22 23 24 25 26]
+    pack      input_ids     1 2 3 4 5 10 11 12 20 21 22 23 24 25 26
+              position_ids  0 1 2 3 4  0  1  2  0  1  2  3  4  5  6
+              labels        2 3 4 5 -  11 12 - 21 22 23 24 25 26  -
+              cu_seqlens    0 5 8 15
+
+What belongs to the prediction of a token (its label, its weight, its advantage) is stored at the position that
+predicts it, one place before the token. The last position of a sample predicts nothing.
+
+Each pack keeps its samples in the order they were given, and `batch.samples[i].index` is the place of sample i in the
+list that was packed, so that results can always be put back. Every output array is allocated once and written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.batch import IGNORE, PackedBatch, Rollout, Sample, SampleInfo, Segments, common_fields
+from padfree.packing.balance import balance
+from padfree.packing.fill import fill
+
+Cost = Callable[[NDArray[Any]], NDArray[Any]]
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int | None = None,
+    num_packs: int | None = None,
+    multiple_of: int = 1,
+    cost: Cost | None = None,
+    weights: Sequence[NDArray[Any]] | None = None,
+) -> list[PackedBatch]:
+    """Lay samples end to end in as few packs as possible, or in `num_packs` packs of nearly equal cost.
+
+    `max_tokens` is a hard cap, the pad included; a sample longer than it is refused. With `num_packs` and `cost`
+    (a `CostModel`, or any function of lengths) the packs are balanced by cost, else by tokens. `multiple_of` pads each
+    pack. `weights` holds one [n] array per sample, entry t weighing the prediction of token t + 1 (`token_weights`
+    makes them); without it every scored token of all packs together weighs the same and the weights add up to 1.
+    No samples give no packs.
+    """
+    _check_packable(samples, max_tokens, num_packs, multiple_of, weights)
+    if not samples:
+        return []
+    fields = common_fields(samples)
+    if weights is None:
+        scored = sum(sample.num_labels for sample in samples)
+        uniform = 1.0 / scored if scored else 0.0
+        weights = [np.broadcast_to(np.float32(uniform), len(sample)) for sample in samples]
+    lengths = np.fromiter((len(sample) for sample in samples), dtype=np.int64, count=len(samples))
+    parts = _partition(lengths, max_tokens, num_packs, cost)
+    return [_collate(samples, weights, part, fields).padded_to_multiple(multiple_of) for part in parts]
+
+
+def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Per-sample views of [T, ...] values, in the order the samples had before `pack`. The pad is left out.
+
+    Takes one batch and one tensor, or the list that `pack` returned and one tensor per batch.
+    """
+    if isinstance(batches, PackedBatch):
+        batches, values = [batches], [values]  # type: ignore[list-item]
+    batches, values = list(batches), list(values)
+    if len(batches) != len(values):
+        raise ValueError(f"values: {len(values)} tensors for {len(batches)} batches; give one tensor per batch")
+    found = [
+        (info.index, piece)
+        for batch, tensor in zip(batches, values, strict=True)
+        for info, piece in zip(batch.samples, batch.unpack(tensor), strict=True)
+    ]
+    return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
+
+
+def collate(samples: Sequence[Sample], *, weights: Sequence[NDArray[Any]] | None = None) -> PackedBatch:
+    """All of these samples in one pack, without a cap."""
+    if not samples:
+        raise ValueError("samples: empty list; give at least one sample")
+    return pack(samples, num_packs=1, weights=weights)[0]
+
+
+def _check_packable(
+    samples: Sequence[Sample],
+    max_tokens: int | None,
+    num_packs: int | None,
+    multiple_of: int,
+    weights: Sequence[NDArray[Any]] | None,
+) -> None:
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of: {multiple_of}; give 1 or more")
+    if num_packs is not None and num_packs < 1:
+        raise ValueError(f"num_packs: {num_packs}; give 1 or more")
+    if num_packs is not None and samples and num_packs > len(samples):
+        raise ValueError(f"num_packs: {num_packs} for {len(samples)} samples; give at most one pack per sample")
+    if max_tokens is not None and (max_tokens < 1 or max_tokens % multiple_of):
+        raise ValueError(f"max_tokens: {max_tokens}; give a positive multiple of multiple_of={multiple_of}")
+    seen: dict[Any, int] = {}
+    for index, sample in enumerate(samples):
+        if sample.uid is not None and seen.setdefault(sample.uid, index) != index:
+            raise ValueError(f"uid: {sample.uid!r} at index {seen[sample.uid]} and at index {index}; give each its own")
+        if max_tokens is not None and len(sample) > max_tokens:
+            raise ValueError(
+                f"max_tokens: {max_tokens} is less than the {len(sample)} tokens of sample {_label(sample, index)}; "
+                "raise it, or shorten the sample with .truncated()"
+            )
+    if weights is None:
+        return
+    if len(weights) != len(samples):
+        raise ValueError(f"weights: {len(weights)} arrays for {len(samples)} samples; give one array per sample")
+    for index, (sample, array) in enumerate(zip(samples, weights, strict=True)):
+        if np.shape(array) != (len(sample),):
+            raise ValueError(
+                f"weights of sample {_label(sample, index)}: shape {np.shape(array)} for {len(sample)} tokens; "
+                "give one entry per token"
+            )
+        if not np.isfinite(array).all():
+            raise ValueError(f"weights of sample {_label(sample, index)}: not finite; give finite numbers")
+
+
+def _label(sample: Sample, index: int) -> str:
+    return f"at index {index}" if sample.uid is None else f"{sample.uid!r} at index {index}"
+
+
+def _partition(
+    lengths: NDArray[np.int64], max_tokens: int | None, num_packs: int | None, cost: Cost | None
+) -> Sequence[NDArray[Any]]:
+    """Which samples go together: index arrays, ascending."""
+    if num_packs is None:
+        return [np.arange(len(lengths))] if max_tokens is None else fill(lengths, max_tokens)
+    costs = lengths if cost is None else cost(lengths)
+    return balance(costs, num_packs, lengths=lengths, cap=max_tokens)
+
+
+def _collate(
+    samples: Sequence[Sample], weights: Sequence[NDArray[Any]], part: NDArray[Any], fields: tuple[str, ...]
+) -> PackedBatch:
+    chosen = [samples[i] for i in part]
+    segments = Segments.from_lengths([len(sample) for sample in chosen])
+    offsets, num_tokens = segments.offsets, segments.num_tokens
+
+    input_ids = np.empty(num_tokens, dtype=np.int64)
+    position_ids = np.arange(num_tokens, dtype=np.int64)
+    labels = np.full(num_tokens, IGNORE, dtype=np.int64)
+    token_weights = np.zeros(num_tokens, dtype=np.float32)
+    rollout = {field: np.zeros(num_tokens, dtype=np.float32) for field in fields}
+    lengths = segments.lengths
+    if num_tokens:
+        np.concatenate([sample.tokens for sample in chosen], out=input_ids, casting="same_kind")
+        position_ids -= np.repeat(offsets[:-1], lengths)
+        mask = np.concatenate([sample.mask for sample in chosen])
+        last = np.zeros(num_tokens, dtype=np.bool_)
+        last[offsets[1:][lengths > 0] - 1] = True
+        scored = mask[1:] & ~last[:-1]
+        np.copyto(labels[:-1], input_ids[1:], where=scored)
+        given = np.concatenate([weights[index] for index in part])[:-1]
+        np.copyto(token_weights[:-1], given, where=scored, casting="same_kind")
+        for field, array in rollout.items():
+            values = np.concatenate([getattr(sample, field) for sample in chosen])
+            np.copyto(array[:-1], values[1:], where=~last[:-1])
+
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        labels=torch.from_numpy(labels),
+        weights=torch.from_numpy(token_weights),
+        sample_index=torch.from_numpy(np.repeat(np.arange(len(chosen), dtype=np.int32), lengths)),
+        segments=segments,
+        rollout=Rollout(**{f: torch.from_numpy(a) for f, a in rollout.items()}) if fields else None,
+        samples=tuple(
+            SampleInfo(
+                index=int(index),
+                length=len(sample),
+                uid=sample.uid,
+                group=sample.group,
+                source=sample.source,
+                reward=sample.reward,
+                raw_reward=sample.raw_reward,
+            )
+            for sample, index in zip(chosen, part, strict=True)
+        ),
+    )

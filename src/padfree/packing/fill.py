@@ -1,0 +1,192 @@
+"""Samples into as few bins of a hard capacity as possible.
+
+    lengths   5 3 5 2 2 7     capacity 8
+    histogram 7:1  5:2  3:1  2:2
+    bins      7 | 5 3 | 5 2 | 2          ->  indices [5] [0 1] [2 3] [4]
+
+This is best-fit decreasing: the longest sample first, each into the fullest bin that still has room for it. It is run
+on the histogram instead of on the samples. Bins with the same room left are interchangeable, so that "12,000 samples
+of length 300 into the 9,000 bins with 650 tokens left, two each" is one step, and the number of steps follows the
+number of distinct lengths: 10 million samples cost hardly more steps than 1 million. Only then are bins and samples
+told apart again, with numpy:
+
+    step      (length, room, per_bin, num_bins), in order
+    slot      bins wait in one queue per room; a slot is a place in a queue. A step takes num_bins slots from the front
+              of the queue of its room and puts as many at the end of the queue of the room that is left.
+    bin       following a slot back through the steps ends at the slot where its bin was opened.
+
+As many bins come out as from best-fit decreasing on single samples, with the same room left in each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bins(Sequence[Indices]):
+    """A sequence of index arrays in two flat ones: bin b is `indices[offsets[b]:offsets[b + 1]]`, ascending."""
+
+    indices: Indices  # [n] every sample once
+    offsets: Indices  # [bins + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Indices: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Indices]: ...
+    def __getitem__(self, index: int | slice) -> Indices | list[Indices]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"bin {index} of {len(self)}")
+        index %= len(self)
+        return self.indices[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[Indices]:
+        for start, end in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True):
+            yield self.indices[start:end]
+
+    def sums(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[bins] the sum of `values` [n] over each bin; no bin is empty."""
+        return np.add.reduceat(values[self.indices], self.offsets[:-1]) if len(self) else values[:0]
+
+
+def fill(lengths: ArrayLike, capacity: int) -> Bins:
+    """Every sample into a bin of at most `capacity` tokens, as best-fit decreasing does it.
+
+    Bins come in the order in which they were opened (the longest sample first). The result behaves as a list of index
+    arrays; millions of bins are still only two arrays. Samples of length 0 join the last bin.
+    """
+    array = checked_lengths(lengths)
+    if capacity < 1:
+        raise ValueError(f"capacity: {capacity}; give 1 or more tokens")
+    if array.size and array.max() > capacity:
+        index = int(array.argmax())
+        raise ValueError(
+            f"lengths: sample {index} has {array[index]} tokens, capacity is {capacity}; "
+            f"raise capacity to {array[index]} or cut the sample"
+        )
+    order, values, counts = _longest_first(array)
+    bins = _bin_of_each(*_best_fit_decreasing(values, counts, capacity))
+    empty = np.full(len(array) - len(bins), bins.max(initial=0))
+    return _grouped(order, np.concatenate([bins, empty]))
+
+
+def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
+    """Lengths as a flat int64 array, or an error that names the field and the sample."""
+    array = np.asarray(lengths)
+    if array.ndim == 1 and array.size == 0:
+        return np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"{field}: {array.dtype} array of shape {array.shape}; give a flat list of integers")
+    if array.min() < 0:
+        index = int(array.argmin())
+        raise ValueError(f"{field}: {array[index]} for sample {index}; give lengths of 0 or more")
+    return array.astype(np.int64, copy=False)
+
+
+def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
+    """Sample indices, longest first (ties in input order); the distinct lengths above 0, likewise; their counts."""
+    top = int(lengths.max(initial=0))
+    if top <= max(len(lengths), 1 << 16):
+        codes, counts = lengths, np.bincount(lengths, minlength=1)
+        values = np.arange(len(counts))
+    else:
+        values, codes, counts = np.unique(lengths, return_inverse=True, return_counts=True)
+        top = len(values) - 1
+    # 16-bit keys are sorted by radix, several times as fast as wider ones
+    keys = np.subtract(top, codes).astype(np.uint16 if top < 1 << 16 else np.int64)
+    there = (counts > 0) & (values > 0)
+    return np.argsort(keys, kind="stable"), values[there][::-1].tolist(), counts[there][::-1].tolist()
+
+
+class _Step(NamedTuple):
+    """`num_bins` bins with `room` tokens left take `per_bin` samples each and have `left` tokens left."""
+
+    room: int
+    left: int
+    per_bin: int
+    num_bins: int
+    taken: int  # where in the queue of `room` the first of these bins was
+    put: int  # where in the queue of `left` it is now
+
+
+def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
+    """The steps that put samples of these lengths, longest first, into the best-fitting bins; the size of each queue.
+
+    The best-fitting bins take as many samples of the present length as go into each, because a bin that just took one
+    is the fullest that can take the next. New bins come from the queue of room `capacity`.
+    """
+    steps: list[_Step] = []
+    rooms: list[int] = []  # of the bins that wait, ascending
+    put: defaultdict[int, int] = defaultdict(int)  # room -> bins that ever joined its queue
+    taken: defaultdict[int, int] = defaultdict(int)  # room -> bins that left it
+    for length, count in zip(values, counts, strict=True):
+        while count:
+            place = bisect_left(rooms, length)
+            room = rooms[place] if place < len(rooms) else capacity
+            per_bin = min(room // length, count)
+            num_bins = count // per_bin
+            if room < capacity:
+                waiting = put[room] - taken[room]
+                num_bins = min(num_bins, waiting)
+                if num_bins == waiting:
+                    del rooms[place]
+            left = room - per_bin * length
+            if left >= values[-1] and put[left] == taken[left]:
+                insort(rooms, left)
+            steps.append(_Step(room, left, per_bin, num_bins, taken[room], put[left]))
+            taken[room] += num_bins
+            put[left] += num_bins
+            count -= per_bin * num_bins
+    return steps, {capacity: taken[capacity], **put}
+
+
+def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
+    """The bin of each sample, longest sample first.
+
+    All queues are laid end to end, that of the new bins first. Each slot points to the slot its bin came from, and
+    following the pointers ends among the new bins, which are the bins in the order of opening.
+    """
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    source = np.array([starts[step.room] + step.taken for step in steps], dtype=np.int64)
+    target = np.array([starts[step.left] + step.put for step in steps], dtype=np.int64)
+    num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
+    per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)
+
+    used = ranges(source, num_bins)
+    origin = np.arange(sum(sizes.values()))
+    origin[ranges(target, num_bins)] = used
+    while not np.array_equal(origin, further := origin[origin]):
+        origin = further
+    return np.repeat(origin[used], np.repeat(per_bin, num_bins))
+
+
+def ranges(starts: Indices, sizes: Indices) -> Indices:
+    """`[starts[0], starts[0] + 1, ...]`, sizes[0] of them, then those of starts[1]: (5, 2), (0, 3) -> 5 6 0 1 2."""
+    return np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
+
+
+def _grouped(order: Indices, bins: Indices) -> Bins:
+    """Samples by bin, ascending inside: one sort of (bin, index) pairs, each packed into one integer, in place."""
+    offsets = np.zeros(int(bins.max(initial=-1)) + 2, np.int64)
+    np.cumsum(np.bincount(bins), out=offsets[1:])
+    shift = len(order).bit_length()
+    bins <<= shift
+    bins |= order
+    bins.sort()
+    bins &= (1 << shift) - 1
+    return Bins(bins, offsets)
