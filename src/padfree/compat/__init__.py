@@ -1,0 +1,1 @@
+"""padfree under the interfaces of other projects."""

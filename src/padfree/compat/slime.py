@@ -1,0 +1,244 @@
+"""The calls of slime's former FSDP backend, on top of padfree's core.
+
+    from padfree.compat.slime import pack_sequences, unpack_sequences   # instead of slime.backends.fsdp_utils...
+
+    packed    tokens        [T]     prompt and response of every sequence, end to end
+              cu_seqlens    [n+1]   delimit whole sequences: they drive attention
+              loss_masks    [R]     responses only, end to end; response_lengths delimit them: they drive the loss
+              log_probs     [T-1]   entry j-1 scores token j
+
+Signatures and keys are slime's. Behaviour differs where slime's was wrong:
+
+- `pad_length` is recorded in the dict, not guessed from trailing zeros (0 is a valid token id);
+- only the last sequence is shortened by the pad when unpacking;
+- `pad_packed_sequence_with_cp` returns a new dict and leaves the caller's alone;
+- `max_tokens_per_gpu` is a cap: where the packs asked for cannot hold it, there is one pack more;
+- there are never more packs than sequences; `indices` tells where each sequence stood in the input;
+- lists and tensors whose lengths do not fit together are an error that names them;
+- nothing needs CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from padfree.batch import Segments
+from padfree.compat.slime_losses import (
+    compute_approx_kl,
+    compute_policy_loss,
+    gather_log_probs_packed,
+    get_logprob_and_entropy_with_cp,
+    selective_log_softmax,
+    sum_of_sample_mean,
+)
+from padfree.packing.balance import balance
+
+__all__ = [
+    "compute_approx_kl",
+    "compute_policy_loss",
+    "gather_log_probs_packed",
+    "get_logprob_and_entropy_with_cp",
+    "get_seqlen_balanced_partitions",
+    "pack_sequences",
+    "pad_packed_sequence_with_cp",
+    "selective_log_softmax",
+    "sum_of_sample_mean",
+    "unpack_sequences",
+]
+
+TOKEN_KEYS = ("tokens", "position_ids")
+SCORE_KEYS = ("log_probs", "ref_log_probs", "cur_log_probs", "entropy")
+RESPONSE_KEYS = ("loss_masks", "advantages", "returns", "rollout_log_probs")
+SEQUENCE_KEYS = ("rewards", "raw_reward", "response_lengths", "indices")
+
+Packed = dict[str, Any]
+
+
+def pack_sequences(
+    tokens: Sequence[Any],
+    loss_masks: Sequence[Any],
+    rewards: Sequence[Any],
+    raw_rewards: Sequence[Any],
+    response_lengths: Sequence[int],
+    advantages: Sequence[Any],
+    returns: Sequence[Any],
+    rollout_log_probs: Sequence[Any] | None = None,
+    max_tokens_per_gpu: int | None = None,
+    num_packs: int | None = None,
+) -> list[Packed]:
+    """Pack sequences into `num_packs` packs, else ceil(total / max_tokens_per_gpu), else one. `[]` for none."""
+    if not len(tokens):
+        return []
+    response_level = {"loss_masks": loss_masks, "advantages": advantages, "returns": returns}
+    if rollout_log_probs is not None:
+        response_level["rollout_log_probs"] = rollout_log_probs
+    _check_sequences(
+        tokens, response_lengths, response_level, {"rewards": rewards, "raw_rewards": raw_rewards}, num_packs
+    )
+
+    lengths = np.array([len(sequence) for sequence in tokens], dtype=np.int64)
+    packs = []
+    for part in _partition(lengths, num_packs, max_tokens_per_gpu):
+        chosen = [int(i) for i in part]
+        segments = Segments.from_lengths(lengths[part])
+        packs.append(
+            {
+                "tokens": _concatenate(tokens, chosen, torch.int64),
+                "position_ids": torch.cat([torch.arange(int(n), dtype=torch.int32) for n in lengths[part]]),
+                "cu_seqlens": segments.cu_seqlens,
+                "loss_masks": _concatenate(loss_masks, chosen, torch.int32),
+                **{
+                    key: _concatenate(lists, chosen, torch.float32)
+                    for key, lists in response_level.items()
+                    if key != "loss_masks"
+                },
+                "rewards": torch.tensor([float(rewards[i]) for i in chosen], dtype=torch.float32),
+                "raw_reward": [raw_rewards[i] for i in chosen],
+                "response_lengths": [int(response_lengths[i]) for i in chosen],
+                "indices": chosen,
+                "pad_length": 0,
+            }
+        )
+    return packs
+
+
+def unpack_sequences(packed: Packed) -> list[Packed]:
+    """One dict per sequence, pad left out. Scores of T-1 entries are cut to the response: entry j-1 scores token j."""
+    offsets = [int(offset) for offset in packed["cu_seqlens"]]
+    pad_length = int(packed.get("pad_length", 0))
+    responses = [int(length) for length in packed["response_lengths"]]
+    starts, ends, num_tokens = offsets[:-1], offsets[1:], offsets[-1]
+    if len(responses) != len(starts):
+        raise ValueError(f"response_lengths: {len(responses)} for {len(starts)} sequences in cu_seqlens; give one each")
+    ends[-1] -= pad_length
+    for index, (start, end, response) in enumerate(zip(starts, ends, responses, strict=True)):
+        if not 0 <= response <= end - start:
+            raise ValueError(
+                f"response_lengths: {response} at sequence {index} of {end - start} tokens; give 0 up to its length"
+            )
+    response_ends = np.cumsum(responses).tolist()
+    num_responses = response_ends[-1]
+    response_starts = [end - response for end, response in zip(response_ends, responses, strict=True)]
+
+    sequences: list[Packed] = [{} for _ in starts]
+    for key, values in packed.items():
+        if key in ("cu_seqlens", "pad_length"):
+            continue
+        if key in TOKEN_KEYS:
+            _expect(key, values, num_tokens)
+            spans = list(zip(starts, ends, strict=True))
+        elif key in SCORE_KEYS:
+            _expect(key, values, num_tokens - 1)
+            _check_scorable(key, starts, ends, responses)
+            spans = [(end - 1 - response, end - 1) for end, response in zip(ends, responses, strict=True)]
+        elif key in RESPONSE_KEYS:
+            # The padding call lengthens loss_masks too, as slime's did.
+            padded = key == "loss_masks" and len(values) == num_responses + pad_length
+            _expect(key, values, num_responses + pad_length if padded else num_responses)
+            spans = list(zip(response_starts, response_ends, strict=True))
+        else:
+            _expect(key, values, len(sequences))
+            for sequence, value in zip(sequences, values, strict=True):
+                sequence[key] = value
+            continue
+        for sequence, (start, end) in zip(sequences, spans, strict=True):
+            sequence[key] = values[start:end]
+    return sequences
+
+
+def _check_scorable(key: str, starts: list[int], ends: list[int], responses: list[int]) -> None:
+    for index, (start, end, response) in enumerate(zip(starts, ends, responses, strict=True)):
+        if response and response == end - start:
+            raise ValueError(
+                f"{key}: the response of sequence {index} is its whole {response} tokens, nothing scores the first; "
+                "keep at least one prompt token"
+            )
+
+
+def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
+    """A new dict whose tokens are a multiple of `cp_size`; the pad extends the last entry of cu_seqlens."""
+    if cp_size < 1:
+        raise ValueError(f"cp_size: {cp_size}; give 1 or more")
+    pad = -len(packed["tokens"]) % cp_size
+    padded = dict(packed)
+    padded["pad_length"] = int(packed.get("pad_length", 0)) + pad
+    if pad:
+        for key in ("tokens", "position_ids", "loss_masks"):
+            if key in packed:
+                padded[key] = torch.nn.functional.pad(packed[key], (0, pad))
+        padded["cu_seqlens"] = packed["cu_seqlens"].clone()
+        padded["cu_seqlens"][-1] += pad
+    return padded
+
+
+def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """k lists of indices, each ascending, none empty, of nearly equal total length."""
+    if k_partitions < 1 or k_partitions > len(seqlen_list):
+        raise ValueError(f"k_partitions: {k_partitions} for {len(seqlen_list)} sequences; give 1 up to that number")
+    if equal_size and len(seqlen_list) % k_partitions:
+        raise ValueError(
+            f"k_partitions: {k_partitions} does not divide {len(seqlen_list)} sequences; "
+            "give a divisor, or equal_size=False"
+        )
+    parts = balance(np.asarray(seqlen_list), k_partitions, equal_count=equal_size)
+    return [[int(i) for i in part] for part in parts]
+
+
+def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
+    """Balanced parts within the cap; one part more as long as the cap cannot be kept."""
+    count = len(lengths)
+    if cap is not None and lengths.max() > cap:
+        index = int(lengths.argmax())
+        raise ValueError(
+            f"max_tokens_per_gpu: {cap} is less than the {lengths[index]} tokens of sequence {index}; raise it"
+        )
+    packs = num_packs or (1 if cap is None else -(-int(lengths.sum()) // cap))
+    packs = max(1, min(packs, count))
+    if cap is not None:
+        packs = max(packs, -(-int(lengths.sum()) // cap))
+    while True:
+        try:
+            return list(balance(lengths, packs, lengths=lengths, cap=cap))
+        except ValueError:
+            if packs >= count:
+                raise
+            packs += 1
+
+
+def _check_sequences(
+    tokens: Sequence[Any],
+    response_lengths: Sequence[int],
+    response_level: dict[str, Sequence[Any]],
+    sequence_level: dict[str, Sequence[Any]],
+    num_packs: int | None,
+) -> None:
+    if num_packs is not None and num_packs < 1:
+        raise ValueError(f"num_packs: {num_packs}; give 1 or more")
+    for key, values in {"response_lengths": response_lengths, **response_level, **sequence_level}.items():
+        if len(values) != len(tokens):
+            raise ValueError(f"{key}: {len(values)} entries for {len(tokens)} sequences; give one per sequence")
+    for index, (sequence, response) in enumerate(zip(tokens, response_lengths, strict=True)):
+        if not 0 <= response <= len(sequence):
+            raise ValueError(
+                f"response_lengths: {response} at sequence {index} of {len(sequence)} tokens; give 0 up to its length"
+            )
+    for key, lists in response_level.items():
+        for index, (values, response) in enumerate(zip(lists, response_lengths, strict=True)):
+            if len(values) != response:
+                raise ValueError(
+                    f"{key}: {len(values)} entries at sequence {index} for a response of {response}; give one per token"
+                )
+
+
+def _concatenate(lists: Sequence[Any], chosen: list[int], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.as_tensor(lists[i], dtype=dtype, device="cpu").reshape(-1) for i in chosen])
+
+
+def _expect(key: str, values: Any, length: int) -> None:
+    if len(values) != length:
+        raise ValueError(f"{key}: {len(values)} entries where {length} were expected; it does not belong to this pack")
