@@ -1,0 +1,191 @@
+"""Loss and gradient in one go: three matrix products, the least there are.
+
+    for each chunk of C rows      logits [C, V]  ->  logprobs, entropy [C]
+                                                 ->  token_loss  ->  its gradient by logprobs and entropy [C]
+                                  gradient of the logits, in their place  ->  gradients of hidden and weight
+
+For losses in which each token's term depends on its own log-probability and entropy only: SFT and every policy loss
+with a ratio per token. Their gradient by the logits is known as soon as a row's logits are, so the logits need not be
+computed again as in `score`. A loss over whole sequences (GSPO) must use `score`.
+
+The gradients are ready when `fused_loss` returns and are handed out by `backward()`, which multiplies them by the
+gradient of whatever was computed from the loss. That factor is exact where it is a power of two; any other rounds a
+bfloat16 gradient a second time, so factors belong into `token_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from padfree.head.budget import Memory
+from padfree.head.chunks import chunk_pass
+from padfree.head.passes import softmax_pass
+from padfree.head.scores import Backend, Call, full_logits_scores, prepare
+from padfree.head.steps import Softmax, Upstream
+
+TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+"""(logprobs [c], entropy [c] or None, rows [c]) -> loss [c], or (loss [c], named statistics, each [c])."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FusedLoss:
+    """The loss, to be differentiated, and what it was computed from, which carries no gradient."""
+
+    loss: Tensor  # [] the sum of all tokens' losses
+    logprobs: Tensor  # [N] float32, 0 where there is no label
+    entropy: Tensor | None  # [N] likewise
+    statistics: dict[str, Tensor]  # each [N] likewise
+
+
+def fused_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_loss: TokenLoss,
+    *,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = False,
+    num_labels: int | None = None,
+    memory: Memory = "speed",
+    backend: Backend = "auto",
+) -> FusedLoss:
+    """The sum of `token_loss` over all rows with a label; differentiable in hidden, weight and bias.
+
+    token_loss(logprobs [c], entropy [c] or None, rows [c]) gives the loss [c] of some rows; `rows` are their places
+    among the N, to pick advantages[rows] and the like with. Token t of the result may depend on token t of the
+    arguments only. It is called once for each chunk, in order, and never for rows without a label. Tensors it
+    closes over get no gradient. It may return statistics [c] by name beside the loss; they come back as [N].
+
+    memory: as for `score`. With "low" a part of the logits is computed twice where that is what the memory allows.
+    The other arguments are those of `score`.
+    """
+    call = prepare(
+        hidden, weight, labels, temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
+        entropy=entropy, num_labels=num_labels, memory=memory, backend=backend,
+    )  # fmt: skip
+    terms = _Terms(call, token_loss)
+    inputs = (hidden, weight, bias)
+    if call.steps is None:
+        return _reference(*inputs, call, terms)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+            loss, logprobs, entropies = _FusedLoss.apply(*inputs, call, terms)  # type: ignore[no-untyped-call]
+        else:
+            softmax = softmax_pass(call.problem(*inputs))
+            terms.evaluate(softmax.logprobs, softmax.entropy, 0)
+            loss, logprobs, entropies = terms.results(softmax.logprobs, softmax.entropy)
+    return FusedLoss(loss=loss, logprobs=logprobs, entropy=entropies, statistics=terms.statistics())
+
+
+class _Terms:
+    """Calls `token_loss` and collects what it returns, chunk by chunk."""
+
+    def __init__(self, call: Call, token_loss: TokenLoss) -> None:
+        self.call = call
+        self.token_loss = token_loss
+        self.losses: list[Tensor] = []
+        self.extras: list[Mapping[str, Tensor]] = []
+
+    def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
+        """The losses of rows `start` on of the M, checked and remembered without their graph."""
+        end = start + len(logprobs)
+        index = self.call.index
+        rows = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
+        result = self.token_loss(logprobs, entropy, rows)
+        losses, extras = result if isinstance(result, tuple) else (result, {})
+        for name, tensor in (("loss", losses), *extras.items()):
+            if tensor.shape != logprobs.shape:
+                raise ValueError(
+                    f"token_loss: {name} of shape {tuple(tensor.shape)} for {len(logprobs)} rows; return one per row"
+                )
+        self.losses.append(losses.detach())
+        self.extras.append({name: tensor.detach() for name, tensor in extras.items()})
+        return losses
+
+    def pull(self, softmax: Softmax, start: int) -> Upstream:
+        """The gradient of the losses by the scores of a chunk."""
+        with torch.enable_grad():
+            leaves = [softmax.logprobs.detach().requires_grad_()]
+            if softmax.entropy is not None:
+                leaves.append(softmax.entropy.detach().requires_grad_())
+            losses = self.evaluate(leaves[0], leaves[1] if len(leaves) > 1 else None, start)
+            if not losses.requires_grad:
+                raise ValueError("token_loss: its result carries no gradient; compute it from logprobs, not detached")
+            gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+        # The gradient of a sum is one number expanded; kernels want as many as there are rows.
+        logprobs, *entropy = (gradient.contiguous() for gradient in gradients)
+        return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
+
+    def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(the loss, and the scores as [N])."""
+        call = self.call
+        loss = torch.cat(self.losses).sum()
+        if call.poison is not None:
+            loss = loss + call.poison
+        return loss, call.scatter(logprobs), None if entropy is None else call.scatter(entropy)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Each [N]."""
+        return {name: self.call.scatter(torch.cat([extras[name] for extras in self.extras])) for name in self.extras[0]}
+
+
+def _reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, terms: _Terms) -> FusedLoss:
+    scores = full_logits_scores(hidden, weight, bias, call)
+    index = slice(None) if call.index is None else call.index
+    entropy = None if scores.entropy is None else scores.entropy[index]
+    loss = terms.evaluate(scores.logprobs[index], entropy, 0).sum()
+    return FusedLoss(
+        loss=loss,
+        logprobs=scores.logprobs.detach(),
+        entropy=None if scores.entropy is None else scores.entropy.detach(),
+        statistics=terms.statistics(),
+    )
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, terms: _Terms
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        problem = call.problem(hidden, weight, bias)
+        if problem.num_rows:
+            softmax, ctx.gradients = chunk_pass(problem, terms.pull, ctx.needs_input_grad[:3])
+        else:
+            softmax = softmax_pass(problem)
+            terms.evaluate(softmax.logprobs, softmax.entropy, 0)  # for the names of its statistics
+            ctx.gradients = tuple(
+                torch.zeros_like(tensor) if wanted and tensor is not None else None
+                for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+            )
+        ctx.steps = call.steps
+        loss, logprobs, entropy = terms.results(softmax.logprobs, softmax.entropy)
+        ctx.mark_non_differentiable(logprobs, *(() if entropy is None else (entropy,)))
+        return loss, logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_loss: Tensor, *_: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if ctx.gradients is None:
+            raise RuntimeError("fused_loss: backward a second time; give retain_graph=True the first time")
+        grad_hidden, grad_weight, grad_bias = ctx.gradients
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            grad_hidden, grad_weight, grad_bias = (
+                None if gradient is None else gradient.clone() for gradient in ctx.gradients
+            )
+        else:
+            ctx.gradients = None  # handed over, not copied: they can be larger than all else here together
+        for gradient in (grad_hidden, grad_weight, grad_bias):
+            if gradient is not None:
+                ctx.steps.scale_(gradient, grad_loss)
+        return grad_hidden, grad_weight, grad_bias, None, None

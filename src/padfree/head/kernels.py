@@ -1,0 +1,255 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The elementwise work of `steps.py` as Triton kernels: each reads a tile of logits once and writes it at most once.
+
+    grid (R rows, blocks of the tile): a program has the `BLOCK` columns of one row of one block in registers
+
+Nothing is shared between programs, so nothing is atomic and results do not depend on the order they run in. All
+arithmetic is float32. With `TRITON_INTERPRET=1` in the environment before Triton is imported they run on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from padfree.head.steps import FLOAT16_FLOOR, FLOOR, BlockSums, Head, Rows, Softmax, Upstream
+
+_FLOOR = tl.constexpr(FLOOR)
+_FLOAT16_FLOOR = tl.constexpr(FLOAT16_FLOOR)
+
+
+def is_interpreted() -> bool:
+    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
+    return not isinstance(_reduce_kernel, triton.JITFunction)
+
+
+@triton.jit
+def _logits(
+    products, bias, column, inside, inverse_temperature, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    logits = products.to(tl.float32)
+    if HAS_BIAS:
+        logits += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    logits *= logit_scale
+    if HAS_SOFTCAP:
+        small = tl.exp(-2.0 * tl.abs(logits / softcap))
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
+        logits = tl.where(logits < 0.0, -magnitude, magnitude)
+    logits *= inverse_temperature
+    # where(), not maximum(): a NaN must stay one
+    return tl.where(logits < _FLOOR, _FLOOR, logits)
+
+
+@triton.jit
+def _gradient(
+    log_p, logits, is_label, entropy, pull_logprob, pull_entropy, inverse_temperature, logit_scale, softcap,
+    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    pull = pull_logprob
+    if HAS_ENTROPY:
+        pull = pull_logprob + pull_entropy * (log_p + entropy)
+    gradient = tl.where(is_label, pull_logprob, 0.0) - tl.exp(log_p) * pull
+    gradient *= inverse_temperature * logit_scale
+    if HAS_SOFTCAP:
+        tanh = logits / (inverse_temperature * softcap)
+        gradient *= 1.0 - tanh * tanh
+    return gradient
+
+
+@triton.jit
+def _reduce_kernel(
+    products, labels, bias, inverse_temperature, peaks, totals, moments, targets, stored,
+    first, num_columns, products_stride, stored_stride, sums_stride, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
+    IS_FLOAT16: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    value = tl.load(products + row * products_stride + column, mask=inside, other=0.0)
+    scale = tl.load(inverse_temperature + row)
+    logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    peak = tl.max(tl.where(inside, logits, float("-inf")), axis=0)
+    below = tl.where(inside, logits - peak, 0.0)
+    exponentials = tl.where(inside, tl.exp(below), 0.0)
+    place = row * sums_stride + (first + start) // BLOCK
+    tl.store(peaks + place, peak)
+    tl.store(totals + place, tl.sum(exponentials, axis=0))
+    if HAS_MOMENT:
+        tl.store(moments + place, tl.sum(exponentials * below, axis=0))
+    label = tl.load(labels + row) - first
+    if (label >= start) & (label < tl.minimum(start + BLOCK, num_columns)):
+        tl.store(targets + row, tl.sum(tl.where(column == label, logits, 0.0), axis=0))
+    if HAS_STORED:
+        if IS_FLOAT16:
+            below = tl.where(below < _FLOAT16_FLOOR, _FLOAT16_FLOOR, below)
+        tl.store(stored + row * stored_stride + column, below.to(stored.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _products_kernel(
+    products, labels, bias, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
+    first, num_columns, products_stride, out_stride, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    value = tl.load(products + row * products_stride + column, mask=inside, other=0.0)
+    scale = tl.load(inverse_temperature + row)
+    logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
+    is_label = column == tl.load(labels + row) - first
+    entropy = 0.0
+    pull_entropy = 0.0
+    if HAS_ENTROPY:
+        entropy = tl.load(entropies + row)
+        pull_entropy = tl.load(pull_entropies + row)
+    gradient = _gradient(
+        log_p, logits, is_label, entropy, tl.load(pull_logprobs + row), pull_entropy, scale, logit_scale, softcap,
+        HAS_ENTROPY, HAS_SOFTCAP,
+    )  # fmt: skip
+    tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _stored_kernel(
+    stored, labels, inverse_temperature, block_peaks, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
+    num_columns, stored_stride, out_stride, sums_stride, logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    below = tl.load(stored + row * stored_stride + column, mask=inside, other=0.0).to(tl.float32)
+    block_peak = tl.load(block_peaks + row * sums_stride + tl.program_id(1))
+    log_p = below + ((block_peak - tl.load(peaks + row)) - tl.load(log_totals + row))
+    is_label = column == tl.load(labels + row)
+    scale = tl.load(inverse_temperature + row)
+    entropy = 0.0
+    pull_entropy = 0.0
+    if HAS_ENTROPY:
+        entropy = tl.load(entropies + row)
+        pull_entropy = tl.load(pull_entropies + row)
+    gradient = _gradient(
+        log_p, below + block_peak, is_label, entropy, tl.load(pull_logprobs + row), pull_entropy, scale, logit_scale,
+        softcap, HAS_ENTROPY, HAS_SOFTCAP,
+    )  # fmt: skip
+    tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        scaled = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32) * by
+        tl.store(values + place, scaled.to(values.dtype.element_ty), mask=place < count)
+
+
+def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None:
+    """`steps.reduce_tile`; the products stay as they are."""
+    num_rows, num_columns = products.shape
+    anything = rows.labels  # a pointer for what is absent and not read
+    _reduce_kernel[_grid(num_rows, num_columns, head)](
+        products,
+        rows.labels,
+        anything if head.bias is None else head.bias,
+        rows.inverse_temperature,
+        sums.peak,
+        sums.total,
+        anything if sums.moment is None else sums.moment,
+        sums.target,
+        anything if stored is None else stored,
+        first,
+        num_columns,
+        products.stride(0),
+        0 if stored is None else stored.stride(0),
+        sums.peak.stride(0),
+        head.logit_scale,
+        head.softcap or 1.0,
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_MOMENT=sums.moment is not None,
+        HAS_STORED=stored is not None,
+        IS_FLOAT16=stored is not None and stored.dtype == torch.float16,
+        **_launch(head),
+    )
+
+
+def gradient_from_products(
+    products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
+) -> None:
+    """`steps.gradient_from_products`; the products stay as they are."""
+    num_rows, num_columns = products.shape
+    anything = rows.labels
+    _products_kernel[_grid(num_rows, num_columns, head)](
+        products,
+        rows.labels,
+        anything if head.bias is None else head.bias,
+        rows.inverse_temperature,
+        softmax.peak,
+        softmax.log_total,
+        anything if softmax.entropy is None else softmax.entropy,
+        upstream.logprobs,
+        anything if upstream.entropy is None else upstream.entropy,
+        out,
+        first,
+        num_columns,
+        products.stride(0),
+        out.stride(0),
+        head.logit_scale,
+        head.softcap or 1.0,
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_ENTROPY=upstream.entropy is not None,
+        **_launch(head),
+    )
+
+
+def gradient_from_stored(
+    stored: Tensor, head: Head, rows: Rows, peak: Tensor, softmax: Softmax, upstream: Upstream, out: Tensor
+) -> None:
+    """`steps.gradient_from_stored`. In place is safe: a program writes only what it alone has read."""
+    num_rows, num_columns = stored.shape
+    anything = rows.labels
+    _stored_kernel[_grid(num_rows, num_columns, head)](
+        stored,
+        rows.labels,
+        rows.inverse_temperature,
+        peak,
+        softmax.peak,
+        softmax.log_total,
+        anything if softmax.entropy is None else softmax.entropy,
+        upstream.logprobs,
+        anything if upstream.entropy is None else upstream.entropy,
+        out,
+        num_columns,
+        stored.stride(0),
+        out.stride(0),
+        peak.stride(0),
+        head.logit_scale,
+        head.softcap or 1.0,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_ENTROPY=upstream.entropy is not None,
+        **_launch(head),
+    )
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """`steps.scale_`, which touches nothing where the factor is 1, as it mostly is, and does not ask the host."""
+    count = values.numel()
+    if count:
+        _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)
+
+
+def _grid(num_rows: int, num_columns: int, head: Head) -> tuple[int, int]:
+    return num_rows, -(-num_columns // head.block)
+
+
+def _launch(head: Head) -> dict[str, int]:
+    return {"BLOCK": head.block, "num_warps": max(1, min(8, head.block // 512))}

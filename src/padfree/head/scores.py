@@ -1,0 +1,310 @@
+"""Log-probabilities and entropies of labels, without the logits.
+
+    hidden [N, D]  weight [V, D]  labels [N]           labels   7  -  3  3  -  9        (- is -100)
+            |  the M rows with a label                 rows     0     2  3     5
+            v
+    tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 where there is no label
+
+Training needs two numbers per row, but the logits they come from are V per row: 37 GiB with what autograd makes of them
+for 16,384 rows and V = 151,936. Here a tile is computed, reduced and forgotten. `score` computes it again for the
+gradient, four matrix products in all; where a token's loss depends on its own scores only, `fused_loss` needs three.
+
+    logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
+
+Log-probabilities and entropy are float32, computed from float32 logits, also where hidden and weight are bfloat16
+(and float64 where these are float64).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from padfree.batch import IGNORE
+from padfree.head import steps as torch_steps
+from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
+from padfree.head.full import full_scores
+from padfree.head.passes import Problem, restore_rows, softmax_pass, vocabulary_pass
+from padfree.head.steps import Head, Rows, Softmax, Steps, Upstream
+
+Backend = Literal["auto", "reference", "chunked", "triton"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    """What the model thinks of each label; 0 where there is none."""
+
+    logprobs: Tensor  # [N] float32
+    entropy: Tensor | None = None  # [N] float32, of the whole distribution at that row
+
+
+def score(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = False,
+    num_labels: int | None = None,
+    memory: Memory = "low",
+    backend: Backend = "auto",
+) -> Scores:
+    """Log-probability of each label, and the entropy if wanted; differentiable in hidden, weight and bias.
+
+    hidden [N, D], weight [V, D] and bias [V] have one dtype: bfloat16, float32 or float64 (autocast changes nothing
+    here). labels [N] are integers, -100 where there is nothing to score: such rows take no part in any product, score
+    exactly 0 and get exactly zero gradient. temperature: one number, or [N], not differentiated.
+
+    num_labels: how many rows have a label, if the host knows. Without it a GPU is asked, and the host waits for the
+    answer. A wrong number is refused on the CPU; on a GPU, where nobody waits to see it, all scores are NaN then.
+    A label outside the vocabulary likewise: refused on the CPU, its log-probability NaN on a GPU.
+
+    memory: the most that is held beside the gradients that are returned, "low" (1 GiB), "speed" (4 GiB) or a number of
+    bytes; but never less than a float32 copy of the scored rows of hidden would take.
+
+    backend: "reference" has all logits at once; "chunked" is plain torch on any device, and holds a few tiles of logits
+    (64 MiB each on CUDA) more; "triton" does all elementwise work on a tile in one go, on CUDA; "auto" takes "triton"
+    on CUDA where it is installed, else "chunked".
+    """
+    call = prepare(
+        hidden, weight, labels, temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
+        entropy=entropy, num_labels=num_labels, memory=memory, backend=backend,
+    )  # fmt: skip
+    if call.steps is None:
+        return full_logits_scores(hidden, weight, bias, call)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logprobs, entropies = _Score.apply(hidden, weight, bias, call)  # type: ignore[no-untyped-call]
+    return Scores(logprobs=logprobs, entropy=entropies)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """The checked arguments of `score` or `fused_loss`, apart from those that are differentiated."""
+
+    num_tokens: int  # N
+    index: Tensor | None  # [M] int64, the rows with a label; None: all
+    rows: Rows  # [M]
+    softcap: float | None
+    logit_scale: float
+    entropy: bool
+    budget: int  # bytes
+    steps: Steps | None  # None: the reference
+    poison: Tensor | None  # [] 0, or NaN where the host was wrong about the number of labels; added to every score
+
+    def problem(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Problem:
+        """What the passes work on."""
+        assert self.steps is not None
+        sum_bytes = self.rows.inverse_temperature.element_size()
+        head = Head(
+            weight=weight,
+            bias=None if bias is None else bias.contiguous(),
+            softcap=self.softcap,
+            logit_scale=self.logit_scale,
+            block=block_columns(len(weight)),
+        )
+        return Problem(
+            hidden=hidden,
+            index=self.index,
+            rows=self.rows,
+            head=head,
+            steps=self.steps,
+            entropy=self.entropy,
+            budget=usable_budget(self.budget, len(self.rows.labels), hidden.shape[1], sum_bytes=sum_bytes),
+        )
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[M] -> [N], 0 where there is no label."""
+        zeros = values.new_zeros(self.num_tokens)
+        if self.poison is not None:
+            values, zeros = values + self.poison, zeros + self.poison
+        return values.clone() if self.index is None else zeros.index_copy(0, self.index, values)
+
+
+def full_logits_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Scores:
+    """The reference backend."""
+    logprobs, entropy = full_scores(
+        picked(hidden, call.index),
+        weight,
+        call.rows.labels,
+        call.rows.inverse_temperature,
+        bias=bias,
+        softcap=call.softcap,
+        logit_scale=call.logit_scale,
+        entropy=call.entropy,
+    )
+    return Scores(logprobs=call.scatter(logprobs), entropy=None if entropy is None else call.scatter(entropy))
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        softmax = softmax_pass(call.problem(hidden, weight, bias))
+        ctx.save_for_backward(hidden, weight, bias, softmax.peak, softmax.log_total, softmax.logprobs, softmax.entropy)
+        return call.scatter(softmax.logprobs), None if softmax.entropy is None else call.scatter(softmax.entropy)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        hidden, weight, bias, peak, log_total, logprobs, entropy = ctx.saved_tensors
+        call: Call = ctx.call
+        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad_weight = weight.new_empty(weight.shape) if wants_weight else None
+        grad_bias = weight.new_empty(len(weight)) if wants_bias else None
+        problem = call.problem(hidden, weight, bias)
+        grad_hidden = problem.new_sums(problem.num_rows, hidden.shape[1]) if wants_hidden else None
+        upstream = Upstream(
+            logprobs=torch.zeros_like(peak) if grad_logprobs is None else picked(grad_logprobs, call.index),
+            entropy=None if grad_entropy is None else picked(grad_entropy, call.index),
+        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            vocabulary_pass(
+                problem,
+                Softmax(peak=peak, log_total=log_total, logprobs=logprobs, entropy=entropy),
+                upstream,
+                grad_hidden=grad_hidden,
+                grad_weight=grad_weight,
+                grad_bias=grad_bias,
+            )
+        return None if grad_hidden is None else restore_rows(problem, grad_hidden), grad_weight, grad_bias, None
+
+
+def picked(values: Tensor, index: Tensor | None) -> Tensor:
+    """The rows of `values` [N, ...] that have a label."""
+    return values.contiguous() if index is None else values[index]
+
+
+def prepare(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    entropy: bool,
+    num_labels: int | None,
+    memory: Memory,
+    backend: Backend,
+) -> Call:
+    """Check the arguments, and find the rows that have a label."""
+    _check_shapes(hidden, weight, labels, bias)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: {softcap}; give a number above 0, or None for no cap")
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    inverse_temperature = _inverse_temperature(temperature, hidden, dtype)
+    index, poison = _labelled_rows(labels, num_labels)
+    rows = Rows(labels=picked(labels, index).to(torch.int64), inverse_temperature=picked(inverse_temperature, index))
+    if labels.device.type == "cpu":
+        _check_labels(labels, rows.labels, len(weight))
+    return Call(
+        num_tokens=len(labels),
+        index=index,
+        rows=rows,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        entropy=entropy,
+        budget=budget_bytes(memory),
+        steps=_choose_steps(backend, hidden),
+        poison=poison,
+    )
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"hidden: {hidden.dtype}; give bfloat16, float32 or float64")
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
+        raise ValueError(
+            f"hidden, weight: shapes {tuple(hidden.shape)} and {tuple(weight.shape)}; give [N, D] and [V, D]"
+        )
+    if labels.shape != hidden.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"labels: {labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} rows; give one integer per row"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias: shape {tuple(bias.shape)} for {len(weight)} vocabulary entries; give one number per entry"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise ValueError(f"{name}: {tensor.dtype} while hidden is {hidden.dtype}; cast one to the other's dtype")
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: on {tensor.device} while hidden is on {hidden.device}; move it there")
+
+
+def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N]."""
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature: {temperature}; give a number above 0")
+        return hidden.new_full((len(hidden),), 1 / temperature, dtype=dtype)
+    if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
+        raise ValueError(
+            f"temperature: shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for "
+            f"{len(hidden)} rows; give one number, or one per row that needs no gradient"
+        )
+    if temperature.device.type == "cpu" and not (temperature > 0).all():
+        raise ValueError(f"temperature: {temperature.min().item()} in a row; give numbers above 0")
+    return temperature.to(dtype).reciprocal()
+
+
+def _labelled_rows(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """(the rows that have a label [M], or None if all have; the poison of a wrong `num_labels`)."""
+    labelled = labels != IGNORE
+    if num_labels is None:
+        index = labelled.nonzero()[:, 0]
+        return (None if len(index) == len(labels) else index), None
+    count = labelled.sum()
+    if not 0 <= num_labels <= len(labels) or (labels.device.type == "cpu" and int(count) != num_labels):
+        raise ValueError(f"num_labels: {num_labels} for {len(labels)} labels; give the number that are not {IGNORE}")
+    poison = torch.where(count == num_labels, 0.0, float("nan"))
+    if num_labels == len(labels):
+        return None, poison
+    # A stable sort puts the labelled rows first, in order. Unlike nonzero() its size is known to the host.
+    return (~labelled).to(torch.uint8).argsort(stable=True)[:num_labels], poison
+
+
+def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> None:
+    outside = (picked_labels < 0) | (picked_labels >= vocabulary)
+    if outside.any():
+        label = int(picked_labels[outside][0])
+        row = int((labels == label).nonzero()[0, 0])
+        raise ValueError(f"labels: {label} at row {row} for a vocabulary of {vocabulary}; give 0 to {vocabulary - 1}")
+
+
+def _choose_steps(backend: Backend, hidden: Tensor) -> Steps | None:
+    """The elementwise work of a backend; None for the reference."""
+    is_cuda = hidden.device.type == "cuda"
+    if backend == "auto":
+        can = is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+        backend = "triton" if can else "chunked"
+    if backend == "reference":
+        return None
+    if backend == "chunked":
+        return torch_steps
+    if backend != "triton":
+        raise ValueError(f"backend: {backend!r}; give 'auto', 'reference', 'chunked' or 'triton'")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("backend: 'triton', which is not installed; install triton or use 'chunked'")
+    if hidden.dtype == torch.float64:
+        raise ValueError("backend: 'triton' with float64; use 'chunked'")
+    from padfree.head import kernels
+
+    if not is_cuda and not kernels.is_interpreted():
+        raise ValueError(f"backend: 'triton' on {hidden.device.type}; use 'chunked', or set TRITON_INTERPRET=1")
+    return kernels

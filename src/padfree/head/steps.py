@@ -1,0 +1,268 @@
+"""The elementwise work on a tile of logits, in plain torch: what `kernels.py` does in one Triton launch each.
+
+    products [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R rows by W columns from column `first` on
+    logits   [R, W]   x = cap(scale · (products + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
+
+The vocabulary is cut into K blocks of `block` columns. A row leaves three numbers in each block, and they merge
+exactly, in any order, whatever the size of the logits, because all exponents are taken relative to a maximum:
+
+    peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
+
+Where the gradient is formed later from the same logits, they are kept as x − peak. In bfloat16 training that is
+float16: what carries probability is near 0 then, so that it errs less than bfloat16 logits do, in the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+FLOOR = -1e30
+"""Logits are at least this, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
+
+FLOAT16_FLOOR = -65504.0
+"""The least float16. exp() of anything near it is 0 already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Head:
+    """What turns hidden states into logits."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    logit_scale: float
+    block: int  # columns per block, a power of two
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-len(self.weight) // self.block)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """What the elementwise work must know of each row."""
+
+    labels: Tensor  # [R] int64
+    inverse_temperature: Tensor  # [R]
+
+    def part(self, start: int, end: int) -> Rows:
+        return Rows(labels=self.labels[start:end], inverse_temperature=self.inverse_temperature[start:end])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockSums:
+    """The sums of every block of every row, and the logit of its label."""
+
+    peak: Tensor  # [R, K]
+    total: Tensor  # [R, K]
+    moment: Tensor | None  # [R, K]; without it no entropy
+    target: Tensor  # [R], NaN until the label's column was seen: a label outside the vocabulary stays NaN
+
+    @staticmethod
+    def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
+        peak = like.new_empty(num_rows, num_blocks)
+        return BlockSums(
+            peak=peak,
+            total=torch.empty_like(peak),
+            moment=torch.empty_like(peak) if entropy else None,
+            target=like.new_full((num_rows,), float("nan")),
+        )
+
+    def part(self, start: int, end: int) -> BlockSums:
+        return BlockSums(
+            peak=self.peak[start:end],
+            total=self.total[start:end],
+            moment=None if self.moment is None else self.moment[start:end],
+            target=self.target[start:end],
+        )
+
+    def merge(self) -> Softmax:
+        """Over the blocks."""
+        peak = self.peak.amax(1)
+        shift = self.peak - peak[:, None]
+        share = shift.exp()
+        total = (self.total * share).sum(1)
+        log_total = total.log()
+        entropy = None
+        if self.moment is not None:
+            entropy = log_total - (share * (self.moment + self.total * shift)).sum(1) / total
+        return Softmax(peak=peak, log_total=log_total, logprobs=(self.target - peak) - log_total, entropy=entropy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Softmax:
+    """A row's softmax: log p = (x − peak) − log_total. Two numbers, since their sum loses digits of large logits."""
+
+    peak: Tensor  # [R]
+    log_total: Tensor  # [R]
+    logprobs: Tensor  # [R]
+    entropy: Tensor | None  # [R]
+
+    def part(self, start: int, end: int) -> Softmax:
+        return Softmax(
+            peak=self.peak[start:end],
+            log_total=self.log_total[start:end],
+            logprobs=self.logprobs[start:end],
+            entropy=None if self.entropy is None else self.entropy[start:end],
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Softmax]) -> Softmax:
+        return Softmax(
+            peak=torch.cat([part.peak for part in parts]),
+            log_total=torch.cat([part.log_total for part in parts]),
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            entropy=_join([part.entropy for part in parts]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Upstream:
+    """The gradient of the loss by each row's log-probability and entropy."""
+
+    logprobs: Tensor  # [R]
+    entropy: Tensor | None  # [R]
+
+    def part(self, start: int, end: int) -> Upstream:
+        return Upstream(
+            logprobs=self.logprobs[start:end], entropy=None if self.entropy is None else self.entropy[start:end]
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Upstream]) -> Upstream:
+        return Upstream(
+            logprobs=torch.cat([part.logprobs for part in parts]), entropy=_join([part.entropy for part in parts])
+        )
+
+
+def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    assert len(there) in (0, len(parts)), "some chunks have an entropy and others none"
+    return torch.cat(there) if there else None
+
+
+class Steps(Protocol):
+    """The elementwise work. Two modules have it: this one and `kernels`."""
+
+    def reduce_tile(
+        self, products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None
+    ) -> None: ...
+
+    def gradient_from_products(
+        self, products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
+    ) -> None: ...
+
+    def gradient_from_stored(
+        self,
+        stored: Tensor,
+        head: Head,
+        rows: Rows,
+        peak: Tensor,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
+    ) -> None: ...
+
+    def scale_(self, values: Tensor, factor: Tensor) -> None: ...
+
+
+def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None:
+    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. `products` is overwritten.
+
+    `first` is a multiple of the block size.
+    """
+    num_columns = products.shape[1]
+    logits = _logits_(products, first, head, rows)
+    here = _is_here(rows.labels, first, num_columns)
+    target = logits.gather(1, _column(rows.labels, first, num_columns))[:, 0]
+    sums.target.copy_(torch.where(here, target, sums.target))
+    for start in range(0, num_columns, head.block):
+        end = min(start + head.block, num_columns)
+        index = (first + start) // head.block
+        peak = logits[:, start:end].amax(1)
+        below = logits[:, start:end].sub_(peak[:, None])
+        sums.peak[:, index] = peak
+        exponentials = below.exp()
+        sums.total[:, index] = exponentials.sum(1)
+        if sums.moment is not None:
+            sums.moment[:, index] = exponentials.mul_(below).sum(1)
+        if stored is not None:
+            stored[:, start:end] = below.clamp_(min=FLOAT16_FLOOR) if stored.dtype == torch.float16 else below
+
+
+def gradient_from_products(
+    products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
+) -> None:
+    """Write the gradient by the products of a tile into `out` [R, W]. `products` is overwritten."""
+    logits = _logits_(products, first, head, rows)
+    log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
+    _gradient(log_p, logits, first, head, rows, softmax, upstream, out)
+
+
+def gradient_from_stored(
+    stored: Tensor, head: Head, rows: Rows, peak: Tensor, softmax: Softmax, upstream: Upstream, out: Tensor
+) -> None:
+    """The same from all columns of what `reduce_tile` stored [R, V]; `peak` [R, K]. `out` may be the same memory."""
+    for index, start in enumerate(range(0, stored.shape[1], head.block)):
+        end = min(start + head.block, stored.shape[1])
+        below = stored[:, start:end].to(peak.dtype)
+        base = (peak[:, index] - softmax.peak) - softmax.log_total
+        logits = below + peak[:, index, None]
+        _gradient(below + base[:, None], logits, start, head, rows, softmax, upstream, out[:, start:end])
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """Multiply all values, which are contiguous, by `factor` []."""
+    values.mul_(factor)
+
+
+def _gradient(
+    log_p: Tensor,
+    logits: Tensor,
+    first: int,
+    head: Head,
+    rows: Rows,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
+) -> None:
+    """d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), g and h upstream; then back through x."""
+    pull = upstream.logprobs[:, None]
+    if upstream.entropy is not None:
+        assert softmax.entropy is not None, "a gradient of the entropy needs the entropy"
+        pull = pull + upstream.entropy[:, None] * (log_p + softmax.entropy[:, None])
+    gradient = log_p.exp().mul_(pull).neg_()
+    num_columns = gradient.shape[1]
+    here = _is_here(rows.labels, first, num_columns)
+    gradient.scatter_add_(
+        1, _column(rows.labels, first, num_columns), torch.where(here, upstream.logprobs, 0.0)[:, None]
+    )
+    gradient.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
+    if head.softcap is not None:
+        gradient.mul_(1 - (logits / (rows.inverse_temperature * head.softcap)[:, None]).square())
+    out.copy_(gradient)
+
+
+def _logits_(products: Tensor, first: int, head: Head, rows: Rows) -> Tensor:
+    """The logits [R, W], written over the products."""
+    if head.bias is not None:
+        products.add_(head.bias[first : first + products.shape[1]])
+    if head.softcap is None:
+        products.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
+    else:
+        products.mul_(head.logit_scale / head.softcap).tanh_()
+        products.mul_((rows.inverse_temperature * head.softcap)[:, None])
+    return products.clamp_(min=FLOOR)
+
+
+def _is_here(labels: Tensor, first: int, num_columns: int) -> Tensor:
+    return (labels >= first) & (labels < first + num_columns)
+
+
+def _column(labels: Tensor, first: int, num_columns: int) -> Tensor:
+    return (labels - first).clamp(0, num_columns - 1)[:, None]
