@@ -1,0 +1,40 @@
+"""Data: text and rollouts to samples.
+
+records     one row: parsing, checking a field, what is said of a bad one
+settings    plain data: what can be chosen
+fields      which columns hold which fields
+sources     JSON Lines, JSON, Parquet, folders, the Hub
+chat        conversations as text, and what the assistant wrote of it
+encode      text to tokens and masks
+store       tokens on disk, keyed by all they depend on
+dataset     TokenizedDataset: the samples of a store
+prepare     load_sft: all of the above
+rollouts    read_rollouts: rollout files to samples
+rewards     built-in rewards and the user's own
+"""
+
+from padfree.data.dataset import TokenizedDataset
+from padfree.data.prepare import Progress, load_sft
+from padfree.data.records import DataReport, SkippedRow
+from padfree.data.rewards import Reward, RewardFunction, exact_match, load_reward, number_after_hashes
+from padfree.data.rollouts import Rollouts, read_rollouts
+from padfree.data.settings import RolloutDataSettings, SFTDataSettings
+from padfree.data.store import default_cache_folder
+
+__all__ = [
+    "DataReport",
+    "Progress",
+    "Reward",
+    "RewardFunction",
+    "RolloutDataSettings",
+    "Rollouts",
+    "SFTDataSettings",
+    "SkippedRow",
+    "TokenizedDataset",
+    "default_cache_folder",
+    "exact_match",
+    "load_reward",
+    "load_sft",
+    "number_after_hashes",
+    "read_rollouts",
+]

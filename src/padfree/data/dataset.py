@@ -1,0 +1,125 @@
+"""Tokenised samples, read from disk as they are asked for.
+
+    data = TokenizedDataset(folder, max_length=1024, overlong="truncate")
+    len(data), data.lengths          no token is read
+    data[17]                         Sample(tokens=..., loss_mask=..., uid="train.jsonl:18", source="train.jsonl")
+
+A data set is a folder and two settings. Pickled, that is all that travels, so that any number of processes may open it;
+the system keeps one copy of the tokens for all of them.
+
+`max_length` is applied here and not when tokenising: another length needs no other cache. Truncation keeps the first
+tokens; a sample that is left with nothing to train on is dropped, and listed as dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import index as as_index
+from pathlib import Path
+from typing import Any, SupportsIndex, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.batch import Sample
+from padfree.data.records import DataReport, SkippedRow
+from padfree.data.settings import Overlong, check_choice, check_max_length
+from padfree.data.store import open_array, read_metadata, read_skipped
+
+
+class TokenizedDataset:
+    """The samples of one cache folder; `report` says what became of every row."""
+
+    def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
+        check_max_length(max_length)
+        check_choice("overlong", overlong, get_args(Overlong))
+        self.folder = Path(folder)
+        self.max_length = max_length
+        self.overlong: Overlong = overlong
+        metadata = read_metadata(self.folder)
+        num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
+        self._files: list[dict[str, Any]] = metadata["files"]
+        self._tokens = open_array(self.folder, "tokens", (num_tokens,))
+        self._mask = open_array(self.folder, "mask", (num_tokens,))
+        self._rows = open_array(self.folder, "rows", (num_samples, 2))
+        offsets = np.asarray(open_array(self.folder, "offsets", (num_samples + 1,)))
+        assert offsets[0] == 0
+        assert offsets[-1] == num_tokens
+        self._starts: NDArray[np.int64] = offsets[:-1]
+        self.lengths: NDArray[np.int64] = np.diff(offsets)  # [N]
+        self._kept: NDArray[np.int64] = np.arange(num_samples)
+        truncated, dropped = self._limit()
+        self.report = DataReport(
+            num_rows=sum(int(file["rows"]) for file in self._files),
+            num_samples=len(self.lengths),
+            num_tokens=int(self.lengths.sum()),
+            rows_per_file={file["name"]: int(file["rows"]) for file in self._files},
+            skipped=tuple(read_skipped(self.folder)),
+            dropped=tuple(dropped),
+            truncated=tuple(truncated),
+        )
+
+    def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
+        """Apply `max_length`; the rows that were truncated, and those that were dropped."""
+        if self.max_length is None:
+            return [], []
+        over = np.flatnonzero(self.lengths > self.max_length)
+        if len(over) and self.overlong == "error":
+            first = int(over[0])
+            raise ValueError(
+                f"max_length: {self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer, the first "
+                f"({self._uid(first)}) {self.lengths[first]} tokens; set overlong to 'truncate' or 'drop', or raise it"
+            )
+        truncated: list[SkippedRow] = []
+        dropped: list[SkippedRow] = []
+        keep = np.ones(len(self.lengths), dtype=np.bool_)
+        for place in over.tolist():
+            start = self._starts[place]
+            reason = f"{self.lengths[place]} tokens, max_length {self.max_length}"
+            keep[place] = self.overlong == "truncate" and self._mask[start + 1 : start + self.max_length].any()
+            if keep[place]:
+                truncated.append(self._note(place, reason))
+            else:
+                nothing = ", and nothing to train on before it" if self.overlong == "truncate" else ""
+                dropped.append(self._note(place, reason + nothing))
+        self._kept = np.flatnonzero(keep)
+        if len(over) and not len(self._kept):
+            raise ValueError(f"max_length: no sample is left with {self.max_length} tokens; set max_length higher")
+        self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
+        return truncated, dropped
+
+    def _note(self, place: int, reason: str) -> SkippedRow:
+        file, line = self._rows[place]
+        return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
+
+    def _uid(self, place: int) -> str:
+        file, line = self._rows[place]
+        return f"{self._files[file]['name']}:{line}"
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        number = as_index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        place = int(self._kept[number])
+        start = self._starts[place]
+        end = start + self.lengths[number]
+        return Sample(
+            # plain views: a memmap object carries its file along wherever it is pickled
+            tokens=np.asarray(self._tokens[start:end]),
+            loss_mask=np.asarray(self._mask[start:end]),
+            uid=self._uid(place),
+            source=self._files[self._rows[place, 0]]["name"],
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.folder, self.max_length, self.overlong)
+
+
+def _reopened(folder: Path, max_length: int | None, overlong: Overlong) -> TokenizedDataset:
+    return TokenizedDataset(folder, max_length=max_length, overlong=overlong)

@@ -1,0 +1,166 @@
+"""Text to tokens, and which tokens are trained on: exact to the token.
+
+    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text with borders (a rendered conversation)
+               tokens of the whole text; a border between two tokens is where the mask changes
+    apart      "What is 2+2?" | "4"                             texts that only follow each other (prompt, response)
+               each tokenised by itself, the tokenizer's own beginning (bos) before them, eos behind them
+
+A joined text is tokenised whole, as everybody tokenises a conversation. It happens that one token would lie across a
+border: a reply that begins with a newline, behind a header that ends with one. No mask is right for such a token, and
+the model never sees it, since its prompt ends at the border. Then the text is cut at its borders and the pieces are
+tokenised by themselves; that the result still reads the same is verified (a tokenizer that begins every text with a
+space fails that), and where it does not the row is refused.
+
+Texts that stand apart are never joined, so that no token can lie across their border: the mask is exact, and the prompt
+has the tokens it has when the model is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.data.records import RowError, attempt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Piece(NamedTuple):
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """The text of one sample in pieces.
+
+    `joined`: the pieces are one text, complete with its control tokens. `begun`: texts that stand apart, but the first
+    one has all that belongs at its beginning.
+    """
+
+    pieces: tuple[Piece, ...]
+    joined: bool = False
+    begun: bool = False
+
+    @staticmethod
+    def of_spans(text: str, spans: Sequence[tuple[int, int]]) -> Passage:
+        """A joined text that is trained on inside these spans (sorted, apart, none empty)."""
+        pieces: list[Piece] = []
+        done = 0
+        for start, end in spans:
+            pieces += [Piece(text[done:start], False), Piece(text[start:end], True)]
+            done = end
+        last = Piece(text[done:], False)
+        filled = tuple(piece for piece in (*pieces, last) if piece.text)
+        return Passage(pieces=filled or (last,), joined=True)
+
+
+class Encoded(NamedTuple):
+    tokens: NDArray[np.int32]  # [n]
+    loss_mask: NDArray[np.bool_]  # [n]
+
+
+class Encoder:
+    """A tokenizer, what it puts before a text, and what ends one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> None:
+        if append_eos and tokenizer.eos_token_id is None:
+            raise ValueError("append_eos: the tokenizer has no eos token; set its eos_token, or append_eos to false")
+        self._tokenizer = tokenizer
+        self._beginning = _beginning(tokenizer)
+        self._eos: int | None = tokenizer.eos_token_id if append_eos else None
+
+    def encode(self, passages: Sequence[Passage]) -> list[Encoded | RowError]:
+        """All passages in one call of the tokenizer, which is several times as fast as one by one."""
+        texts: list[str] = []
+        firsts: list[int] = []
+        for passage in passages:
+            firsts.append(len(texts))
+            pieces = [piece.text for piece in passage.pieces]
+            texts += ["".join(pieces)] if passage.joined else pieces
+        if not texts:
+            return []
+        batch = self._ids(texts)
+        results: list[Encoded | RowError] = []
+        for passage, first in zip(passages, firsts, strict=True):
+            if passage.joined:
+                results.append(attempt(self._joined, passage, batch, first))
+            else:
+                results.append(self._apart(passage, batch["input_ids"][first : first + len(passage.pieces)]))
+        return results
+
+    def _ids(self, texts: list[str]) -> Any:
+        return self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+
+    def _apart(self, passage: Passage, ids: Sequence[list[int]]) -> Encoded:
+        parts = [] if passage.begun else [(self._beginning, passage.pieces[0].trained)]
+        parts += [(part, piece.trained) for part, piece in zip(ids, passage.pieces, strict=True)]
+        if self._eos is not None and ids[-1][-1:] != [self._eos]:
+            parts.append(([self._eos], passage.pieces[-1].trained))
+        return _concatenated(parts)
+
+    def _joined(self, passage: Passage, batch: Any, index: int) -> Encoded:
+        whole: list[int] = batch["input_ids"][index]
+        borders = self._borders(passage, batch, index)
+        if borders is not None:
+            parts = [
+                (whole[start:end], piece.trained)
+                for piece, start, end in zip(passage.pieces, [0, *borders], [*borders, len(whole)], strict=True)
+            ]
+            return _concatenated(parts)
+        cut = self._ids([piece.text for piece in passage.pieces])["input_ids"]
+        if self._text([token for ids in cut for token in ids]) != self._text(whole):
+            raise RowError(
+                "a token lies across the border of an assistant turn, and cutting there changes the text with this "
+                "tokenizer; change the white space at the start of the reply, or use loss_on 'all'"
+            )
+        return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
+
+    def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
+        """The first token behind each inner border of the pieces; None where a border is not between two tokens."""
+        if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
+            return None
+        found: list[int] = []
+        character = 0
+        for piece in passage.pieces[:-1]:
+            character += len(piece.text)
+            before = batch.char_to_token(index, character - 1)
+            behind = batch.char_to_token(index, character)
+            # A character that no token claims is white space that the tokenizer does not count as part of its token.
+            if before is None or behind is None or before == behind:
+                return None
+            if batch.token_to_chars(index, behind).start != character:
+                return None
+            found.append(behind)
+        return found
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _concatenated(parts: Sequence[tuple[list[int], bool]]) -> Encoded:
+    tokens = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
+    loss_mask = np.repeat([trained for _, trained in parts], [len(ids) for ids, _ in parts])
+    return Encoded(tokens, loss_mask)
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer itself puts before a text: `[bos]` for most that have one, nothing for others."""
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full: list[int] = tokenizer("a")["input_ids"]
+    starts = [start for start in range(len(full)) if full[start : start + len(plain)] == plain]
+    assert starts, f"{full} does not hold {plain}"
+    return full[: starts[0]]

@@ -1,0 +1,89 @@
+"""Which columns of a file hold which fields.
+
+    file       question, answer, difficulty          columns={"question": "prompt", "answer": "response"}
+    kind       "pair"
+    fields     {"prompt": "question", "response": "answer", ...}      field -> column of this file
+
+A kind is a set of fields that together make a sample. Exactly one kind must be there: a file with `messages` and `text`
+could be meant either way, and a column mapping (`{"text": "text"}`) says which.
+Rows keep their own column names, so that an error names what stands in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+SFT_KINDS = {"messages": ("messages",), "pair": ("prompt", "response"), "text": ("text",)}
+SFT_OPTIONAL = ("tools",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schema:
+    """The kinds of sample a reader takes and the fields that may come with any of them."""
+
+    kinds: Mapping[str, tuple[str, ...]]
+    optional: tuple[str, ...] = ()
+    preferred: tuple[str, ...] = ()  # kinds that win over the others where both are there
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*(field for needed in self.kinds.values() for field in needed), *self.optional)))
+
+    def expected(self) -> str:
+        return ", or ".join(" and ".join(map(repr, needed)) for needed in self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """What `resolve` found: the kind, and the column of every known field (its own name where it is not mapped)."""
+
+    kind: str
+    columns: Mapping[str, str]
+
+    def __getitem__(self, field: str) -> str:
+        return self.columns[field]
+
+
+SFT_SCHEMA = Schema(kinds=SFT_KINDS, optional=SFT_OPTIONAL)
+
+
+def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
+    for column, field in mapping.items():
+        if field not in schema.known:
+            raise ValueError(
+                f"columns: {column!r} is mapped to {field!r}, which is no field; use one of {', '.join(schema.known)}"
+            )
+        if list(mapping.values()).count(field) > 1:
+            both = [name for name, target in mapping.items() if target == field]
+            raise ValueError(f"columns: {both} are all mapped to {field!r}; map one")
+
+
+def resolve(available: Iterable[str], mapping: Mapping[str, str], schema: Schema, file: str) -> Fields:
+    """The kind of sample in a file with these columns. No kind, or more than one, is refused."""
+    names = sorted(available)
+    for column, field in mapping.items():
+        if column not in names:
+            raise ValueError(
+                f"columns: {column!r} (for {field!r}) is not in {file}, which has {names}; correct the name"
+            )
+    columns = {field: field for field in schema.known} | {field: column for column, field in mapping.items()}
+    found = [kind for kind, needed in schema.kinds.items() if all(columns[field] in names for field in needed)]
+    # A mapping speaks for the kinds that need what it names.
+    if asked := [kind for kind in schema.kinds if set(schema.kinds[kind]) & set(mapping.values())]:
+        found = [kind for kind in found if kind in asked]
+    if len(found) > 1 and (preferred := [kind for kind in found if kind in schema.preferred]):
+        found = preferred
+    if not found:
+        raise ValueError(
+            f"columns: {file} has {names}; expected {schema.expected()}; "
+            "name them, e.g. columns={'question': 'prompt', 'answer': 'response'}"
+        )
+    if len(found) > 1:
+        choices = [" and ".join(map(repr, schema.kinds[kind])) for kind in found]
+        first = schema.kinds[found[0]][0]
+        raise ValueError(
+            f"columns: {file} has {' and also '.join(choices)}; "
+            f"say which is meant, e.g. columns={{{first!r}: {first!r}}}"
+        )
+    return Fields(kind=found[0], columns=columns)

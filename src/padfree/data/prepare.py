@@ -1,0 +1,331 @@
+"""Files of text to a `TokenizedDataset`: tokenised once, by several processes, and from then on only opened.
+
+    sources -> chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in order -> store
+
+Every process has one chunk at a time: it is given the next one when its result has been taken. So results come in the
+order of the rows whatever the number of processes, memory stays bounded, and no pipe can block.
+
+What is made of a row, and trained on:
+
+    messages           the conversation through the chat template; the assistant's turns
+    prompt, response   the same as one turn of each (a prompt may also be a list of messages); the response. Without a
+                       template: prompt and response as they are, each tokenised by itself, eos behind; response and eos
+    text               the text as it is, eos behind; everything
+
+With `loss_on` "all" everything is trained on in every case. A row that leaves nothing to train on is a bad row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.data.chat import chat_renderer, check_messages, prompt_messages
+from padfree.data.dataset import TokenizedDataset
+from padfree.data.encode import Encoder, Passage, Piece
+from padfree.data.fields import SFT_SCHEMA, Fields, check_mapping, resolve
+from padfree.data.records import RowError, SkippedRow, bad_row, items, string
+from padfree.data.settings import SFTDataSettings
+from padfree.data.sources import Chunk, Source, open_sources, optional_package, record_of
+from padfree.data.store import (
+    FORMAT,
+    Writer,
+    content_digest,
+    default_cache_folder,
+    find_or_build,
+    hash_of,
+    read_metadata,
+    read_skipped,
+    tokenizer_digest,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Progress = Callable[[int, int], None]
+"""Called with how many bytes of the sources are done and how many there are."""
+
+BYTES_PER_PROCESS = 16 << 20
+"""A process takes seconds to start: below this much text for each it is not worth it."""
+
+
+class TokenizedChunk(NamedTuple):
+    tokens: NDArray[np.int32]  # [T] the samples end to end
+    mask: NDArray[np.bool_]  # [T]
+    lengths: NDArray[np.int64]  # [N]
+    lines: NDArray[np.int64]  # [N]
+    skipped: list[SkippedRow]
+
+
+class RowTokenizer:
+    """A tokenizer and settings: chunks to tokens. It is pickled and sent to the processes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings) -> None:
+        self._settings = settings
+        self._encoder = Encoder(tokenizer, append_eos=settings.append_eos)
+        self._chat = chat_renderer(tokenizer, settings)
+
+    @property
+    def renders_chat(self) -> bool:
+        return self._chat is not None
+
+    def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
+        """`fields` is None for a file of which no row could be read, so that here none will be read either."""
+        passages: list[Passage] = []
+        lines: list[int] = []
+        skipped: list[SkippedRow] = []
+        for line, record in zip(chunk.numbers, chunk.records, strict=True):
+            try:
+                row = record_of(record)
+                assert fields is not None
+                passages.append(self._passage(row, fields))
+                lines.append(line)
+            except RowError as error:
+                skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(error)))
+        samples = []
+        for line, encoded in zip(lines, self._encoder.encode(passages), strict=True):
+            if isinstance(encoded, RowError):
+                skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(encoded)))
+            elif not encoded.loss_mask[1:].any():
+                reason = f"{len(encoded.tokens)} tokens and none to train on; expected a token with another before it"
+                skipped.append(SkippedRow(file=chunk.source, line=line, reason=reason))
+            else:
+                samples.append((encoded, line))
+        nothing = np.empty(0, dtype=np.int32)
+        return TokenizedChunk(
+            tokens=np.concatenate([nothing, *(encoded.tokens for encoded, _ in samples)]),
+            mask=np.concatenate([nothing.astype(np.bool_), *(encoded.loss_mask for encoded, _ in samples)]),
+            lengths=np.array([len(encoded.tokens) for encoded, _ in samples], dtype=np.int64),
+            lines=np.array([line for _, line in samples], dtype=np.int64),
+            skipped=sorted(skipped, key=lambda row: row.line),
+        )
+
+    def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
+        loss_on = self._settings.loss_on
+        if fields.kind == "text":
+            return Passage(pieces=(Piece(string(row, fields["text"]), True),))
+        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
+        if fields.kind == "messages":
+            column = fields["messages"]
+            messages = check_messages(items(row, column, "a list of messages"), column)
+        else:
+            response = string(row, fields["response"])
+            if self._chat is None:
+                prompt = string(row, fields["prompt"])
+                return Passage(pieces=(Piece(prompt, loss_on == "all"), Piece(response, True)))
+            messages = [*prompt_messages(row, fields["prompt"]), {"role": "assistant", "content": response}]
+            # Only the response is trained on, whatever the assistant has said before it.
+            loss_on = "all" if loss_on == "all" else "last"
+        assert self._chat is not None
+        return Passage.of_spans(*self._chat.trained_spans(messages, tools, loss_on))
+
+
+def load_sft(
+    data: str | Path | Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SFTDataSettings | None = None,
+    *,
+    cache: str | Path | None = None,
+    num_workers: int | None = None,
+    progress: bool | Progress = False,
+) -> TokenizedDataset:
+    """Tokenise files, folders or Hub data sets, or open what an earlier call made of the same.
+
+    `cache` is a folder (`default_cache_folder()`). `num_workers` processes tokenise, 0 being this one; without it there
+    are as many as there is text for, up to 8 and the number of cores. `progress`: True for a bar (it needs rich), or a
+    function. Processes import the script that started them, so this call belongs under `if __name__ == "__main__":`.
+    """
+    settings = settings or SFTDataSettings()
+    check_mapping(settings.columns, SFT_SCHEMA)
+    if num_workers is not None and num_workers < 0:
+        raise ValueError(f"num_workers: {num_workers}; give 0 or more")
+    sources = open_sources(data, split=settings.split, subset=settings.subset)
+    folder = Path(cache) if cache is not None else default_cache_folder()
+    identity = _identity(sources, tokenizer, settings, folder)
+
+    def build(beside: Path) -> None:
+        _build(beside, sources, tokenizer, settings, identity, num_workers, progress)
+
+    found = find_or_build(folder, hash_of(identity)[:32], build)
+    if settings.on_bad_row == "error" and (skipped := read_skipped(found)):
+        units = {file["name"]: file["unit"] for file in read_metadata(found)["files"]}
+        raise bad_row(skipped[0], units[skipped[0].file])
+    return TokenizedDataset(found, max_length=settings.max_length, overlong=settings.overlong)
+
+
+def _identity(
+    sources: list[Source], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
+) -> dict[str, Any]:
+    """All that the tokens depend on."""
+    import tokenizers
+    import transformers
+
+    return {
+        "format": FORMAT,
+        "content": [[source.name, content_digest(source, cache)] for source in sources],
+        "tokenizer": tokenizer_digest(tokenizer),
+        "versions": [transformers.__version__, tokenizers.__version__],
+        "settings": {
+            "columns": dict(settings.columns),
+            "loss_on": settings.loss_on,
+            "prompt_format": settings.prompt_format,
+            "chat_template": settings.chat_template,
+            "template_arguments": dict(settings.template_arguments),
+            "append_eos": settings.append_eos,
+        },
+    }
+
+
+def _build(
+    folder: Path,
+    sources: list[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SFTDataSettings,
+    identity: dict[str, Any],
+    num_workers: int | None,
+    progress: bool | Progress,
+) -> None:
+    tokenize = RowTokenizer(tokenizer, settings)
+    fields = [_fields_of(source, settings, tokenize.renders_chat) for source in sources]
+    total = sum(source.size for source in sources)
+    tasks = (
+        (number, chunk, found)
+        for number, (source, found) in enumerate(zip(sources, fields, strict=True))
+        for chunk in source.chunks(tuple(found.columns.values()) if found else ())
+    )
+    results = _in_order(tasks, tokenize, _worker_count(num_workers, total))
+    rows = [0] * len(sources)
+    done = 0
+    with Writer(folder) as writer, contextlib.closing(results), _shown_progress(progress) as report:
+        for number, chunk, result in results:
+            if result.skipped and settings.on_bad_row == "error":
+                raise bad_row(result.skipped[0], chunk.unit)
+            writer.append(result.tokens, result.mask, result.lengths, number, result.lines)
+            writer.skipped.extend(result.skipped)
+            rows[number] += len(chunk.numbers)
+            done += chunk.size
+            report(done, total)
+        for source in sources:
+            source.check_unchanged()
+        names = [source.name for source in sources]
+        if not any(rows):
+            raise ValueError(f"data: no rows in {', '.join(names)}; give a file that has some")
+        if not writer.num_samples:
+            first = writer.skipped[0]
+            raise ValueError(
+                f"data: none of {sum(rows)} rows can be used, the first ({first.file}:{first.line}): {first.reason}"
+            )
+        files = [
+            {"name": source.name, "unit": source.unit, "rows": count}
+            for source, count in zip(sources, rows, strict=True)
+        ]
+        writer.finish({**identity, "files": files})
+
+
+def _fields_of(source: Source, settings: SFTDataSettings, renders_chat: bool) -> Fields | None:
+    columns = source.columns()
+    if columns is None:
+        return None
+    fields = resolve(columns, settings.columns, SFT_SCHEMA, source.name)
+    if fields.kind == "messages" and not renders_chat:
+        raise ValueError(
+            f"prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} has "
+            f"{fields['messages']!r}; give a chat_template (and prompt_format 'auto' or 'chat')"
+        )
+    return fields
+
+
+def _worker_count(asked: int | None, size: int) -> int:
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, 8, size // BYTES_PER_PROCESS)
+    return count if count > 1 else 0
+
+
+_Task = tuple[int, Chunk, Fields | None]
+
+
+def _in_order(
+    tasks: Iterator[_Task], tokenize: RowTokenizer, num_workers: int
+) -> Generator[tuple[int, Chunk, TokenizedChunk], None, None]:
+    if num_workers == 0:
+        for number, chunk, fields in tasks:
+            yield number, chunk, tokenize(chunk, fields)
+        return
+    # A process that is forked while other threads hold locks may never wake up, so each is started afresh.
+    context = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        connections: list[Connection[Any, Any]] = []
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, tokenize), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(ours.close)  # the last callback runs first: a process ends when its connection closes
+            connections.append(ours)
+        waiting: list[_Task | None] = [None] * num_workers
+        turn = 0
+        for task in tasks:
+            yield from _taken(connections[turn], waiting[turn])
+            _send(connections[turn], task)
+            waiting[turn] = task
+            turn = (turn + 1) % num_workers
+        for _ in range(num_workers):
+            yield from _taken(connections[turn], waiting[turn])
+            waiting[turn] = None
+            turn = (turn + 1) % num_workers
+
+
+def _taken(connection: Connection[Any, Any], task: _Task | None) -> Iterator[tuple[int, Chunk, TokenizedChunk]]:
+    if task is not None:
+        try:
+            result: TokenizedChunk = connection.recv()
+        except (EOFError, OSError):
+            raise _died() from None
+        yield task[0], task[1], result
+
+
+def _send(connection: Connection[Any, Any], task: _Task) -> None:
+    try:
+        connection.send(task[1:])
+    except OSError:
+        raise _died() from None
+
+
+def _died() -> ValueError:
+    return ValueError(
+        "num_workers: a tokenising process died; see what it wrote, and use fewer if memory was short, or num_workers 0"
+    )
+
+
+def _serve(connection: Connection[Any, Any], tokenize: RowTokenizer) -> None:
+    """A process of its own: chunks in, tokens out, until the other side closes."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many processes as cores already
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            chunk, fields = connection.recv()
+            connection.send(tokenize(chunk, fields))
+
+
+@contextlib.contextmanager
+def _shown_progress(progress: bool | Progress) -> Iterator[Progress]:
+    if not isinstance(progress, bool):
+        yield progress
+    elif not progress:
+        yield lambda done, total: None
+    else:
+        rich = optional_package("rich.progress", "progress: True shows a bar", install="rich")
+        console = optional_package("rich.console", "progress: True shows a bar", install="rich")
+        with rich.Progress(console=console.Console(stderr=True)) as bar:
+            task = bar.add_task("tokenising", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,330 @@
+"""Rollout files to samples: token ids or text, a reward, a group, and what the sampler reported of each token.
+
+    {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "reward": 1.0, "logprobs": [-0.1, -0.2, -0.3]}
+     tokens     5    6    7    8    9         entry j of every array belongs to token j
+     loss_mask  0    0    1    1    1
+     logprobs   0    0  -.1  -.2  -.3         given for the response: moved to its tokens, 0 before them
+
+A row is one of these, tokens being preferred where a row has both (they are what the sampler drew):
+
+    tokens, and response_length or loss_mask (or both)
+    prompt_tokens and response_tokens
+    prompt and response           text; a tokenizer is needed. The prompt through the chat template, with the generation
+                                  prompt, or as it is; the response as it is, by itself; eos behind (`append_eos`)
+
+and has `reward`, a number. It may have
+
+    loss_mask                                           0 or 1 (multi-turn: what a tool wrote is 0)
+    logprobs, ref_logprobs, advantages, returns, values one number a token; null where nothing is trained
+    group                                               a name or number; without one, rows of one prompt are a group
+    uid, raw_reward
+
+A `loss_mask` and the arrays have as many entries as the sample has tokens, or as the response has: the last
+`response_length` tokens, or, where there is only a loss mask, all from the first trained token on. Groups are taken as
+they are named over all files that are read together.
+
+An untrained rollout is kept: its reward counts in its group. Truncation at `max_length` keeps the first tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.data.chat import ChatRenderer, chat_renderer, prompt_messages
+from padfree.data.encode import Encoder, Passage, Piece
+from padfree.data.fields import Fields, Schema, check_mapping, resolve
+from padfree.data.records import (
+    LARGEST,
+    DataReport,
+    RowError,
+    SkippedRow,
+    attempt,
+    bad_row,
+    integer,
+    items,
+    number,
+    shown,
+    string,
+    token_ids,
+)
+from padfree.data.settings import RolloutDataSettings
+from padfree.data.sources import Chunk, open_sources, record_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SCHEMA = Schema(
+    kinds={
+        "tokens": ("tokens",),
+        "token pair": ("prompt_tokens", "response_tokens"),
+        "text": ("prompt", "response"),
+    },
+    optional=("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *TOKEN_ARRAYS),
+    preferred=("tokens", "token pair"),
+)
+LOGPROBS = ("logprobs", "ref_logprobs")
+ROUNDING = 1e-3
+"""How far above 0 a log-probability may be: samplers compute them in low precision."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollouts:
+    """The samples of rollout files, in the order of their rows, and what became of every row."""
+
+    samples: Sequence[Sample]
+    report: DataReport
+
+
+class _Tokens(NamedTuple):
+    """All tokens of a rollout, where its response begins, and which are trained on."""
+
+    tokens: NDArray[np.integer[Any]]  # [n]
+    response_start: int
+    mask: NDArray[np.bool_]  # [n]
+
+
+class _RolloutReader:
+    """Rows to samples."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, settings: RolloutDataSettings) -> None:
+        self._encoder = Encoder(tokenizer, append_eos=settings.append_eos) if tokenizer is not None else None
+        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings) if tokenizer is not None else None
+
+    def read(self, chunk: Chunk, fields: Fields) -> list[Sample | RowError]:
+        """What each row of the chunk is, in order."""
+        rows = [attempt(record_of, record) for record in chunk.records]
+        if fields.kind == "text":
+            tokens = self._encoded(rows, fields)
+        else:
+            tokens = [row if isinstance(row, RowError) else attempt(_given_tokens, row, fields) for row in rows]
+        return [
+            attempt(_sample, row, fields, found, chunk.source, line)
+            if not isinstance(row, RowError) and not isinstance(found, RowError)
+            else RowError(str(found))
+            for line, row, found in zip(chunk.numbers, rows, tokens, strict=True)
+        ]
+
+    def _encoded(self, rows: Sequence[dict[str, Any] | RowError], fields: Fields) -> list[_Tokens | RowError]:
+        assert self._encoder is not None
+        passages = [row if isinstance(row, RowError) else attempt(self._passage, row, fields) for row in rows]
+        encoded = iter(self._encoder.encode([passage for passage in passages if isinstance(passage, Passage)]))
+        results: list[_Tokens | RowError] = []
+        for passage in passages:
+            result = next(encoded) if isinstance(passage, Passage) else passage
+            if isinstance(result, RowError):
+                results.append(result)
+            else:
+                results.append(_Tokens(result.tokens, _first_trained(result.loss_mask), result.loss_mask))
+        return results
+
+    def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
+        if row.get(fields["loss_mask"]) is not None:
+            raise RowError(f"{fields['loss_mask']!r} with text; expected it with token ids only")
+        response = string(row, fields["response"])
+        if self._chat is None:
+            prompt = string(row, fields["prompt"])
+        else:
+            prompt = self._chat.render(prompt_messages(row, fields["prompt"]), generation_prompt=True)
+        return Passage(pieces=(Piece(prompt, False), Piece(response, True)), begun=self._chat is not None)
+
+
+def _first_trained(mask: NDArray[np.bool_]) -> int:
+    return int(np.argmax(mask)) if mask.any() else len(mask)
+
+
+def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
+    if fields.kind == "token pair":
+        prompt = token_ids(row, fields["prompt_tokens"])
+        response = token_ids(row, fields["response_tokens"])
+        tokens = np.array(prompt + response, dtype=np.int32)
+        return _Tokens(tokens, len(prompt), _loss_mask(row, fields["loss_mask"], len(tokens), len(prompt)))
+    tokens = np.array(token_ids(row, fields["tokens"]), dtype=np.int32)
+    if row.get(fields["response_length"]) is not None:
+        start = len(tokens) - integer(row, fields["response_length"], 0, len(tokens))
+        return _Tokens(tokens, start, _loss_mask(row, fields["loss_mask"], len(tokens), start))
+    if row.get(fields["loss_mask"]) is None:
+        raise RowError(
+            f"neither {fields['response_length']!r} nor {fields['loss_mask']!r}; expected one, to tell the response"
+        )
+    mask = _loss_mask(row, fields["loss_mask"], len(tokens), 0)
+    if not mask.any() and row.get(fields["group"]) is None:
+        raise RowError(
+            f"{fields['loss_mask']!r} has no 1, so that nothing tells the prompt; "
+            f"expected {fields['response_length']!r} or {fields['group']!r} with it"
+        )
+    return _Tokens(tokens, _first_trained(mask), mask)
+
+
+def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> Sample:
+    tokens, response_start, mask = found
+    if not len(tokens):
+        raise RowError("no tokens; expected one or more")
+    prompt = np.ascontiguousarray(tokens[:response_start], dtype=np.int64)
+    arrays = {
+        field: array
+        for field in TOKEN_ARRAYS
+        if (array := _token_array(row, fields[field], response_start, mask, field in LOGPROBS)) is not None
+    }
+    return Sample(
+        tokens=tokens,
+        loss_mask=mask,
+        reward=number(row, fields["reward"]),
+        raw_reward=row.get(fields["raw_reward"]),
+        uid=_name(row, fields["uid"], f"{source}:{line}"),
+        group=_name(row, fields["group"], f"prompt:{hashlib.sha256(prompt.tobytes()).hexdigest()[:16]}"),
+        source=source,
+        **arrays,
+    )
+
+
+def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
+    """[length] what is trained on: the response, or what the row's mask says of it."""
+    mask = np.zeros(length, dtype=np.bool_)
+    if row.get(column) is None:
+        mask[response_start:] = True
+        return mask
+    values = items(row, column, "a list of 0 and 1")
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or value not in (0, 1):
+            raise RowError(f"{column}[{index}] is {shown(value)}; expected 0 or 1")
+    start = _aligned(len(values), column, length, response_start)
+    mask[start:] = values
+    if mask[:response_start].any():
+        where = int(np.argmax(mask))
+        raise RowError(f"{column}[{where}] is 1 in the prompt; expected 1 in the response only")
+    return mask
+
+
+def _token_array(
+    row: dict[str, Any], column: str, response_start: int, mask: NDArray[np.bool_], is_logprob: bool
+) -> NDArray[np.float32] | None:
+    """[n] one number a token, 0 where the row has none."""
+    if row.get(column) is None:
+        return None
+    values = items(row, column, "a list of numbers")
+    start = _aligned(len(values), column, len(mask), response_start)
+    high = ROUNDING if is_logprob else LARGEST
+    array = np.zeros(len(mask), dtype=np.float32)
+    for index, value in enumerate(values):
+        if value is None and not mask[start + index]:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < high:
+            what = "a log-probability (finite, 0 or less)" if is_logprob else "a finite number"
+            raise RowError(f"{column}[{index}] is {shown(value)}; expected {what}")
+        array[start + index] = value
+    return array
+
+
+def _aligned(entries: int, column: str, length: int, response_start: int) -> int:
+    """The token that the first of so many entries belongs to."""
+    if entries == length:
+        return 0
+    if entries == length - response_start:
+        return response_start
+    raise RowError(
+        f"{column!r} has {entries} entries; expected {length} (one a token) "
+        f"or {length - response_start} (one a token of the response)"
+    )
+
+
+def _name(row: dict[str, Any], column: str, default: str) -> str | int:
+    value = row.get(column)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise RowError(f"{column!r} is {shown(value)}; expected a string or an integer")
+    return value
+
+
+class _Collected:
+    """Samples, and rows that did not become one as they stand."""
+
+    def __init__(self, settings: RolloutDataSettings) -> None:
+        self._settings = settings
+        self.samples: list[Sample] = []
+        self.skipped: list[SkippedRow] = []
+        self.dropped: list[SkippedRow] = []
+        self.truncated: list[SkippedRow] = []
+        self.rows_per_file: dict[str, int] = {}
+
+    def add(self, sample: Sample, file: str, line: int) -> None:
+        limit = self._settings.max_length
+        if limit is None or len(sample) <= limit:
+            self.samples.append(sample)
+            return
+        reason = f"{len(sample)} tokens, max_length {limit}"
+        note = SkippedRow(file=file, line=line, reason=reason)
+        if self._settings.overlong == "error":
+            raise ValueError(
+                f"max_length: {limit}, but {file}:{line} has {len(sample)} tokens; "
+                "set overlong to 'truncate' or 'drop', or raise it"
+            )
+        if self._settings.overlong == "drop":
+            self.dropped.append(note)
+        else:
+            self.truncated.append(note)
+            self.samples.append(sample.truncated(limit))
+
+    def skip(self, file: str, line: int, unit: str, error: RowError) -> None:
+        row = SkippedRow(file=file, line=line, reason=str(error))
+        if self._settings.on_bad_row == "error":
+            raise bad_row(row, unit)
+        self.skipped.append(row)
+
+    def rollouts(self) -> Rollouts:
+        num_rows = sum(self.rows_per_file.values())
+        if not num_rows:
+            raise ValueError(f"data: no rows in {', '.join(self.rows_per_file)}; give a file that has some")
+        if not self.samples:
+            first = (self.skipped or self.dropped)[0]
+            raise ValueError(
+                f"data: none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}"
+            )
+        report = DataReport(
+            num_rows=num_rows,
+            num_samples=len(self.samples),
+            num_tokens=sum(map(len, self.samples)),
+            rows_per_file=self.rows_per_file,
+            skipped=tuple(self.skipped),
+            dropped=tuple(self.dropped),
+            truncated=tuple(self.truncated),
+        )
+        return Rollouts(samples=self.samples, report=report)
+
+
+def read_rollouts(
+    data: str | Path | Iterable[str | Path],
+    settings: RolloutDataSettings | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Rollouts:
+    """Read rollout files, or folders of them. The tokenizer is needed for rollouts in text."""
+    settings = settings or RolloutDataSettings()
+    check_mapping(settings.columns, SCHEMA)
+    reader = _RolloutReader(tokenizer, settings)
+    collected = _Collected(settings)
+    for source in open_sources(data):
+        columns = source.columns()
+        fields = resolve(columns, settings.columns, SCHEMA, source.name) if columns is not None else None
+        if fields is not None and fields.kind == "text" and tokenizer is None:
+            raise ValueError(f"tokenizer: none given, but {source.name} holds text; give one, or rollouts in token ids")
+        collected.rows_per_file[source.name] = 0
+        for chunk in source.chunks(tuple(fields.columns.values()) if fields else ()):
+            collected.rows_per_file[source.name] += len(chunk.numbers)
+            # Without a row that can be read there are no fields, and none is needed to say what is wrong with them.
+            results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
+            for line, result in zip(chunk.numbers, results, strict=True):
+                if isinstance(result, RowError):
+                    collected.skip(source.name, line, source.unit, result)
+                else:
+                    collected.add(result, source.name, line)
+        source.check_unchanged()
+    return collected.rollouts()

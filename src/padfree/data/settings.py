@@ -1,0 +1,70 @@
+"""What can be chosen about data: plain values, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+LossOn = Literal["assistant", "last", "all"]
+PromptFormat = Literal["auto", "chat", "plain"]
+Overlong = Literal["error", "truncate", "drop"]
+OnBadRow = Literal["error", "skip"]
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: {value!r}; use one of {', '.join(choices)}")
+
+
+def check_max_length(max_length: int | None) -> None:
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length: {max_length}; give 2 or more (the first token is never predicted), or None")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextSettings:
+    """How rows become tokens, for SFT and for rollouts alike.
+
+    `columns` maps a column of the file to the field it is: `{"question": "prompt", "answer": "response"}`.
+    `prompt_format`: a prompt goes through the `chat` template, or stands as it is (`plain`); `auto` is `chat` where
+    there is a template and `plain` where there is none. `chat_template` takes the place of the tokenizer's own, and
+    `template_arguments` are handed to it (`{"enable_thinking": False}`; a template that writes today's date should be
+    given a fixed one, or the tokens depend on the day).
+    `append_eos`: text that no chat template ends gets the tokenizer's end-of-sequence token.
+    `overlong` samples, of more than `max_length` tokens, are an `error`, are cut (`truncate`) or left out (`drop`).
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    prompt_format: PromptFormat = "auto"
+    chat_template: str | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    append_eos: bool = True
+    max_length: int | None = None
+    overlong: Overlong = "error"
+    on_bad_row: OnBadRow = "error"
+
+    def __post_init__(self) -> None:
+        check_choice("prompt_format", self.prompt_format, get_args(PromptFormat))
+        check_choice("overlong", self.overlong, get_args(Overlong))
+        check_choice("on_bad_row", self.on_bad_row, get_args(OnBadRow))
+        check_max_length(self.max_length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTDataSettings(TextSettings):
+    """`loss_on`: every `assistant` turn, the `last` one only, or `all` tokens. `split`, `subset`: of a Hub id."""
+
+    loss_on: LossOn = "assistant"
+    split: str = "train"
+    subset: str | None = None
+
+    def __post_init__(self) -> None:
+        # `super()` without arguments does not see the class that `slots` makes anew.
+        TextSettings.__post_init__(self)
+        check_choice("loss_on", self.loss_on, get_args(LossOn))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutDataSettings(TextSettings):
+    """What a rollout trains on stands in its row (`response_length`, `loss_mask`), so there is no more to choose."""

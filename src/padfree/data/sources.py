@@ -1,0 +1,293 @@
+"""Where rows come from: JSON Lines, JSON, Parquet, a folder of them, or a data set of the Hugging Face Hub.
+
+    "data/"                                     every .jsonl, .json and .parquet file below it, sorted by path
+    ["a/train.jsonl", "b/train.jsonl"]          named a/train.jsonl and b/train.jsonl from their common folder
+    "openai/gsm8k"                              not on this disk: a Hub id, through the datasets package
+    -> Source ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
+
+A sample is known by the name of its file and its line (`train.jsonl:17`), wherever the file lies. Lines, records and
+rows count from 1. A line of white space holds no row and is passed over, but it counts as a line. A byte order mark at
+the start of a file is passed over too. A `.json` file holds one list of records; one that begins with `{` is read as
+JSON Lines, which is what such files mostly are. Hidden files and folders, and files with other endings, are not data.
+
+Chunks of JSON Lines carry unparsed bytes, so that parsing, too, is done by whoever tokenises them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from padfree.data.records import RowError, as_record, first_line, parse_line, shown
+
+CHUNK_ROWS = 512
+CHUNK_BYTES = 1 << 20
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+Record = bytes | Any
+"""A line that is still to be parsed, or a record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Consecutive rows of one source. `size` is their share of the source's size."""
+
+    source: str
+    unit: str
+    numbers: list[int]
+    records: list[Record]
+    size: int
+
+
+class Source(ABC):
+    """One file, or one data set of the Hub. `size` is in bytes, for the progress bar and the number of processes."""
+
+    name: str
+    unit: str = "row"
+    size: int
+
+    @abstractmethod
+    def digest(self) -> str:
+        """A hash of the content."""
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise if the content is not what it was when the source was opened."""
+
+    @abstractmethod
+    def columns(self) -> list[str] | None:
+        """The names of the columns; None where no row can be read."""
+
+    @abstractmethod
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        """All rows in order; columns other than these may be left out."""
+
+    def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
+        return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
+
+    def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
+        """Chunks of `num_rows` rows in all, each with its share of the size."""
+        first = 0
+        for records in parts:
+            end = first + len(records)
+            size = self.size * end // num_rows - self.size * first // num_rows
+            yield self._chunk(list(range(first + 1, end + 1)), records, size)
+            first = end
+
+
+class FileSource(Source):
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self._opened = path.stat()
+        self.size = self._opened.st_size
+
+    def check_unchanged(self) -> None:
+        now = self.path.stat()
+        if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            raise ValueError(f"data: {self.name} was changed while it was read; try again when it is complete")
+
+    def digest(self) -> str:
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class JsonLinesFile(FileSource):
+    unit = "line"
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+    def columns(self) -> list[str] | None:
+        for _, line in self._lines():
+            try:
+                return list(parse_line(line))
+            except RowError:  # it is reported when its turn comes
+                continue
+        return None
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        numbers: list[int] = []
+        records: list[Record] = []
+        size = 0
+        for number, line in self._lines():
+            size += len(line)
+            if line.isspace() or not line:
+                continue
+            numbers.append(number)
+            records.append(line)
+            if len(records) == CHUNK_ROWS or size >= CHUNK_BYTES:
+                yield self._chunk(numbers, records, size)
+                numbers, records, size = [], [], 0
+        if records:
+            yield self._chunk(numbers, records, size)
+
+
+class JsonFile(FileSource):
+    unit = "record"
+
+    def _records(self) -> list[Any]:
+        text = self.path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        try:
+            records = json.loads(text.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.name}: not JSON in UTF-8 ({error}); expected one list of records") from None
+        if not isinstance(records, list):
+            raise ValueError(f"{self.name}: {shown(records)}; expected one list of records")
+        return records
+
+    def columns(self) -> list[str] | None:
+        return next((list(record) for record in self._records() if isinstance(record, dict)), None)
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        records = self._records()
+        parts = (records[start : start + CHUNK_ROWS] for start in range(0, len(records), CHUNK_ROWS))
+        yield from self._numbered(parts, len(records))
+
+
+class ParquetFile(FileSource):
+    def _open(self) -> Any:
+        parquet = optional_package("pyarrow.parquet", f"{self.name} is Parquet", install="pyarrow")
+        try:
+            return parquet.ParquetFile(self.path)
+        except ValueError as error:  # pyarrow's own errors are ValueErrors
+            raise ValueError(f"{self.name}: not a Parquet file ({first_line(error)}); correct or remove it") from None
+
+    def columns(self) -> list[str] | None:
+        return list(self._open().schema_arrow.names)
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        file = self._open()
+        wanted = [name for name in file.schema_arrow.names if name in columns]
+        parts = (batch.to_pylist() for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted))
+        yield from self._numbered(parts, file.metadata.num_rows)
+
+
+class HubSource(Source):
+    """A `datasets.Dataset`: rows are read from its own memory-mapped files."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset = dataset
+        self.name = name
+        self.size = int(dataset.data.nbytes)
+
+    def digest(self) -> str:
+        # What datasets itself keys its caches by: it follows the content and every transformation.
+        return str(self.dataset._fingerprint)
+
+    def check_unchanged(self) -> None:
+        """What datasets has loaded stays as it is."""
+
+    def columns(self) -> list[str] | None:
+        return list(self.dataset.column_names)
+
+    def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
+        wanted = self.dataset.select_columns([name for name in self.dataset.column_names if name in columns])
+        tables = (wanted[start : start + CHUNK_ROWS] for start in range(0, len(wanted), CHUNK_ROWS))
+        parts = (
+            [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] for table in tables
+        )
+        yield from self._numbered(parts, len(wanted))
+
+
+def optional_package(module: str, reason: str, *, install: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ValueError(f"{reason}, which needs {install}: pip install {install}") from None
+
+
+def record_of(record: Record) -> dict[str, Any]:
+    return parse_line(record) if isinstance(record, bytes) else as_record(record)
+
+
+def open_sources(
+    data: str | Path | Iterable[str | Path], *, split: str = "train", subset: str | None = None
+) -> list[Source]:
+    """The sources behind paths, folders and Hub ids, in the order given; a folder's files sorted by path."""
+    entries = [data] if isinstance(data, (str, Path)) else list(data)
+    if not entries:
+        raise ValueError("data: nothing given; give a file, a folder or a Hub id")
+    found: list[Source | Path] = []
+    bases: list[Path] = []
+    for entry in entries:
+        path = Path(entry).expanduser().absolute()
+        if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+            found.append(_saved_dataset(path, split))
+        elif path.is_dir():
+            bases.append(path)
+            found.extend(_files_below(path))
+        elif path.exists():
+            bases.append(path.parent)
+            found.append(path)
+        else:
+            found.append(_hub_dataset(str(entry), split, subset))
+    # What names a sample must not change when the folder is moved, or when a file is added to it.
+    base = os.path.commonpath(bases) if bases else ""
+    sources = [
+        _file_source(source, source.relative_to(base).as_posix()) if isinstance(source, Path) else source
+        for source in found
+    ]
+    for name, count in Counter(source.name for source in sources).items():
+        if count > 1:
+            raise ValueError(f"data: {name} is given twice; give each file once")
+    return sources
+
+
+def _files_below(folder: Path) -> list[Path]:
+    inside = (path.relative_to(folder) for path in folder.rglob("*"))
+    visible = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+    found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and (folder / path).is_file())
+    if not found:
+        raise ValueError(f"data: the folder {folder} has no {', '.join(SUFFIXES)} file; give one that has")
+    return found
+
+
+def _file_source(path: Path, name: str) -> FileSource:
+    if path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"data: {path} ends in {path.suffix!r}; give a {', '.join(SUFFIXES)} file, or a folder of them"
+        )
+    if path.suffix == ".parquet":
+        return ParquetFile(path, name)
+    if path.suffix == ".json":
+        with open(path, "rb") as file:
+            head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not head.startswith(b"{"):
+            return JsonFile(path, name)
+    return JsonLinesFile(path, name)
+
+
+def _saved_dataset(folder: Path, split: str) -> HubSource:
+    datasets = optional_package("datasets", f"data: {folder} was saved by datasets", install="datasets")
+    loaded = datasets.load_from_disk(str(folder))
+    if isinstance(loaded, dict):
+        if split not in loaded:
+            raise ValueError(f"split: {split!r} is not in {folder}; use one of {', '.join(loaded)}")
+        return HubSource(loaded[split], f"{folder.name}/{split}")
+    return HubSource(loaded, folder.name)
+
+
+def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
+    if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
+    datasets = optional_package("datasets", f"data: {name} is not on this disk; a Hub id", install="datasets")
+    try:
+        loaded = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data: {name} (subset {subset}, split {split}) is no file or folder here and did not load from the Hub "
+            f"({first_line(error)}); correct the name, or give a file"
+        ) from error
+    return HubSource(loaded, "/".join(filter(None, (name, subset, split))))

@@ -1,0 +1,251 @@
+"""Sources: files in their odd forms, folders, and data sets of the Hub through a stand-in and the real package."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from padfree.data import sources
+from padfree.data.records import RowError
+from padfree.data.sources import Source, open_sources, record_of
+
+ROWS = [{"text": f"row {index}"} for index in range(5)]
+COLUMNS = ("text",)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(source: Source) -> list[tuple[int, dict[str, Any]]]:
+    """All rows with their numbers; the sizes of the chunks add up to the source's."""
+    chunks = list(source.chunks(COLUMNS))
+    assert sum(chunk.size for chunk in chunks) <= source.size
+    assert all(chunk.source == source.name for chunk in chunks)
+    return [
+        (line, record_of(record)) for chunk in chunks for line, record in zip(chunk.numbers, chunk.records, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 2, 5, 512])
+def test_the_same_rows_from_every_kind_of_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    import pyarrow
+
+    monkeypatch.setattr(sources, "CHUNK_ROWS", chunk_rows)
+    lines = write_lines(tmp_path / "a.jsonl", ROWS)
+    listed = tmp_path / "b.json"
+    listed.write_text(json.dumps(ROWS, indent=2))
+    mislabelled = write_lines(tmp_path / "c.json", ROWS)
+    table = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{**row, "other": 1} for row in ROWS]), table)
+    for path, unit in ((lines, "line"), (listed, "record"), (mislabelled, "line"), (table, "row")):
+        (source,) = open_sources(path)
+        assert source.unit == unit
+        assert source.columns() == (["text", "other"] if unit == "row" else ["text"])
+        assert rows_of(source) == list(enumerate(ROWS, start=1))
+        assert sum(chunk.size for chunk in source.chunks(COLUMNS)) == source.size
+        assert max(len(chunk.numbers) for chunk in source.chunks(COLUMNS)) == min(chunk_rows, 5)
+
+
+@pytest.mark.parametrize(
+    ("content", "numbers"),
+    [
+        (b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n', [1, 2]),
+        (b'{"text": "a"}\r\n{"text": "b"}\r\n', [1, 2]),
+        (b'{"text": "a"}\n{"text": "b"}', [1, 2]),
+        (b'\n{"text": "a"}\n\n \t\r\n{"text": "b"}\n\n\n', [2, 5]),
+        (b'\xef\xbb\xbf\n{"text": "a"}\n{"text": "b"}\n', [2, 3]),
+    ],
+    ids=["byte order mark", "carriage returns", "no last newline", "blank lines", "mark alone on its line"],
+)
+def test_odd_json_lines(tmp_path: Path, content: bytes, numbers: list[int]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (source,) = open_sources(tmp_path / "a.jsonl")
+    assert source.columns() == ["text"]
+    assert rows_of(source) == list(zip(numbers, [{"text": "a"}, {"text": "b"}], strict=True))
+
+
+def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path) -> None:
+    row = {"text": "one\u2028two\u0085three"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (source,) = open_sources(tmp_path / "a.jsonl")
+    assert rows_of(source) == [(1, row)]
+
+
+def test_a_chunk_ends_at_its_size_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 30)
+    (source,) = open_sources(write_lines(tmp_path / "a.jsonl", ROWS))
+    assert [chunk.numbers for chunk in source.chunks(COLUMNS)] == [[1, 2], [3, 4], [5]]
+
+
+def test_files_without_rows(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", b""), ("b.jsonl", b"\n\n"), ("c.json", b"[]"), ("d.jsonl", b"\xef\xbb\xbf")):
+        (tmp_path / name).write_bytes(content)
+        (source,) = open_sources(tmp_path / name)
+        assert source.columns() is None
+        assert rows_of(source) == []
+
+
+def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'oops\n[1]\n{"text": "a"}\n')
+    (source,) = open_sources(tmp_path / "a.jsonl")
+    assert source.columns() == ["text"]
+    with pytest.raises(RowError, match="not JSON"):
+        rows_of(source)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[{]", r"a\.json: not JSON in UTF-8 \(.*\); expected one list of records"),
+        (b'["\xff"]', r"a\.json: not JSON in UTF-8"),
+        (b"", r"a\.json: not JSON in UTF-8"),
+        (b'"text"', r"a\.json: 'text'; expected one list of records"),
+    ],
+)
+def test_json_that_is_no_list_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    (source,) = open_sources(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=words):
+        source.columns()
+
+
+def test_records_that_are_no_objects_are_bad_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "a"}, 7]')
+    (source,) = open_sources(tmp_path / "a.json")
+    with pytest.raises(RowError, match="7 as a row; expected a JSON object"):
+        rows_of(source)
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a/z.jsonl", "a/b/c.json", ".hidden/x.jsonl", "a/.cache/y.jsonl", ".x.jsonl"):
+        write_lines(tmp_path / name, ROWS)
+    (tmp_path / "README.md").write_text("not data")
+    found = open_sources(tmp_path)
+    assert [source.name for source in found] == ["a/b/c.json", "a/z.jsonl", "b.jsonl"]
+    assert [source.name for source in open_sources(tmp_path / "a")] == ["b/c.json", "z.jsonl"]
+    (tmp_path / "a" / "z.jsonl").unlink()
+    assert [source.name for source in open_sources(tmp_path / "a")] == ["b/c.json"]
+
+
+def test_files_are_named_from_their_common_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one/train.jsonl", "two/train.jsonl"):
+        write_lines(tmp_path / name, ROWS)
+    monkeypatch.chdir(tmp_path)
+    relative = open_sources(["two/train.jsonl", Path("one/train.jsonl")])
+    assert [source.name for source in relative] == ["two/train.jsonl", "one/train.jsonl"]
+    assert [source.name for source in open_sources(tmp_path / "one" / "train.jsonl")] == ["train.jsonl"]
+    assert [source.name for source in open_sources([tmp_path / "one", tmp_path / "two"])] == [
+        "one/train.jsonl",
+        "two/train.jsonl",
+    ]
+    with pytest.raises(ValueError, match=r"train\.jsonl is given twice; give each file once"):
+        open_sources(["one/train.jsonl", tmp_path / "one"])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "nothing given; give a file, a folder or a Hub id"),
+        ("absent.jsonl", "absent.jsonl does not exist; give a file"),
+        ("./absent", "./absent does not exist"),
+        ("a/b/c", "a/b/c does not exist"),
+        ("empty", "the folder .*empty has no .jsonl, .json, .parquet file"),
+        ("data.csv", ".*data.csv ends in '.csv'; give a .jsonl, .json, .parquet file"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "data.csv").write_text("a,b")
+    with pytest.raises(ValueError, match=words):
+        open_sources(data)
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"no parquet at all, by any means")
+    with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file .*; correct or remove it"):
+        open_sources(tmp_path / "a.parquet")[0].columns()
+
+
+def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"a\.parquet is Parquet, which needs pyarrow: pip install pyarrow"):
+        open_sources(tmp_path / "a.parquet")[0].columns()
+    with pytest.raises(
+        ValueError, match=r"openai/gsm8k is not on this disk; a Hub id, which needs datasets: pip install"
+    ):
+        open_sources("openai/gsm8k")
+
+
+class StandInDataset:
+    """As much of `datasets.Dataset` as is used."""
+
+    def __init__(self, columns: dict[str, list[Any]]) -> None:
+        self.table = columns
+        self.column_names = list(columns)
+        self.data = types.SimpleNamespace(nbytes=1000)
+        self._fingerprint = "f1"
+
+    def __len__(self) -> int:
+        return len(next(iter(self.table.values())))
+
+    def __getitem__(self, rows: slice) -> dict[str, list[Any]]:
+        return {name: values[rows] for name, values in self.table.items()}
+
+    def select_columns(self, names: list[str]) -> StandInDataset:
+        return StandInDataset({name: self.table[name] for name in names})
+
+
+def test_a_hub_id_is_loaded_through_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> StandInDataset:
+        asked.append((name, subset, split))
+        if name == "openai/absent":
+            raise FileNotFoundError("Dataset 'openai/absent' doesn't exist\nmore lines")
+        return StandInDataset({"text": [row["text"] for row in ROWS], "image": [None] * 5})
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(sources, "CHUNK_ROWS", 2)
+    (source,) = open_sources("openai/gsm8k", split="test", subset="main")
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert (source.name, source.unit, source.digest()) == ("openai/gsm8k/main/test", "row", "f1")
+    assert source.columns() == ["text", "image"]
+    assert rows_of(source) == list(enumerate(ROWS, start=1))
+    assert sum(chunk.size for chunk in source.chunks(COLUMNS)) == 1000
+    with pytest.raises(ValueError, match=r"openai/absent .*did not load from the Hub \(Dataset '.*exist\); correct"):
+        open_sources("openai/absent")
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the datasets package are its own
+def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(str(tmp_path / "many"))
+    (one,) = open_sources(tmp_path / "one")
+    assert one.name == "one"
+    assert rows_of(one) == list(enumerate(ROWS, start=1))
+    assert one.digest() == open_sources(tmp_path / "one")[0].digest()
+    (test,) = open_sources(tmp_path / "many", split="test")
+    assert test.name == "many/test"
+    assert rows_of(test) == [(1, ROWS[1])]
+    assert test.digest() != one.digest()
+    with pytest.raises(ValueError, match=r"split: 'dev' is not in .*many; use one of train, test"):
+        open_sources(tmp_path / "many", split="dev")
