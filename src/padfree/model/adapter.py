@@ -1,0 +1,140 @@
+"""Attach padfree's attention to a stock HF model.
+
+    model = attach(AutoModelForCausalLM.from_pretrained(...))
+    hidden = model(**local_batch.model_inputs())        one row of samples laid end to end; attention stays in each
+
+`attach` changes the name of the model's attention implementation, through transformers' own interface, and adds a
+forward pre-hook that checks the arguments. No class, method or weight is replaced, and
+`model.set_attn_implementation("sdpa")` undoes it. Attach first, then compile the layers, then wrap them in activation
+checkpointing (not the other way round: attention is a break in a compiled layer), then apply FSDP2.
+
+Before that, the architecture must pass: what the config says must be something padfree can do, and a small copy must
+give packed what it gives one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the reason.
+
+Which backend computes: the one in the batch's AttnContext, if it names one; else the one named here; else the fastest
+that is correct (`auto`).
+"""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from padfree.attention import BACKENDS
+from padfree.model.interface import check_inputs, is_attached, register
+from padfree.model.outputs import LmHead, base_of, unchecked_head
+from padfree.model.probe import probe
+
+TESTED = (
+    "AfmoeForCausalLM",
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GlmForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "LlamaForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "PhimoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""Architectures whose packed logits and parameter gradients the tests compare with one sample at a time."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""The kinds of layers, as HF configs name them, that padfree computes."""
+
+HARMLESS = (
+    "sliding_window",  # passed to every layer that has one
+    "max_window_layers",  # these say which layers have one
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "prefix_dense_sliding_window_pattern",
+    "chunk_size_feed_forward",  # a way to save memory
+)
+"""Whole-number fields about windows and chunks that hide no mask."""
+
+
+def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
+    """The same model, whose forward now takes `attn_context` and attends inside samples only."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: {type(model).__name__}; give the transformers model itself, before it is wrapped")
+    name = type(model).__name__
+    if isinstance(model, FSDPModule):
+        raise ValueError(f"model: {name} is sharded already; attach first, then fully_shard")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
+    reason = unsupported(model.config) or probe(model).leak
+    if reason:
+        raise ValueError(f"model: {name} cannot be trained packed: {reason}; train it one sample at a time, unattached")
+    model.set_attn_implementation(register(backend))
+    assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
+    for module in {model, base_of(model)}:
+        if check_inputs not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(check_inputs, with_kwargs=True)
+    return model
+
+
+def unsupported(config: PreTrainedConfig) -> str | None:
+    """What a config says outright that padfree cannot do; None if nothing."""
+    parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
+    if parts:
+        return f"it is made of several models ({', '.join(parts)}): attach its language model instead"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder and a decoder"
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
+        return "its layers see tokens that come later"
+    if getattr(config, "is_heterogeneous", False):
+        return "per_layer_config gives its layers different shapes"
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in LAYER_TYPES:
+            return f"layer type {kind!r} is none of {', '.join(LAYER_TYPES)}"
+    if getattr(config, "attention_chunk_size", None):
+        return f"attention_chunk_size {config.attention_chunk_size}: attention by chunks is not computed"
+    for field, value in config.to_dict().items():
+        if ("window" in field or "chunk" in field) and field not in HARMLESS and type(value) is int and value > 0:
+            return f"{field} {value} may be a mask that padfree does not know"
+    return None
+
+
+def lm_head_of(model: PreTrainedModel) -> LmHead:
+    """Weight, bias, soft cap and scale of the model's head; refused where they do not reproduce its logits."""
+    reason = probe(model).head
+    head = unchecked_head(model)
+    if reason or head is None:
+        raise ValueError(f"model: {type(model).__name__} has no plain head: {reason}; use the model's own logits")
+    return head

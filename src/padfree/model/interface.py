@@ -1,0 +1,173 @@
+"""The attention function that a stock HF model calls, and the check of what reaches the model.
+
+    HF attention layer      query [1, H, T, d]     key, value [1, Hkv, T, d]     **kwargs with attn_context
+    cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
+    back to HF              output [1, T, H, dv], None
+
+transformers looks an attention function up by the name in `config._attn_implementation`. Ours is registered as
+`padfree`, or `padfree_<backend>` for a model that was attached to one backend. The name is all a model remembers; what
+depends on data, the `AttnContext`, comes with every call. Nothing is kept between calls, so that recomputed activations
+and a second model in the same process always see their own batch.
+
+No mask function is registered under that name. transformers then hands `None` to its layers without looking at
+`position_ids`, which costs nothing; with one it would compare positions on the device and wait for the answer.
+
+Layers that ask for what padfree would not do are refused, never ignored: every keyword argument that reaches the
+function is either used, or known to say nothing about attention, or an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+
+from padfree.batch import AttnContext
+from padfree.cp import attend
+
+NAME = "padfree"
+
+SILENT = ("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "use_cache")
+"""Keyword arguments that HF passes down to attention and that say nothing about which key a query sees."""
+
+
+def register(backend: str) -> str:
+    """Make transformers know padfree's attention on this backend; the name to give to a model."""
+    name = NAME if backend == "auto" else f"{NAME}_{backend}"
+    AttentionInterface.register(name, partial(attention, backend=backend))
+    return name
+
+
+def is_attached(config: PreTrainedConfig) -> bool:
+    """Whether models of this config call padfree's attention."""
+    name = config._attn_implementation or ""
+    return name == NAME or name.startswith(f"{NAME}_")
+
+
+@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
+def attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, d]
+    key: Tensor,  # [1, Hkv, T, d]
+    value: Tensor,  # [1, Hkv, T, dv]
+    attention_mask: Tensor | None,
+    *,
+    backend: str = "auto",
+    attn_context: AttnContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [H] attention sinks
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    output_attentions: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """[1, T, H, dv] and no attention weights. A backend named in the context wins over the model's own."""
+    name = type(module).__name__
+    if attn_context is None:
+        raise ValueError(
+            f"attn_context: did not reach {name}; its model drops keyword arguments and cannot be trained packed"
+        )
+    if attention_mask is not None:
+        raise ValueError(f"attention_mask: {name} made one; pass None, attn_context says which tokens belong together")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ValueError(f"is_causal: False in {name}; only causal layers can be packed, use a decoder model")
+    if dropout:
+        raise ValueError(f"dropout: {dropout} in {name}; set the config's attention dropout to 0, or call model.eval()")
+    if output_attentions:
+        raise ValueError("output_attentions: True; set it to False, attention weights are never formed")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: {sliding_window} in {name}; set the config's window to None or 1 and more")
+    for argument, content in others.items():
+        if content is not None and argument not in SILENT:
+            raise ValueError(f"{argument}: reached {name} and padfree does not know it; leave it out of the call")
+    _check_row(query, key, attn_context)
+    if attn_context.backend == "auto" and backend != "auto":
+        attn_context = replace(attn_context, backend=backend)
+    output = attend(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attn_context,
+        causal=True,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output.contiguous()[None], None  # HF's own functions return contiguous outputs, and some layers rely on it
+
+
+def _check_row(query: Tensor, key: Tensor, context: AttnContext) -> None:
+    rows, num_tokens = query.shape[0], query.shape[2]
+    if rows != 1:
+        raise ValueError(f"input_ids: {rows} rows; lay the samples end to end in one row with padfree.pack")
+    if key.shape[2] != num_tokens:
+        raise ValueError(f"past_key_values: {key.shape[2]} keys for {num_tokens} queries; training needs no cache")
+    expected = context.segments.num_tokens // context.world
+    if num_tokens != expected:
+        raise ValueError(
+            f"attn_context: made for {expected} tokens, input_ids has {num_tokens}; pass both from one LocalBatch"
+        )
+
+
+def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook: refuse what HF would accept and then quietly do wrong with a packed row.
+
+    Does nothing while the model uses another attention implementation, so that `set_attn_implementation("sdpa")`
+    gives the stock model back, for generation say.
+    """
+    config = model.config
+    assert isinstance(config, PreTrainedConfig)
+    if not is_attached(config):
+        return
+    name = type(model).__name__
+    if len(args) > 1:
+        raise ValueError(f"{name}: {len(args)} positional arguments; pass LocalBatch.model_inputs() as keywords")
+    context = kwargs.get("attn_context")
+    if not isinstance(context, AttnContext):
+        raise ValueError(f"attn_context: missing in the call of {name}; pass what LocalBatch.model_inputs() gives")
+    if kwargs.get("position_ids") is None:
+        raise ValueError("position_ids: missing, HF would count through the row; pass LocalBatch.model_inputs()")
+    for argument, cure in _REFUSED.items():
+        if kwargs.get(argument) is not None:
+            raise ValueError(f"{argument}: given to {name}; {cure}")
+    for argument in ("use_cache", "output_attentions"):
+        chosen = kwargs.get(argument)
+        if getattr(config, argument, False) if chosen is None else chosen:
+            raise ValueError(f"{argument}: True in the call of {name}; pass {argument}=False, a packed row has none")
+    limit = position_limit(config)
+    if limit is not None and context.segments.max_seqlen > limit:
+        raise ValueError(
+            f"rope_parameters: {name} changes the frequencies of the whole row when a sample is longer than {limit} "
+            f"tokens, and the longest here has {context.segments.max_seqlen}; keep samples and pad within {limit}"
+        )
+
+
+_REFUSED = {
+    "attention_mask": "leave it out, attn_context says which tokens belong together",
+    "past_key_values": "leave it out, training needs no cache",
+    "labels": "leave them out, HF would shift them across samples; use the batch's own labels with padfree.head",
+}
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The length up to which rotary frequencies do not depend on the longest sample of the row; None: always."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
+        return None
+    limits = []
+    for entry in (parameters, *parameters.values()):  # one set for all layers, or one per layer type
+        if not isinstance(entry, dict):
+            continue
+        kind = str(entry.get("rope_type", "default"))
+        if kind == "longrope":
+            limits.append(int(entry["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            limits.append(int(config.max_position_embeddings))
+    return min(limits, default=None)

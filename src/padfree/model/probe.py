@@ -1,0 +1,243 @@
+"""Can this architecture be trained packed? A small copy answers, on the CPU, before the first step.
+
+    single   | sample of 13 |  | 1 |  | sample of 9 |         three calls of the model with HF's own eager attention
+    packed   | sample of 13 | 1 | sample of 9 | pad of 3 |    one row through padfree's attention, its tokens shuffled;
+                                                              only the attention function knows the order
+
+The two must give the same logits and the same gradient of every parameter. Whatever looks across a border or at a
+neighbour other than through attention (a recurrent state, a convolution, a mask HF would have made, a window that was
+not passed on, positions counted by the model) makes them differ. Shuffled tokens are what a context-parallel layout
+looks like from outside attention. Weights are large and random, so that a leak shows in the first digits.
+
+The copy keeps the architecture and drops the sizes (`shrink`). Because layers may differ in ways no list in the config
+tells, the copy must contain every module class of the real model; it grows until it does, or the model is refused.
+
+A verdict is kept for the life of the process, per model class, shrunken config and set of module classes: models that
+differ in size alone share it. The caller's random state, default device and gradient mode are left as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from padfree.batch import AttnContext, Segments
+from padfree.model.interface import NAME, attention
+from padfree.model.outputs import base_of, unchecked_head
+from padfree.model.shrink import VOCABULARY, shrink
+
+PROBE = f"{NAME}_probe"
+LENGTHS = (13, 1, 9)
+PAD = 3
+TOLERANCE = 1e-4
+"""Relative to the largest entry. Rounding stays below 1e-5; a leak is above 1e-2."""
+
+MAX_PARAMETERS = 5_000_000
+"""A copy larger than this was not shrunk by the fields we know."""
+
+NUM_LAYERS = (2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why the architecture cannot be packed, and why `LmHead` does not describe its head; None where it is right."""
+
+    leak: str | None
+    head: str | None
+
+
+def probe(model: PreTrainedModel) -> Verdict:
+    """The verdict on this model's architecture. `model` itself is only looked at, and may be on any device."""
+    with _undisturbed():
+        required = frozenset(_module_classes(model))
+        verdict = _refusal("no copy of it was built")
+        for num_layers in NUM_LAYERS:
+            try:
+                small = shrink(model.config, num_layers)
+            except Exception as error:  # config classes check themselves, each in its own way
+                return _refusal(f"its config cannot be made small ({_line(error)})")
+            key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required)
+            if key not in _VERDICTS:
+                _VERDICTS[key] = _probe(type(model), small, required)
+            verdict, missing = _VERDICTS[key]
+            if not missing:
+                break
+        return verdict
+
+
+_VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str]], tuple[Verdict, bool]] = {}
+
+
+def _probe(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str]
+) -> tuple[Verdict, bool]:
+    """The verdict of one copy, and whether it lacks a module class of the real model."""
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
+        if size > MAX_PARAMETERS:
+            return _refusal(f"its small copy still has {size} parameters"), False
+        copy = model_class(config).train()
+    except Exception as error:  # any error of someone else's code means the same here: it was not shown to work
+        return _refusal(f"its small copy cannot be built ({_line(error)})"), False
+    missing = sorted(required - _module_classes(copy))
+    if missing:
+        return _refusal(f"no small copy of it has a {missing[0]}"), True
+    try:
+        return _compare(copy), False
+    except Exception as error:
+        return _refusal(_line(error)), False
+
+
+def _refusal(reason: str) -> Verdict:
+    return Verdict(leak=reason, head=reason)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _module_classes(model: nn.Module) -> set[str]:
+    """Names of the module classes an architecture is made of: all but torch's own, of which only convolutions count."""
+    classes = {type(module) for module in model.modules()}
+    convolution = nn.modules.conv._ConvNd
+    return {
+        cls.__name__
+        for cls in classes
+        if issubclass(cls, convolution) or not (cls.__module__.startswith("torch.") or issubclass(cls, nn.Linear))
+    }
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Work on the CPU in float32 with gradients, quietly, and leave no trace in the caller's state."""
+    verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
+    hf_logging.set_verbosity(logging.ERROR)
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            warnings.simplefilter("ignore")
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed the GPUs as well
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        hf_logging.set_verbosity(verbosity)
+
+
+def _compare(model: PreTrainedModel) -> Verdict:
+    _randomise(model)
+    segments = Segments.from_lengths(LENGTHS, pad_length=PAD)
+    input_ids = torch.randint(0, VOCABULARY, (segments.num_tokens,))
+    input_ids[0] = 0
+    position_ids = torch.cat([torch.arange(length) for length in segments.lengths])
+    samples = torch.split(input_ids[: sum(LENGTHS)], list(LENGTHS))
+
+    model.set_attn_implementation("eager")
+    single = [_first(model(input_ids=sample[None], use_cache=False)) for sample in samples]
+    weights = [torch.randn_like(output) for output in single]
+    expected = torch.cat(single)
+    expected_gradients = _gradients(model, expected, torch.cat(weights))
+
+    order = torch.randperm(segments.num_tokens)
+    calls = _register_permuted(order)
+    model.set_attn_implementation(PROBE)
+    row = {
+        "input_ids": input_ids[order][None],
+        "position_ids": position_ids[order][None],
+        "attention_mask": None,
+        "use_cache": False,
+        "attn_context": AttnContext(segments=segments),
+    }
+    packed = _in_order(_first(model(**row)), order)
+    if len(calls) < model.config.num_hidden_layers:
+        return _refusal("its attention does not go through transformers' AttentionInterface")
+    gradients = _gradients(model, packed, torch.cat(weights))
+
+    leak = _difference("outputs", packed, expected)
+    for name, gradient in gradients.items():
+        leak = leak or _difference(f"the gradient of {name}", gradient, expected_gradients[name])
+    if leak:
+        return _refusal(f"packed differs from one sample at a time: {leak}")
+    head, base = unchecked_head(model), base_of(model)
+    if head is None or base is model:
+        return Verdict(leak=None, head="it has no head on top of a base model")
+    hidden = _in_order(_first(base(**row)), order)
+    return Verdict(leak=None, head=_difference("its logits and head(hidden states)", head.logits(hidden), expected))
+
+
+def _register_permuted(order: Tensor) -> list[str]:
+    """Register, as `PROBE`, attention on a row whose place i holds token order[i]; a list that grows with each call."""
+    calls: list[str] = []
+    inverse = torch.argsort(order)
+
+    def permuted(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        calls.append(type(module).__name__)
+        output, _ = attention(
+            module, query[:, :, inverse], key[:, :, inverse], value[:, :, inverse], attention_mask, **kwargs
+        )
+        return output[:, order], None
+
+    AttentionInterface.register(PROBE, permuted)
+    return calls
+
+
+def _in_order(values: Tensor, order: Tensor) -> Tensor:
+    """The real tokens' values, in the order they have in their samples."""
+    return values[torch.argsort(order)][: sum(LENGTHS)]
+
+
+def _randomise(model: nn.Module) -> None:
+    """Weights that keep activations near one and make attention uneven."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+
+
+def _first(output: object) -> Tensor:
+    """[T, ...] logits of a model with a head, last hidden states of one without."""
+    values = getattr(output, "logits", None)
+    values = getattr(output, "last_hidden_state", None) if values is None else values
+    if not isinstance(values, Tensor) or values.ndim != 3:
+        raise TypeError("it returns neither logits nor last hidden states of one row")
+    return values[0]
+
+
+def _gradients(model: nn.Module, output: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    (output * weights).sum().backward()  # type: ignore[no-untyped-call]
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
+    if actual.shape != expected.shape:
+        return f"{name} have shapes {tuple(actual.shape)} and {tuple(expected.shape)}"
+    difference, size = float((actual - expected).abs().max()), float(expected.abs().max())
+    if difference <= TOLERANCE * max(size, 0.1):  # not so for NaN
+        return None
+    return f"{name} differ by {difference:.1e} of {size:.1e}"

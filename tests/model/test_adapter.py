@@ -1,0 +1,306 @@
+"""Stock models on packed rows give what they give one sample at a time, or are refused in one line."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import ARCHITECTURES, VOCABULARY, build, row
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import AttnContext, PackedBatch
+from padfree.cp import shard
+from padfree.model import TESTED, attach, interface
+
+LENGTHS = [19, 1, 12, 7]
+TOLERANCE = 1e-5
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def one_at_a_time(model: PreTrainedModel, batch: PackedBatch, weights: Tensor) -> Tensor:
+    """Logits [real tokens, V] of the untouched model, one call per sample; gradients are left in the model."""
+    samples = batch.unpack(batch.input_ids)
+    logits = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
+    (logits * weights[: len(logits)]).sum().backward()
+    return logits.detach()
+
+
+def assert_close(actual: Tensor, expected: Tensor, scale: float, name: str) -> None:
+    """Within TOLERANCE of the expected tensor's largest entry, or of `scale` / 100 if that is larger."""
+    size = max(float(expected.abs().max()), 1e-2 * scale)
+    difference = float((actual - expected).abs().max())
+    assert difference <= TOLERANCE * size, f"{name}: {difference:.1e} of {size:.1e}"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_equals_one_at_a_time(name: str) -> None:
+    batch = row(LENGTHS, pad=5)
+    model = build(name)
+    stock = copy.deepcopy(model)
+    stock.set_attn_implementation("eager")
+    weights = torch.randn(batch.num_tokens, VOCABULARY)
+
+    attach(model)
+    logits = model(**shard(batch).model_inputs()).logits[0]
+    real = sum(LENGTHS)
+    (logits[:real] * weights[:real]).sum().backward()
+
+    expected = one_at_a_time(stock, batch, weights)
+    assert_close(logits[:real], expected, 1.0, "logits")
+    expected_gradients = gradients(stock)
+    scale = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    for parameter, gradient in gradients(model).items():
+        assert_close(gradient, expected_gradients[parameter], scale, parameter)
+
+
+def test_the_list_of_tested_architectures_is_the_tested_list() -> None:
+    assert sorted({class_name for class_name, _ in ARCHITECTURES.values()}) == sorted(TESTED)
+    assert len(set(TESTED)) == len(TESTED)
+
+
+def test_attach_changes_nothing_but_the_attention() -> None:
+    model = build("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    random_state = torch.get_rng_state()
+    forward = type(model).forward
+    assert attach(model, "cpu") is model
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert type(model).forward is forward
+    assert model.config.to_dict() == config
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    attach(model)
+    assert len(model._forward_pre_hooks) == 1, "attaching again adds nothing"
+
+
+def test_the_stock_model_comes_back_with_its_own_attention() -> None:
+    model = build("qwen3")
+    batch = row([9])
+    expected = model(input_ids=batch.input_ids[None]).logits
+    attach(model)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(input_ids=batch.input_ids[None]).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "used"), [("auto", "auto", "auto"), ("cpu", "auto", "cpu"), ("cpu", "reference", "reference")]
+)
+def test_the_backend_of_the_batch_wins_over_the_models(
+    own: str, asked: str, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attach(build("llama"), own)
+    seen: list[str] = []
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, **options: Any) -> Tensor:
+        seen.append(context.backend)
+        return attend(q, k, v, context, **options)
+
+    attend = interface.attend
+    monkeypatch.setattr(interface, "attend", recording)
+    model(**shard(row([5, 4]), backend=asked).model_inputs())
+    assert seen == [used, used]
+
+
+def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(build("gemma3"))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("transformers looked for packed sequences")
+
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", refuse)
+    inputs = shard(row([8, 5])).model_inputs()
+    model(**inputs)
+    model.set_attn_implementation("eager")
+    with pytest.raises(AssertionError, match="looked for packed sequences"):
+        model(**inputs)
+
+
+# What a user can pass wrongly
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_context": None}, r"attn_context: missing in the call of LlamaForCausalLM"),
+        ({"position_ids": None}, r"position_ids: missing"),
+        ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: given to LlamaForCausalLM; leave it out"),
+        ({"labels": torch.zeros(1, 13, dtype=torch.long)}, r"labels: given to LlamaForCausalLM; .*padfree\.head"),
+        ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: given to LlamaForCausalLM"),
+        ({"use_cache": True}, r"use_cache: True in the call of LlamaForCausalLM; pass use_cache=False"),
+        ({"use_cache": None}, r"use_cache: True"),
+        ({"output_attentions": True}, r"output_attentions: True"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 13])},
+            r"cu_seq_lens_q: reached LlamaAttention and padfree does not know it",
+        ),
+        ({"is_causal": False}, r"is_causal: False in LlamaAttention"),
+        ({"input_ids": torch.zeros(2, 13, dtype=torch.long)}, r"input_ids: 2 rows; .*padfree\.pack"),
+        (
+            {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": torch.arange(12)[None]},
+            r"attn_context: made for 13 tokens, input_ids has 12; pass both from one LocalBatch",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_calls_are_refused(change: dict[str, Any], message: str) -> None:
+    model = attach(build("llama"))
+    inputs = {**shard(row([8, 5])).model_inputs(), **change}
+    with pytest.raises(ValueError, match=message) as caught:
+        model(**inputs)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"[a-z_]+: "):
+        model.model(**inputs)
+
+
+def test_positional_arguments_are_refused() -> None:
+    model = attach(build("llama"))
+    inputs = shard(row([8, 5])).model_inputs()
+    with pytest.raises(ValueError, match="2 positional arguments"):
+        model(inputs.pop("input_ids"), torch.ones(1, 13), **inputs)
+
+
+def test_attention_dropout_is_refused_in_training_and_absent_in_evaluation() -> None:
+    model = attach(build("gpt2", attn_pdrop=0.1))
+    inputs = shard(row([8, 5])).model_inputs()
+    with pytest.raises(ValueError, match=r"dropout: 0\.1 in GPT2Attention; set the config's attention dropout to 0"):
+        model(**inputs)
+    model.eval()
+    model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "limit"),
+    [
+        (
+            "phi3",
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 8,
+                "partial_rotary_factor": 1.0,
+                "rope_theta": 1e4,
+            },
+            8,
+        ),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 16),
+    ],
+)
+def test_frequencies_that_follow_the_longest_sample_are_held_to_their_limit(
+    name: str, parameters: dict[str, Any], limit: int
+) -> None:
+    original = {"original_max_position_embeddings": 8} if name == "phi3" else {}
+    model = build(name, max_position_embeddings=16, rope_parameters=parameters, **original)
+    stock = copy.deepcopy(model)
+    attach(model)
+    batch = row([limit, 3])
+    logits = model(**shard(batch).model_inputs()).logits[0]
+    expected = torch.cat([stock(input_ids=sample[None]).logits[0] for sample in batch.unpack(batch.input_ids)])
+    assert_close(logits, expected, 1.0, "logits")
+    with pytest.raises(ValueError, match=f"rope_parameters: .* longer than {limit} tokens"):
+        model(**shard(row([limit + 1, 3])).model_inputs())
+
+
+# What cannot be attached
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+LATER = "its layers see tokens that come later"
+
+
+@pytest.mark.parametrize(
+    ("class_name", "values", "reason"),
+    [
+        ("MambaForCausalLM", SMALL, r"layer type 'linear_attention'"),
+        (
+            "Mamba2ForCausalLM",
+            {**SMALL, "num_heads": 4, "head_dim": 16, "n_groups": 1},
+            r"layer type 'linear_attention'",
+        ),
+        ("RwkvForCausalLM", {**SMALL, "attention_hidden_size": 32}, "AttentionInterface"),
+        ("BambaForCausalLM", {**HEADS, "mamba_n_heads": 4, "mamba_n_groups": 1}, "layer type"),
+        (
+            "Qwen3NextForCausalLM",
+            {**HEADS, "num_experts": 4, "moe_intermediate_size": 32},
+            "layer type 'linear_attention'",
+        ),
+        ("Lfm2ForCausalLM", {**HEADS, "layer_types": ["conv", "full_attention"]}, "layer type 'conv'"),
+        ("FalconH1ForCausalLM", {**HEADS, "mamba_d_ssm": 32, "mamba_n_heads": 4}, "layer type 'hybrid'"),
+        ("Llama4ForCausalLM", {**HEADS, "num_local_experts": 2}, "layer type 'chunked_attention'"),
+        ("RecurrentGemmaForCausalLM", {**HEADS, "lru_width": 32}, "attention_window_size"),
+        ("BloomForCausalLM", {**SMALL, "n_head": 2}, "AttentionInterface"),
+        (
+            "StableLmForCausalLM",
+            HEADS,
+            "attn_context: did not reach StableLmAttention; its model drops keyword arguments",
+        ),
+        ("NemotronForCausalLM", HEADS, "attn_context: did not reach NemotronAttention"),
+        ("BertLMHeadModel", {**HEADS, "is_decoder": False}, "is_causal: False in BertSelfAttention"),
+        ("Gemma3ForCausalLM", {**HEADS, "use_bidirectional_attention": True}, LATER),
+        ("LlamaForCausalLM", {**HEADS, "is_causal": False}, LATER),
+        ("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}, "attention_chunk_size 16"),
+        ("LlamaForCausalLM", {**HEADS, "local_window": 16}, "local_window 16 may be a mask"),
+        ("BartForConditionalGeneration", {"vocab_size": 64, "d_model": 32}, "an encoder and a decoder"),
+    ],
+)
+def test_architectures_that_cannot_be_packed_are_refused(class_name: str, values: dict[str, Any], reason: str) -> None:
+    model_class = getattr(transformers, class_name)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**values))
+    with pytest.raises(ValueError, match=f"model: {class_name} cannot be trained packed: .*{reason}") as caught:
+        attach(model)
+    assert "\n" not in str(caught.value)
+    assert not interface.is_attached(model.config)
+
+
+def test_models_of_several_parts_are_refused() -> None:
+    text = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    vision = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "image_size": 28,
+        "patch_size": 14,
+        "num_attention_heads": 2,
+    }
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    with torch.device("meta"):
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    with pytest.raises(ValueError, match=r"several models \(text_config, vision_config\): attach its language model"):
+        attach(model)
+    attach(model.model.language_model)
+
+
+def test_what_is_not_a_model_or_a_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="model: Linear; give the transformers model itself"):
+        attach(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"backend: 'flash'; choose auto or one of .*cpu"):
+        attach(build("llama"), "flash")
+
+
+def test_a_context_for_another_length_is_refused_in_every_layer_of_a_model_without_the_check() -> None:
+    """The attention function itself refuses, also where the hook has been taken away."""
+    model = attach(build("llama"))
+    model._forward_pre_hooks.clear()
+    model.model._forward_pre_hooks.clear()
+    inputs = shard(row([8, 5])).model_inputs()
+    other = shard(row([8])).context
+    with pytest.raises(ValueError, match="made for 8 tokens"):
+        model(**{**inputs, "attn_context": other})
+    with pytest.raises(ValueError, match="attn_context: did not reach LlamaAttention"):
+        model(**{**inputs, "attn_context": None})
+    with pytest.raises(ValueError, match="attention_mask: LlamaAttention made one"):
+        model(**{**inputs, "attention_mask": torch.zeros(1, 1, 13, 13)})
+    model(**{**inputs, "attn_context": replace(inputs["attn_context"], backend="reference")})

@@ -1,0 +1,196 @@
+"""One row over several ranks gives the logits and gradients of one process, and nothing passes between samples.
+
+Every rank runs the row alone first, which is what it compares with. One start of the processes runs all cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from models import EXPERTS, VOCABULARY, build, row
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import LayoutKind, PackedBatch
+from padfree.cp import gather_tokens, shard
+from padfree.model import attach
+
+METHODS = ("allgather", "ring", "ulysses")
+KINDS: tuple[LayoutKind, ...] = ("contiguous", "headtail", "balanced")
+TOLERANCE = 1e-5
+
+ROWS = (
+    [3, 1, 41, 2, 1],  # one document over three of four ranks, and documents of one token
+    [61],  # fewer documents than ranks
+    [1, 1, 1, 1, 1, 20, 7],
+    [2, 30],  # a pad of more than a rank's share
+)
+PADDED = (48, 64, 32, 48)
+
+# architecture, changes to its config, rows, layouts, methods, whether activations are recomputed
+Case = tuple[str, dict[str, Any], Sequence[int], Sequence[LayoutKind], Sequence[str], bool]
+CASES: list[Case] = [
+    # fewer key heads than ranks
+    ("llama", {}, range(4), KINDS, METHODS, False),
+    ("llama", {}, [0], ["balanced"], METHODS, True),
+    # windows, which the ring refuses
+    ("gemma3", {}, [0], ["balanced"], ["allgather", "ulysses"], False),
+    # soft caps
+    ("gemma2", {"layer_types": ["full_attention"] * 2}, [0], ["balanced"], METHODS, False),
+    # attention sinks and experts
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2}, [0], ["balanced"], METHODS, False),
+    # values narrower than keys
+    ("deepseek_v3", {}, [2], ["balanced"], METHODS, False),
+]
+
+
+def run(model: PreTrainedModel, batch: PackedBatch, weights: Tensor, **layout: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits [T, V] of the whole row, and this rank's part of the gradient of every parameter."""
+    model.zero_grad()
+    local = shard(batch, **layout)
+    logits = gather_tokens(model(**local.model_inputs()).logits[0], local.context)
+    real = batch.num_tokens - batch.pad_length
+    (logits[:real] * weights[:real]).sum().backward()
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    return logits.detach(), gradients
+
+
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference, relative to the largest entry of its tensor (or a hundredth of the largest of all)."""
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    return max(
+        (float((actual[name] - tensor).abs().max()) / max(float(tensor.abs().max()), 1e-2 * largest), name)
+        for name, tensor in expected.items()
+    )
+
+
+def layouts(
+    rank: int, world: int, kinds: Sequence[LayoutKind] = KINDS, methods: Sequence[str] = METHODS
+) -> Iterator[dict[str, Any]]:
+    for method in methods:
+        for kind in kinds:
+            yield {"method": method, "kind": kind, "world": world, "rank": rank, "group": dist.group.WORLD}
+
+
+Difference = tuple[str, float, float]
+
+
+def parity(rank: int, world: int) -> list[Difference]:
+    """(what, difference of logits, difference of gradients) of every case."""
+    found = []
+    for name, changes, numbers, kinds, methods, recomputed in CASES:
+        model = attach(build(name, **changes))
+        if recomputed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for number in numbers:
+            batch = row(ROWS[number]).padded_to(PADDED[number])
+            weights = torch.randn(batch.num_tokens, VOCABULARY, generator=torch.Generator().manual_seed(number))
+            expected, expected_gradients = run(model, batch, weights)
+            expected_gradients = {key: gradient.clone() for key, gradient in expected_gradients.items()}
+            real = sum(ROWS[number])
+            for layout in layouts(rank, world, kinds, methods):
+                logits, gradients = run(model, batch, weights, **layout)
+                for gradient in gradients.values():
+                    dist.all_reduce(gradient)
+                case = f"{name} {ROWS[number]} {layout['method']} {layout['kind']}"
+                difference, _ = worst({"logits": logits[:real]}, {"logits": expected[:real]})
+                gradient_difference, where = worst(gradients, expected_gradients)
+                found.append((f"{case}: {where}", difference, gradient_difference))
+    return found
+
+
+# Leaks
+
+
+def changed(batch: PackedBatch, segment: int) -> PackedBatch:
+    """The same row with every token of one segment (of the pad, say) changed."""
+    start, end = batch.segments.offsets[segment], batch.segments.offsets[segment + 1]
+    tokens = batch.input_ids.clone()
+    tokens[start:end] = (tokens[start:end] + 1 + torch.arange(end - start) % (VOCABULARY - 1)) % VOCABULARY
+    assert (tokens[start:end] != batch.input_ids[start:end]).all()
+    return replace(batch, input_ids=tokens)
+
+
+def logits_of(model: PreTrainedModel, batch: PackedBatch, **layout: Any) -> Tensor:
+    local = shard(batch, backend="cpu", **layout)
+    return gather_tokens(model(**local.model_inputs()).logits[0], local.context)
+
+
+def leaks(model: PreTrainedModel, batch: PackedBatch, **layout: Any) -> list[tuple[int, int, float]]:
+    """(changed segment, other segment, largest difference in the other's logits), for all pairs of segments."""
+    found = []
+    before = logits_of(model, batch, **layout)
+    offsets = batch.segments.offsets
+    for source in range(batch.segments.num_segments):
+        after = logits_of(model, changed(batch, source), **layout)
+        for other in range(batch.segments.num_segments):
+            part = slice(offsets[other], offsets[other + 1])
+            difference = float((after[part] - before[part]).abs().max())
+            if other == source:
+                assert difference > 0.0, "the changed sample itself must change"
+            else:
+                found.append((source, other, difference))
+    return found
+
+
+@torch.no_grad()
+def leak_cases(rank: int, world: int) -> list[tuple[str, bool, list[tuple[int, int, float]]]]:
+    """(what, whether it has experts, leaks) of every case."""
+    found = []
+    batch = row([13, 1, 28]).padded_to(48)
+    full = {"layer_types": ["full_attention"] * 2}
+    for name, changes, kinds in (("llama", {}, KINDS), ("gpt_oss", full, ["balanced"])):
+        model = attach(build(name, **changes)).eval()
+        for layout in layouts(rank, world, kinds):
+            case = f"{name} {layout['method']} {layout['kind']}"
+            found.append((case, name in EXPERTS, leaks(model, batch, **layout)))
+    return found
+
+
+def everything(rank: int, world: int) -> tuple[list[Difference], list[tuple[str, bool, list[tuple[int, int, float]]]]]:
+    return parity(rank, world), leak_cases(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_row_over_several_ranks_equals_one_process_and_leaks_nothing(world: int) -> None:
+    for parities, leaking in run_ranks(world, everything, timeout=300.0):
+        assert len(parities) == 4 * 9 + 2 + 4 * 3
+        for case, difference, gradient_difference in parities:
+            assert difference <= TOLERANCE, f"{case}: logits differ by {difference:.1e}"
+            assert gradient_difference <= TOLERANCE, f"{case}: gradients differ by {gradient_difference:.1e}"
+        assert len(leaking) == 9 + 3
+        for case, experts, differences in leaking:
+            assert len(differences) == 4 * 3
+            for source, other, difference in differences:
+                assert difference <= (1e-5 if experts else 0.0), f"{case}: {source} changed {other} by {difference:.1e}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "deepseek_v3", "gpt_oss"])
+def test_a_changed_sample_changes_no_other(name: str) -> None:
+    model = attach(build(name)).eval()
+    for source, other, difference in leaks(model, row([13, 1, 22, 6], pad=4)):
+        assert difference <= (1e-5 if name in EXPERTS else 0.0), f"{source} changed {other} by {difference:.1e}"
+
+
+def test_a_pad_of_any_length_changes_no_gradient() -> None:
+    model = attach(build("llama"))
+    batch = row([13, 1, 22])
+    weights = torch.randn(64, VOCABULARY)
+    expected, expected_gradients = run(model, batch, weights)
+    expected_gradients = {name: gradient.clone() for name, gradient in expected_gradients.items()}
+    for length in (37, 40, 64):
+        padded = batch.padded_to(length)
+        for tried in (padded, changed(padded, 3)):
+            logits, gradients = run(model, tried, weights)
+            assert worst({"logits": logits[:36]}, {"logits": expected})[0] <= TOLERANCE
+            assert worst(gradients, expected_gradients)[0] <= TOLERANCE

@@ -1,0 +1,196 @@
+"""Tiny models of many architectures with random weights: stock transformers classes made from a config.
+
+    model = build("gemma3")             two layers (one with a window of 5, one without), float32, on the CPU
+    batch = row([17, 1, 9], pad=4)      a PackedBatch of random tokens, token id 0 among them
+
+Weights are larger than a fresh model's, so that who attends to whom shows in the first digits of every logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.batch import PackedBatch, Sample
+from padfree.packing.collate import collate
+
+VOCABULARY = 64
+WINDOW = 5
+
+_BASIC: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WINDOWED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FOUR_EXPERTS: dict[str, Any] = {**_EXPERTS, "num_experts": 4}
+_FOUR_LOCAL_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_ROUTED: dict[str, Any] = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_GPT: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+
+# name: (model class, what its config has beyond the basic sizes; None takes a basic entry away)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama_tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama_rope": ("LlamaForCausalLM", {"rope_parameters": _LLAMA3}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2ForCausalLM", {"head_dim": None, "use_sliding_window": False}),
+    "qwen2_sliding": (
+        "Qwen2ForCausalLM",
+        {"head_dim": None, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _FOUR_EXPERTS),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            **_WINDOWED,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "gemma3": ("Gemma3ForCausalLM", {**_WINDOWED, "query_pre_attn_scalar": 24}),
+    "phi3": ("Phi3ForCausalLM", {"head_dim": None, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2ForCausalLM", {"head_dim": None}),
+    "glm4": ("Glm4ForCausalLM", {}),
+    "gpt2": ("GPT2LMHeadModel", _GPT),
+    "gpt_oss": ("GptOssForCausalLM", {**_WINDOWED, **_FOUR_LOCAL_EXPERTS, "rope_parameters": _YARN}),
+    # beyond the required ones
+    "afmoe": ("AfmoeForCausalLM", {**_WINDOWED, **_FOUR_EXPERTS, "num_dense_layers": 1}),
+    "apertus": ("ApertusForCausalLM", {"head_dim": None, "rope_parameters": _LLAMA3}),
+    "arcee": ("ArceeForCausalLM", {}),
+    "cohere": ("CohereForCausalLM", {"head_dim": None}),
+    "cohere2": ("Cohere2ForCausalLM", {**_WINDOWED, "head_dim": None}),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, **_ROUTED, "topk_method": "greedy", "head_dim": None},
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_LATENT, **_ROUTED, "head_dim": None}),
+    "dots1": ("Dots1ForCausalLM", {**_WINDOWED, **_ROUTED}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {}),
+    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+    "exaone4": ("Exaone4ForCausalLM", {**_WINDOWED, "head_dim": None}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "glm": ("GlmForCausalLM", {}),
+    "glm4_moe": ("Glm4MoeForCausalLM", _ROUTED),
+    "gpt_neox": ("GPTNeoXForCausalLM", {"num_key_value_heads": None, "head_dim": None}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "head_dim": None,
+            "logits_scaling": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+        },
+    ),
+    "granitemoe": ("GraniteMoeForCausalLM", {**_FOUR_LOCAL_EXPERTS, "head_dim": None}),
+    "helium": ("HeliumForCausalLM", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2}),
+    "minicpm3": ("MiniCPM3ForCausalLM", {**_LATENT, "head_dim": None}),
+    "ministral": ("MinistralForCausalLM", _WINDOWED),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", _FOUR_LOCAL_EXPERTS),
+    "mixtral": ("MixtralForCausalLM", _FOUR_LOCAL_EXPERTS),
+    "olmo": ("OlmoForCausalLM", {"head_dim": None}),
+    "olmo3": ("Olmo3ForCausalLM", {**_WINDOWED, "head_dim": None}),
+    "olmoe": ("OlmoeForCausalLM", {**_FOUR_EXPERTS, "head_dim": None}),
+    "opt": ("OPTForCausalLM", {"ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 1}),
+    "phi": ("PhiForCausalLM", {"head_dim": None}),
+    "phimoe": ("PhimoeForCausalLM", {**_FOUR_LOCAL_EXPERTS, "head_dim": None, "router_jitter_noise": 0.0}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**_FOUR_EXPERTS, "head_dim": None, "shared_expert_intermediate_size": 32}),
+    "seed_oss": ("SeedOssForCausalLM", {"attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "smollm3": ("SmolLM3ForCausalLM", {"head_dim": None, "no_rope_layers": [1, 0]}),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        {"head_dim": None, "sliding_window": WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+}
+
+EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
+"""Mixtures of experts: a changed token changes the shapes of other tokens' products, and so their rounding."""
+
+
+def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A small model of this architecture, in training mode, with `changes` to its config."""
+    class_name, extra = ARCHITECTURES[name]
+    model_class = getattr(transformers, class_name, None)
+    if model_class is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+    values = {**_BASIC, **extra, **changes}
+    missing = ("head_dim", "num_key_value_heads")
+    values = {key: value for key, value in values.items() if value is not None or key not in missing}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(model_class.config_class(**values))
+        randomise(model)
+    assert isinstance(model, PreTrainedModel)
+    return model.train()
+
+
+def randomise(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+
+
+def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedBatch:
+    """Random samples of these lengths in one pack, the first token of each being id 0, and a pad behind them."""
+    generator = np.random.default_rng(seed)
+    tokens = [generator.integers(0, vocabulary, length) for length in lengths]
+    for sample in tokens:
+        sample[:1] = 0
+    batch = collate([Sample(tokens=sample) for sample in tokens])
+    return batch.padded_to(batch.num_tokens + pad)
