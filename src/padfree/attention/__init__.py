@@ -1,0 +1,17 @@
+"""Attention inside segments of one token axis, on the fastest kernel that can do it."""
+
+from padfree.attention.capability import BACKENDS, choose_backend
+from padfree.attention.function import varlen_attention, varlen_backward, varlen_forward
+from padfree.attention.sinks import apply_sinks, sinks_gradient
+from padfree.attention.spec import AttentionSpec
+
+__all__ = [
+    "BACKENDS",
+    "AttentionSpec",
+    "apply_sinks",
+    "choose_backend",
+    "sinks_gradient",
+    "varlen_attention",
+    "varlen_backward",
+    "varlen_forward",
+]

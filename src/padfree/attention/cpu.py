@@ -1,0 +1,228 @@
+"""PyTorch's fused CPU attention, called on pieces: consecutive queries of one segment and the keys they see.
+
+    segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      a piece is one call: its keys
+                                                  0..100  x  0..100           q q .      end at its last query, and
+                                                100..200  x  0..200           q q q      only the last square of it is
+                                                200..300  x  0..300                      masked
+
+The fused kernel takes 512 keys at a time and masks what it has computed, so that a causal segment of up to 512
+tokens costs it the whole square. Cut into pieces, segments of 64 to 512 tokens took 18 % less time. Pieces also
+express what the kernel's own causal flag (aligned top-left) cannot: fewer queries than keys, and windows, of which
+only the keys inside are read. Many short pieces of one shape share a call: 32 segments of 16 tokens took half.
+
+Two more measured choices (one core of an aarch64 server): bfloat16 is computed in float32, since the kernel in
+bfloat16 took 190 times as long; and a group of query heads sees its key head through a stride of 0, not a copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from padfree.attention import reference
+from padfree.attention.spec import AttentionSpec
+from padfree.batch import Segments
+
+PIECE_QUERIES = 128
+"""A causal segment is cut evenly into pieces of at most this many queries."""
+
+WHOLE_KEYS = 2048
+"""From this length on a causal segment is one call: the kernel skips enough of the square by itself."""
+
+SHARED_KEYS, SHARED_PIECES = 32, 8
+"""Pieces of one shape share a call if they have at most this many keys and are at least this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the mask of a piece depends on: its first query sits at key `diagonal` of its keys (None: sees all)."""
+
+    queries: int
+    keys: int
+    diagonal: int | None
+
+
+_Call = tuple[_Shape, list[int], list[int]]
+"""A shape, and for each piece of that shape in this call its first query and its first key."""
+
+
+def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> list[_Call]:
+    """Every query that sees a key is in exactly one piece."""
+    calls: list[_Call] = []
+    shared: defaultdict[_Shape, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    starts = zip(segments_q.offsets[:-1].tolist(), segments_k.offsets[:-1].tolist(), strict=True)
+    lengths = zip(segments_q.lengths.tolist(), segments_k.lengths.tolist(), strict=True)
+    for (first_query, first_key), (num_queries, num_keys) in zip(starts, lengths, strict=True):
+        for shape, query, key in _pieces(num_queries, num_keys, spec):
+            if shape.keys <= SHARED_KEYS and spec.softcap is None:
+                queries, keys = shared[shape]
+                queries.append(first_query + query)
+                keys.append(first_key + key)
+            else:
+                calls.append((shape, [first_query + query], [first_key + key]))
+    for shape, (queries, keys) in shared.items():
+        if len(queries) >= SHARED_PIECES:
+            calls.append((shape, queries, keys))
+        else:
+            calls.extend((shape, [query], [key]) for query, key in zip(queries, keys, strict=True))
+    return calls
+
+
+def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[_Shape, int, int]]:
+    """(shape, first query, first key) of the pieces of one segment, counted from its start."""
+    if not num_queries or not num_keys:
+        return []
+    if not spec.causal:
+        step = num_queries if spec.softcap is None else PIECE_QUERIES  # the kernel stores no scores, the reference does
+        starts = range(0, num_queries, step)
+        return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
+    first = max(0, num_queries - num_keys)  # what is before sees no key
+    seeing = num_queries - first
+    whole = num_queries == num_keys >= WHOLE_KEYS and spec.window is None and spec.softcap is None
+    step = seeing if whole else -(-seeing // -(-seeing // PIECE_QUERIES))
+    pieces = []
+    for query in range(first, num_queries, step):
+        count = min(step, num_queries - query)
+        own = query + num_keys - num_queries  # the key at which the piece's first query sits
+        key = 0 if spec.window is None else max(0, own - spec.window + 1)
+        pieces.append((_Shape(count, own + count - key, own - key), query, key))
+    return pieces
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H]"""
+    dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
+    q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
+    out = q_.new_zeros(len(q), q.shape[1], width)
+    lse = q_.new_full(q.shape[:2], -torch.inf)
+    calls = _plan(segments_q, segments_k, spec)
+    if spec.softcap is not None:
+        for rows, cols, visible in _blocks(calls, spec):
+            out[rows], lse[rows] = reference.block_forward(q_[rows], k_[cols], v_[cols], visible, spec)
+    else:
+        heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        by_query, by_key = _Places(_grouped(q_, heads)), _Places(*(_grouped(x, heads) for x in (k_, v_)))
+        results = _Places(_grouped(out, heads), _grouped(lse, heads))
+        for shape, queries, keys in calls:
+            causal, mask = _masking(shape, spec, q_)
+            piece = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+                *by_query.take(queries, shape.queries),
+                *(x.expand(-1, group, -1, -1) for x in by_key.take(keys, shape.keys)),
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=spec.scale,
+            )
+            results.put(piece, queries, shape.queries)
+    return out[..., : v.shape[2]].to(q.dtype), lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; `out` and `lse` may be those of a larger softmax"""
+    dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
+    dout_, q_, k_, v_, out_ = (_widened(x, dtype, width) for x in (dout, q, k, v, out))
+    lse_ = lse.to(dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_, k_, v_))
+    calls = _plan(segments_q, segments_k, spec)
+    if spec.softcap is not None:
+        for rows, cols, visible in _blocks(calls, spec):
+            saved = dout_[rows], q_[rows], k_[cols], v_[cols], out_[rows], lse_[rows]
+            dq[rows], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
+            dk[cols] += piece_dk
+            dv[cols] += piece_dv
+    else:
+        heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        by_query = _Places(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
+        by_key = _Places(*(_grouped(x, heads) for x in (k_, v_)))
+        query_results, key_results = _Places(_grouped(dq, heads)), _Places(*(_grouped(x, heads) for x in (dk, dv)))
+        for shape, queries, keys in calls:
+            causal, mask = _masking(shape, spec, q_)
+            piece_dout, piece_q, piece_out, piece_lse = by_query.take(queries, shape.queries)
+            piece_keys = (x.expand(-1, group, -1, -1) for x in by_key.take(keys, shape.keys))
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+                piece_dout, piece_q, *piece_keys, piece_out, piece_lse, 0.0, causal, attn_mask=mask, scale=spec.scale
+            )
+            query_results.put(gradients[:1], queries, shape.queries)
+            key_results.put([x.sum(dim=1, keepdim=True) for x in gradients[1:]], keys, shape.keys, add=True)
+    return dq[..., : q.shape[2]].to(q.dtype), dk[..., : k.shape[2]].to(k.dtype), dv[..., : v.shape[2]].to(v.dtype)
+
+
+def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """As the kernel takes it for granted: last dimension contiguous, and one head size (zeros fill the smaller)."""
+    x = x.to(dtype)
+    if x.shape[2] != width:
+        return F.pad(x, (0, width - x.shape[2]))
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _grouped(x: Tensor, num_key_heads: int) -> Tensor:
+    """[T, H, ...] -> [Hkv, H / Hkv, T, ...], a view: to the kernel, each key head is an entry of the batch"""
+    return x.view(len(x), num_key_heads, x.shape[1] // num_key_heads, *x.shape[2:]).movedim(0, 2)
+
+
+class _Places:
+    """Tensors [Hkv, group, T, ...] and the pieces of them: ranges of T, `length` long, that begin at `starts`."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def take(self, starts: list[int], length: int) -> list[Tensor]:
+        """[Hkv · n, group, length, ...] each, views where n is 1"""
+        if len(starts) == 1:
+            return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
+        rows, n = _rows(starts, length), len(starts)
+        return [
+            x.index_select(2, rows).view(*x.shape[:2], n, length, *x.shape[3:]).movedim(2, 1).flatten(0, 1)
+            for x in self.tensors
+        ]
+
+    def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
+        """Write or add [Hkv · n, group, length, ...] each. The pieces of one call never overlap."""
+        rows = None if len(starts) == 1 else _rows(starts, length)
+        for x, piece in zip(self.tensors, pieces, strict=True):
+            if rows is None:
+                place = x[:, :, starts[0] : starts[0] + length]
+                place.add_(piece) if add else place.copy_(piece)
+            else:
+                values = piece.view(x.shape[0], -1, *piece.shape[1:]).movedim(1, 2).flatten(2, 3)
+                x.index_add_(2, rows, values) if add else x.index_copy_(2, rows, values)
+
+
+def _rows(starts: list[int], length: int) -> Tensor:
+    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
+
+
+def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(queries, keys, visible) of the calls of a soft-capped plan, in which no pieces share one."""
+    for shape, (query,), (key,) in calls:
+        yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
+
+
+def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
+    return reference.visible_keys(shape.queries, shape.keys, spec, torch.device("cpu"), diagonal=shape.diagonal)
+
+
+def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
+    """The kernel's causal flag where that is the mask, else an additive [Lq, Lk] mask."""
+    if shape.diagonal is None:
+        return False, None
+    if shape.diagonal == 0 and (spec.window is None or shape.queries <= spec.window):
+        return True, None
+    return False, like.new_zeros(shape.queries, shape.keys).masked_fill_(~_visible(shape, spec), -torch.inf)

@@ -1,0 +1,139 @@
+"""The `flex` backend: PyTorch's flex attention on CUDA, for what the flash kernels cannot: float32, any head size.
+
+    queries  0 1 2 3 | 4 5 6 7        key blocks of one query block:  full: every pair is visible, no mask is read
+    keys     0 1 2 3 | 4 5 6 7                                        partial: the mask decides pair by pair
+                                                                      (none): skipped
+
+What a query sees is one range of keys (`spec.key_ranges`), so the mask is two comparisons, and which blocks it
+touches is counted on the host from the offsets: the [Tq, Tk] mask is never evaluated as a whole. Block masks are
+remembered for the last few (segments, mask) pairs, since every layer of a model asks for the same one.
+
+Flex has its own autograd and cannot be given the lse of a larger softmax: there is no raw backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.attention.spec import AttentionSpec, key_ranges
+from padfree.batch import Segments
+
+BLOCK = 128
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H], both differentiable"""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, auxiliary = _compiled()(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        score_mod=None if spec.softcap is None else _softcapped(spec.softcap),
+        block_mask=_remembered_mask(_Key(segments_q, segments_k, spec, q.device)),
+        scale=spec.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the one for decoding, which is another compilation
+    )
+    return out[0].transpose(0, 1), auxiliary.lse[0].T
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # fullgraph, so that what it cannot compile is an error: uncompiled, flex stores the [H, Tq, Tk] scores. It compiles
+    # once per head size, mask and so on, and twice more until it knows that lengths vary: more often than the default.
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
+    return patched
+
+
+@functools.lru_cache(maxsize=16)
+def _softcapped(softcap: float) -> Callable[..., Tensor]:
+    def softcapped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return softcapped
+
+
+class _Key:
+    """Segments and mask, equal by what they say: what a block mask is remembered under."""
+
+    __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
+
+    def __init__(self, segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> None:
+        self.segments_q, self.segments_k, self.spec, self.device = segments_q, segments_k, spec, device
+        self.hash = hash((segments_q.offsets.tobytes(), segments_k.offsets.tobytes(), spec, device))
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Key)
+            and np.array_equal(self.segments_q.offsets, other.segments_q.offsets)
+            and np.array_equal(self.segments_k.offsets, other.segments_k.offsets)
+            and (self.spec, self.device) == (other.spec, other.device)
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered_mask(key: _Key) -> Any:
+    return block_mask(key.segments_q, key.segments_k, key.spec, key.device)
+
+
+def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
+    """The `BlockMask` in which every query sees its keys and no others."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first, end = key_ranges(segments_q, segments_k, spec)
+    partial, full = block_table(first, end, segments_k.num_tokens)
+    first_key, end_key = (torch.from_numpy(array.astype(np.int32)).to(device) for array in (first, end))
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first_key[query]) & (key < end_key[query])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial, device),
+        *_ordered(full, device),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(segments_q.num_tokens, segments_k.num_tokens),
+    )
+
+
+def block_table(
+    first: NDArray[np.int64], end: NDArray[np.int64], num_keys: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(partial, full), each [query blocks, key blocks]: where some pairs of a block are visible, and where all are."""
+    num_blocks = -(-num_keys // BLOCK)
+    touched = _rows_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
+    covered = _rows_per_block(-(-first // BLOCK), np.maximum(end // BLOCK, -(-first // BLOCK)), num_blocks)
+    full = covered == BLOCK  # a last, incomplete block of queries or keys is never full
+    return (touched > 0) & ~full, full
+
+
+def _rows_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
+    """[query blocks, key blocks]: how many queries of the block name this key block in `first <= block < end`."""
+    query_block = np.arange(len(first)) // BLOCK
+    change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
+    np.add.at(change, (query_block, first), 1)
+    np.add.at(change, (query_block, end), -1)
+    counts: NDArray[np.int64] = change.cumsum(axis=1)[:, :-1]
+    return counts
+
+
+def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[1, 1, query blocks] counts and [1, 1, query blocks, key blocks] indices, those that count first."""
+    counts = table.sum(axis=1, dtype=np.int32)
+    order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
+    return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)

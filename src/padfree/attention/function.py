@@ -1,0 +1,230 @@
+"""Attention over segments: one signature for every backend, with gradients and without.
+
+    q [Tq, H, d]     k [Tk, Hkv, d]     v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
+
+Query segment i sees key segment i and nothing else. Causal is aligned bottom-right in each segment, so that a piece
+of a sample that ends at its last key sees what it saw in the whole sample. A query that sees no key gives 0, lse -inf
+and no gradient. `lse` is the natural logarithm over real keys (sinks are not in it), float32 (float64 for float64).
+
+`varlen_attention` is for models. `varlen_forward` and `varlen_backward` are the same without autograd; there `out`
+and `lse` may be those of a larger softmax of which k and v are one block, which is what ring attention needs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from padfree.attention import cpu, flash2, flash3, flash4, flex, reference, torch_varlen
+from padfree.attention.capability import choose_backend
+from padfree.attention.sinks import apply_sinks, sinks_gradient
+from padfree.attention.spec import AttentionSpec
+from padfree.batch import Segments
+
+RAW_BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "cpu": cpu,
+    "torch": torch_varlen,
+    "fa4": flash4,
+    "fa3": flash3,
+    "fa2": flash2,
+}
+"""The backends with a raw backward: each has a `forward` and a `backward` like the reference's."""
+
+
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [Tq, H, dv], or (out, lse [Tq, H]) with `return_lse`.
+
+    Differentiable once, in q, k, v and sinks [H]. `scale` is d ** -0.5 unless given; `window` counts the keys a query
+    sees, itself among them; lse carries no gradient.
+    """
+    spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks: shape {tuple(sinks.shape)} for {q.shape[1]} query heads; give one number per head")
+    name = _backend(q, k, v, softcap, backend, raw_backward=False)
+    if name == "flex":
+        out, lse = flex.attention(q, k, v, segments_q, segments_k, spec)
+        if sinks is not None:
+            out, _ = apply_sinks(out, lse, sinks)
+        lse = lse.detach()
+    else:
+        out, lse = _VarlenAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, sinks, segments_q, segments_k, spec, RAW_BACKENDS[name]
+        )
+    return (out, lse) if return_lse else out
+
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        segments_q: Segments,
+        segments_k: Segments,
+        spec: AttentionSpec,
+        backend: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = backend.forward(q, k, v, segments_q, segments_k, spec)
+        softmax_lse = lse
+        if sinks is not None:
+            out, softmax_lse = apply_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, softmax_lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.call = (segments_q, segments_k, spec, backend)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        segments_q, segments_k, spec, backend = ctx.call
+        dq, dk, dv = backend.backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
+        dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+        return dq, dk, dv, dsinks, None, None, None, None
+
+
+@torch.no_grad()
+def varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """out [Tq, H, dv], lse [Tq, H], without autograd"""
+    spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
+    name = _backend(q, k, v, softcap, backend, raw_backward=True)
+    out, lse = RAW_BACKENDS[name].forward(q, k, v, segments_q, segments_k, spec)
+    return out, lse
+
+
+@torch.no_grad()
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this block of keys; out [Tq, H, dv] and lse [Tq, H] are those of the whole softmax."""
+    spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
+    name = _backend(q, k, v, softcap, backend, raw_backward=True)
+    dq, dk, dv = RAW_BACKENDS[name].backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
+    return dq, dk, dv
+
+
+def _backend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, requested: str, *, raw_backward: bool) -> str:
+    name = choose_backend(
+        q.device,
+        q.dtype,
+        q.shape[2],
+        value_dim=v.shape[2],
+        softcap=softcap is not None,
+        raw_backward=raw_backward,
+        requested=requested,
+    )
+    # Kernels differ in what they do with no tokens at all; the loop simply has nothing to do.
+    return name if len(q) and len(k) else "reference"
+
+
+def _checked_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> AttentionSpec:
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"q, k, v: shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
+            "give q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] without a batch dimension"
+        )
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q, k: {q.shape[1]} query heads for {k.shape[1]} key heads; give a multiple of them")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v: types {q.dtype}, {k.dtype}, {v.dtype}; give them one type")
+    if segments_q.num_segments != segments_k.num_segments:
+        raise ValueError(
+            f"segments_q, segments_k: {segments_q.num_segments} and {segments_k.num_segments} segments; "
+            "give the same number, empty ones where a sample has no queries or no keys here"
+        )
+    for name, segments, tokens in (("segments_q", segments_q, len(q)), ("segments_k", segments_k, len(k))):
+        if segments.num_tokens != tokens:
+            raise ValueError(f"{name}: {segments.num_tokens} tokens for a tensor of {tokens}; they must be the same")
+        if segments.cu_seqlens.device != q.device:
+            raise ValueError(f"{name}: on {segments.cu_seqlens.device}, q on {q.device}; call .to({str(q.device)!r})")
+    return AttentionSpec(
+        scale=q.shape[2] ** -0.5 if scale is None else scale, causal=causal, window=window, softcap=softcap
+    )

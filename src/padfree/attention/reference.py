@@ -1,0 +1,128 @@
+"""The definition of right: a loop over segments, every step written out, in float32 (float64 for float64 inputs).
+
+    scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
+    lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
+
+The backward takes `out` and `lse` as arguments, and they may be those of a larger softmax of which these keys are
+one block: with p = exp(scores - lse) and δ = Σ dout·out, the sum over blocks of what it returns is exact.
+
+It runs on any device and holds [H, Lq, Lk] of one segment at a time. Use it to check, not to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from padfree.attention.spec import AttentionSpec
+from padfree.batch import Segments
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What is computed in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def visible_keys(
+    num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
+) -> Tensor:
+    """[Lq, Lk] bool. The first query sits at key `diagonal`; by default the last query sits at the last key."""
+    if not spec.causal:
+        return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    first = num_keys - num_queries if diagonal is None else diagonal
+    own = torch.arange(first, first + num_queries, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)
+    visible = key <= own
+    return visible if spec.window is None else visible & (key > own - spec.window)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H]"""
+    out = q.new_zeros(len(q), q.shape[1], v.shape[2])
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=compute_dtype(q.dtype))
+    for queries, keys in _segment_slices(segments_q, segments_k):
+        visible = visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, q.device)
+        out[queries], lse[queries] = block_forward(q[queries], k[keys], v[keys], visible, spec)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments_q: Segments,
+    segments_k: Segments,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, in the shapes and types of q, k, v"""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys in _segment_slices(segments_q, segments_k):
+        visible = visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, q.device)
+        dq[queries], dk[keys], dv[keys] = block_backward(
+            dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], visible, spec
+        )
+    return dq, dk, dv
+
+
+def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tuple[slice, slice]]:
+    bounds = zip(segments_q.offsets, segments_q.offsets[1:], segments_k.offsets, segments_k.offsets[1:], strict=False)
+    for first_q, end_q, first_k, end_k in bounds:
+        yield slice(int(first_q), int(end_q)), slice(int(first_k), int(end_k))
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """One block: q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]"""
+    scores = _scores(q, _per_query_head(k, q), visible, spec)
+    lse = scores.logsumexp(dim=-1)  # [H, Lq], -inf where nothing is visible
+    p = _probabilities(scores, lse, visible)
+    out = torch.einsum("hqk,khd->qhd", p, _per_query_head(v, q))
+    return out.to(q.dtype), lse.T
+
+
+def block_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of one block; `out` [Lq, H, dv] and `lse` [Lq, H] may be those of a larger softmax."""
+    q_, k_, v_ = q.to(compute_dtype(q.dtype)), _per_query_head(k, q), _per_query_head(v, q)
+    dout_, out_ = dout.to(q_.dtype), out.to(q_.dtype)
+    scores = _scores(q, k_, visible, spec)
+    p = _probabilities(scores, lse.T.to(q_.dtype), visible)
+    dv = torch.einsum("hqk,qhd->khd", p, dout_)
+    dp = torch.einsum("qhd,khd->hqk", dout_, v_)
+    delta = (dout_ * out_).sum(dim=-1).T[..., None]  # [H, Lq, 1]
+    ds = p * (dp - delta) * spec.scale
+    if spec.softcap is not None:
+        ds = ds * (1 - (scores.masked_fill(~visible, 0) / spec.softcap) ** 2)
+    dq = torch.einsum("hqk,khd->qhd", ds, k_)
+    dk = torch.einsum("hqk,qhd->khd", ds, q_)
+    return dq.to(q.dtype), _sum_over_group(dk, k), _sum_over_group(dv, v)
+
+
+def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
+    """[Lk, Hkv, d] -> [Lk, H, d] in the computing type: query head h reads key head h // (H / Hkv)."""
+    return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
+
+
+def _sum_over_group(gradient: Tensor, keys: Tensor) -> Tensor:
+    """[Lk, H, d] -> [Lk, Hkv, d], the transpose of `_per_query_head`."""
+    grouped = gradient.reshape(*keys.shape[:2], gradient.shape[1] // keys.shape[1], keys.shape[2])
+    return grouped.sum(dim=2).to(keys.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
+    scores = torch.einsum("qhd,khd->hqk", q.to(k.dtype), k) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    return scores.masked_fill(~visible, -torch.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
+    # Where nothing is visible lse is -inf and the difference is nan: those rows are 0 by definition.
+    return torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)

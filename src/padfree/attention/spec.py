@@ -1,0 +1,65 @@
+"""What one attention call computes, apart from its tensors, and which keys each query sees.
+
+    segments_q     0 1 2 | 3 4          Lq = 3, 2        query a of a segment of Lq queries and Lk keys sits at
+    segments_k     0 1 2 | 3 4 5 6      Lk = 3, 4        key a + Lk - Lq of it: causal is aligned bottom-right
+
+    causal         query 0 1 2 sees keys 0..0 0..1 0..2, queries 3 4 see keys 3..5 3..6
+    window 2       query 0 1 2 sees keys 0..0 0..1 1..2, queries 3 4 see keys 4..5 5..6
+
+Query segment i sees keys of key segment i only, and what a query sees is always one range of the key axis. Here is
+index arithmetic on the host, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.batch import Segments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """The mathematics of a call: softmax of `softcap · tanh(scale · q·k / softcap)` over the keys a query sees."""
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    """A causal query sees this many keys at most, itself among them (HF's `sliding_window`)."""
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ValueError(
+                f"window: {self.window} with causal={self.causal}; give 1 or more and causal=True, or window=None"
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap: {self.softcap}; give a number above 0, or None")
+
+
+def key_ranges(
+    segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """([Tq], [Tq]): query t sees the keys `first[t] <= key < end[t]` of the key axis, none where they are equal."""
+    lengths = segments_q.lengths
+    starts, ends = (np.repeat(offsets, lengths) for offsets in (segments_k.offsets[:-1], segments_k.offsets[1:]))
+    if not spec.causal:
+        return starts, ends
+    after_last = np.repeat(segments_q.offsets[1:], lengths) - np.arange(segments_q.num_tokens)
+    ends = np.maximum(ends - after_last + 1, starts)
+    if spec.window is None:
+        return starts, ends
+    return np.maximum(ends - spec.window, starts), ends
+
+
+def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
+    """The queries that see no key, or None, which costs nothing where queries and keys are the same segments."""
+    if segments_q is segments_k:
+        return None
+    lengths_q, lengths_k = segments_q.lengths, segments_k.lengths
+    if not ((lengths_q > lengths_k) if spec.causal else (lengths_q > 0) & (lengths_k == 0)).any():
+        return None
+    first, end = key_ranges(segments_q, segments_k, spec)
+    return np.flatnonzero(first == end)
