@@ -1,0 +1,168 @@
+"""Context-parallel layouts: how equal the work is, into how many pieces rows are cut, and what is read and sent.
+
+    balance    the most causal work of a rank over the mean; every rank has exactly as many tokens
+    pieces     of all ranks; S is the number of documents, the fewest there can be
+    keys       key rows read by all ranks over the tokens of the row: 1 if no document is cut
+    most keys  the same for the rank that reads most, over its own tokens
+    sent       K and V rows that `allgather` moves, over those that gathering the whole row on every rank would
+    layout ms  make_layout, the quickest of several; plan ms: what else `shard` does on the host for one rank
+
+The rows: many short documents; log-normal lengths (median 490, sigma 1, cut at 8192); one document of 16k and short
+ones; GSM8K's questions with their model-written solutions, lengths counted in words, digits and signs (left out where
+the data is not there: set PADFREE_GSM8K to its folder).
+
+    PYTHONPATH=src python bench/layout.py
+    PYTHONPATH=src python bench/layout.py --tokens 131072 --world 8 --json layout.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from padfree.batch import Layout, LayoutKind, Segments
+from padfree.cp import key_rows, make_layout, pieces, work
+from padfree.cp.keys import key_traffic, prepare_keys
+from padfree.cp.plan import ContextPlan
+
+TOKENS = (32768, 131072)
+WORLDS = (2, 4, 8, 16, 32)
+KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
+GOAL_BALANCE, GOAL_MILLISECONDS = 1.02, 5.0
+GSM8K = Path(os.environ.get("PADFREE_GSM8K", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the plan is copied to")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--world", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--repeats", type=int, default=20, help="of what is timed; the quickest counts")
+    parser.add_argument("--json", help="write the results to this file")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    versions = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "hardware": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    print(", ".join(f"{name} {value}" for name, value in versions.items()), "\n")
+
+    results: list[Row] = []
+    for num_tokens in arguments.tokens:
+        for mix, segments in rows_of(num_tokens).items():
+            for world in arguments.world:
+                if num_tokens % world == 0:
+                    results += [measure(mix, segments, world, kind, device, arguments.repeats) for kind in KINDS]
+    columns = list(results[0])
+    widths = {name: max(len(name), *(len(shown(row[name])) for row in results)) for name in columns}
+    print("  ".join(name.rjust(widths[name]) for name in columns))
+    for row in results:
+        print("  ".join(shown(row[name]).rjust(widths[name]) for name in columns))
+
+    balanced = [row for row in results if row["layout"] == "balanced"]
+    worst = max(row["balance"] for row in balanced)
+    slowest = max(row["layout ms"] for row in balanced)
+    print(f"\nbalanced: at most {worst:.4f} of the mean work (goal {GOAL_BALANCE}), ", end="")
+    print(f"layout in at most {slowest:.2f} ms (goal {GOAL_MILLISECONDS:g})")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"versions": versions, "rows": results}, indent=1))
+
+
+def rows_of(num_tokens: int) -> dict[str, Segments]:
+    rng = np.random.default_rng(0)
+    log_normal = np.exp(rng.normal(np.log(490), 1.0, num_tokens // 64))
+    rows = {
+        "short": filled(rng.integers(32, 257, num_tokens // 32), num_tokens),
+        "log-normal": filled(np.clip(log_normal, 1, 8192).astype(np.int64), num_tokens),
+    }
+    if num_tokens > 16384:
+        short = rng.integers(64, 513, num_tokens // 64)
+        rows["one 16k"] = filled(np.insert(short, 20, 16384), num_tokens)
+    if (GSM8K / "solutions.jsonl").exists():
+        lengths = gsm8k_lengths()
+        rows["GSM8K"] = filled(rng.permutation(np.tile(lengths, 1 + num_tokens // int(lengths.sum()))), num_tokens)
+    return rows
+
+
+def filled(lengths: NDArray[np.int64], num_tokens: int) -> Segments:
+    """As many of these documents as fit, and a pad."""
+    kept = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens, side="right"))]
+    return Segments.from_lengths(kept, pad_length=num_tokens - int(kept.sum()))
+
+
+def gsm8k_lengths() -> NDArray[np.int64]:
+    words = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]")
+    lengths = []
+    for line in (GSM8K / "solutions.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        solutions = [value["solution"] for value in entry.values() if isinstance(value, dict)]
+        lengths += [len(words.findall(entry["question"] + solution)) for solution in solutions]
+    assert lengths, "no solutions found"
+    return np.array(lengths)
+
+
+def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: torch.device, repeats: int) -> Row:
+    num_tokens, share = segments.num_tokens, segments.num_tokens // world
+    layout = make_layout(segments, world, kind)
+    check(layout, segments)
+    load, keys = work(layout, segments), key_rows(layout, segments)
+    plan = ContextPlan(layout, segments, 0, device)
+    return {
+        "tokens": num_tokens,
+        "row": mix,
+        "S": segments.num_segments,
+        "ranks": world,
+        "layout": kind,
+        "balance": float(load.max() / load.mean()),
+        "pieces": int(pieces(layout).sum()),
+        "keys": float(keys.sum() / num_tokens),
+        "most keys": float(keys.max() / share),
+        "sent": float(key_traffic(plan.pieces).sum() / (num_tokens * (world - 1))),
+        "layout ms": quickest(lambda: make_layout(segments, world, kind), repeats),
+        "plan ms": quickest(lambda: prepare_keys(ContextPlan(layout, segments, world // 2, device)), repeats),
+    }
+
+
+def check(layout: Layout, segments: Segments) -> None:
+    """Every token once, equal shares, all the work."""
+    owner = np.full(layout.num_tokens, -1)
+    for rank, (starts, ends) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+        for start, end in zip(starts, ends, strict=True):
+            assert (owner[start:end] == -1).all(), "a token on two ranks"
+            owner[start:end] = rank
+    assert (np.bincount(owner, minlength=layout.world) == layout.num_tokens // layout.world).all(), "unequal shares"
+    lengths = segments.lengths
+    assert work(layout, segments).sum() == (lengths * (lengths + 1) // 2).sum(), "work was lost"
+
+
+def quickest(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return 1000 * min(times)
+
+
+def shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

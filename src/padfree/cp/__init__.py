@@ -1,0 +1,17 @@
+"""Context parallelism: one packed row over several devices."""
+
+from padfree.cp.attend import Communication, attend, communication_bytes
+from padfree.cp.layout import key_rows, make_layout, pieces, work
+from padfree.cp.shard import gather_tokens, shard
+
+__all__ = [
+    "Communication",
+    "attend",
+    "communication_bytes",
+    "gather_tokens",
+    "key_rows",
+    "make_layout",
+    "pieces",
+    "shard",
+    "work",
+]

@@ -1,0 +1,121 @@
+"""Attention of this process's queries, wherever their keys are.
+
+    world 1      q, k, v [T, ...]          the whole row: one call of `varlen_attention`
+    world > 1    q, k, v [T/world, ...]    by the method of the context: allgather, ring or ulysses
+
+What the methods cost to send is `communication_bytes`, counted per layer and rank:
+
+    method       forward                                        backward
+    allgather    K and V rows that pieces of others read        gradients of the rows it received
+    ring         its block of K and V, world - 1 times          the same again, and world float32 gradients of blocks
+    ulysses      (world - 1)/world of q, k, v and the output    the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from padfree.attention import varlen_attention
+from padfree.batch import AttnContext, Layout, Segments
+from padfree.cp.allgather import attend_allgather
+from padfree.cp.keys import key_traffic
+from padfree.cp.plan import ContextPlan, Pieces
+from padfree.cp.ring import attend_ring
+from padfree.cp.rows import Indices
+from padfree.cp.shard import METHODS, need_group
+from padfree.cp.ulysses import attend_ulysses, check_heads
+
+_ATTEND: dict[str, Callable[..., Tensor]] = {
+    "allgather": attend_allgather,
+    "ring": attend_ring,
+    "ulysses": attend_ulysses,
+}
+assert tuple(_ATTEND) == METHODS
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: AttnContext,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv], sinks [H] -> [T/world, H, dv]; differentiable.
+
+    The gradient of `sinks` is this rank's part of it: the sum over ranks is the whole, as for every other parameter.
+    """
+    segments = context.segments
+    expected = segments.num_tokens // context.world
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.shape[:1] != (expected,):
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)} for {expected} local tokens; give one row per token")
+    if window is not None and window >= segments.max_seqlen:
+        window = None  # no query has as many keys
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "backend": context.backend,
+    }
+    if context.layout is None:
+        out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
+        return out
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window: {window} with causal={causal}; give 1 or more and causal=True, or window=None")
+    if context.method not in _ATTEND:
+        raise ValueError(f"method: {context.method!r}; choose one of {', '.join(METHODS)}")
+    plan = context.plan
+    assert isinstance(plan, ContextPlan)
+    return _ATTEND[context.method](q, k, v, plan, need_group(context), **options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Communication:
+    """Bytes that each rank sends for one attention layer."""
+
+    forward: Indices  # [world]
+    backward: Indices  # [world]
+
+
+def communication_bytes(
+    method: str,
+    layout: Layout,
+    segments: Segments,
+    *,
+    num_heads: int,
+    num_key_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    element_size: int = 2,
+    window: int | None = None,
+) -> Communication:
+    """What each rank sends to others for one causal attention layer. Index arrays never travel."""
+    world, share = layout.world, layout.num_tokens // layout.world
+    value_dim = head_dim if value_dim is None else value_dim
+    key_row = num_key_heads * (head_dim + value_dim) * element_size
+    if method == "allgather":
+        moved = key_traffic(Pieces(layout, segments), window=window)  # [reader, owner]
+        return Communication(forward=moved.sum(axis=0) * key_row, backward=moved.sum(axis=1) * key_row)
+    if method == "ring":
+        block = np.full(world, share * key_row)
+        gradient = np.full(world, share * num_key_heads * (head_dim + value_dim) * max(4, element_size))
+        return Communication(forward=(world - 1) * block, backward=(world - 1) * block + world * gradient)
+    if method == "ulysses":
+        check_heads(num_heads, num_key_heads, world)
+        copied = max(num_key_heads, world)
+        row = (num_heads // world * (head_dim + value_dim) + copied // world * (head_dim + value_dim)) * element_size
+        sent = np.full(world, (world - 1) * share * row)
+        return Communication(forward=sent, backward=sent)
+    raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")

@@ -1,0 +1,153 @@
+"""Which keys the pieces of each rank read, whose they are, and how they come together: pure index arithmetic.
+
+    rank 1 holds the pieces      [....a)  of document X,   [b....)  of document Y,   all of Z
+    its pool                     its own keys,  then what it receives: Y's keys before b, rank 0's first
+    keys of its pieces           X[0, a)     Y[0, end)     Z                 selected from the pool, one segment a piece
+
+Causal attention of a piece [a, b) of a document reads the document's keys [0, b), with a window of W the keys
+[a - W + 1, b) of them: nobody else's. So a rank does not need the whole row, only rows of the documents it shares with
+others. Who needs which rows follows from the layout: every rank knows what to send without being asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.batch import Segments
+from padfree.cp.plan import ContextPlan, Pieces
+from padfree.cp.rows import Indices, Rows, concatenated, segments_of, select, to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeyPlan:
+    """The keys that one rank's pieces read, and how they come together."""
+
+    pool: tuple[Indices, Indices]  # ranges of the row: own ones first, then what comes from rank 0, rank 1, ...
+    rows: Rows  # own and received keys -> keys of the pieces, one piece after the other
+    segments: Segments  # of these keys, one segment per piece
+    quiet: bool  # no rank needs anything of another: nothing is sent at all
+    send: tuple[int, ...]  # [world] how many rows go to each rank
+    receive: tuple[int, ...]  # [world] how many rows come from each rank
+    leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own rows that go to each rank, as runs (start, length)
+    read_elsewhere: Tensor  # own rows whose gradient comes back from others as well
+    returning: tuple[Tensor, ...]  # [world] to which of `read_elsewhere` the gradients from each rank belong
+
+    @property
+    def pool_rows(self) -> Tensor:
+        """[N] the rows of the pool, for playing a rank without its group."""
+        return to_device(concatenated(*self.pool), self.read_elsewhere.device)
+
+
+def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None) -> KeyPlan:
+    """The key plan of this rank, made once per micro-batch."""
+    return plan.prepared(("keys", causal, window), lambda: _key_plan(plan, causal, window))
+
+
+def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
+    """[world, world] how many key rows rank i receives from rank j."""
+    needs = _needs(pieces, *_key_ranges(pieces, causal, window))
+    moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
+    np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
+    return moved
+
+
+def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
+    pieces, rank, world, device = plan.pieces, plan.rank, plan.world, plan.device
+    share, mine = pieces.share, pieces.of(plan.rank)
+    begin, end = _key_ranges(pieces, causal, window)
+    needs = _needs(pieces, begin, end)
+    received = needs.of(needs.reader == rank, by="owner")
+    sent = needs.of(needs.owner == rank, by="reader")
+
+    piece, begins, ends = _cut(pieces, begin[mine], end[mine])[1:]
+    own = pieces.rank[piece] == rank
+    number = pieces.place[piece] + begins - pieces.start[piece] - rank * share  # in the pool, if it is an own row
+    number[~own] = share + received.position(begins[~own])
+    receive = np.bincount(received.owner, received.length, minlength=world).astype(np.int64).tolist()
+    send = np.bincount(sent.reader, sent.length, minlength=world).astype(np.int64).tolist()
+
+    first = sent.place - rank * share
+    rows = concatenated(first, first + sent.length)
+    elsewhere = np.zeros(share, dtype=np.bool_)
+    elsewhere[rows] = True
+    return KeyPlan(
+        pool=(
+            np.concatenate([pieces.start[mine], received.begin]),
+            np.concatenate([pieces.end[mine], received.end]),
+        ),
+        rows=select(number, number + ends - begins, (share, *receive), device),
+        segments=segments_of(end[mine] - begin[mine], device),
+        quiet=len(needs.reader) == 0,
+        send=tuple(send),
+        receive=tuple(receive),
+        leaving=tuple(
+            tuple(zip(first[chosen].tolist(), sent.length[chosen].tolist(), strict=True))
+            for chosen in (sent.reader == other for other in range(world))
+        ),
+        read_elsewhere=to_device(np.flatnonzero(elsewhere), device),
+        returning=tuple(torch.split_with_sizes(to_device((np.cumsum(elsewhere) - 1)[rows], device), send)),
+    )
+
+
+def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> tuple[Indices, Indices]:
+    """[P] the keys of each piece, as a range of the row."""
+    if not causal:
+        return pieces.document_start, pieces.document_end
+    if window is None:
+        return pieces.document_start, pieces.end
+    return np.maximum(pieces.document_start, pieces.start - window + 1), pieces.end
+
+
+def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
+    """Ranges of the row cut where a piece ends: (number of the range, piece, begin, end) of each part."""
+    tiles = pieces.by_row
+    starts = pieces.start[tiles]
+    low = np.searchsorted(starts, begin, side="right") - 1
+    high = np.maximum(np.searchsorted(starts, end, side="left"), low)
+    number = np.repeat(np.arange(len(begin)), high - low)
+    piece = tiles[concatenated(low, high)]
+    return number, piece, np.maximum(begin[number], pieces.start[piece]), np.minimum(end[number], pieces.end[piece])
+
+
+class _Needs(NamedTuple):
+    """[n] who reads which rows [begin, end) of whom. A reader is never the owner, and reads no row twice."""
+
+    reader: Indices
+    owner: Indices
+    begin: Indices
+    end: Indices
+    place: Indices  # of the first row, in rank order
+
+    @property
+    def length(self) -> Indices:
+        return self.end - self.begin
+
+    def of(self, which: NDArray[np.bool_], *, by: Literal["reader", "owner"]) -> _Needs:
+        """Some of the needs, rank by rank and in row order: both sides of an exchange agree on this order."""
+        some = _Needs(*(column[which] for column in self))
+        order = np.lexsort([some.begin, getattr(some, by)])
+        return _Needs(*(column[order] for column in some))
+
+    def position(self, rows: Indices) -> Indices:
+        """Where these rows are, if the needed rows are laid end to end."""
+        order = np.argsort(self.begin)
+        index = order[np.searchsorted(self.begin[order], rows, side="right") - 1]
+        return (np.cumsum(self.length) - self.length)[index] + rows - self.begin[index]
+
+
+def _needs(pieces: Pieces, begin: Indices, end: Indices) -> _Needs:
+    # What the next piece of the same document on the same rank reads too is left to that one.
+    related = (pieces.rank[1:] == pieces.rank[:-1]) & (pieces.document[1:] == pieces.document[:-1])
+    end = end.copy()
+    end[:-1][related] = np.minimum(end[:-1], begin[1:])[related]
+    number, piece, begin, end = _cut(pieces, begin, end)
+    reader, owner = pieces.rank[number], pieces.rank[piece]
+    foreign = (reader != owner) & (begin < end)
+    place = pieces.place[piece] + begin - pieces.start[piece]
+    return _Needs(*(column[foreign] for column in (reader, owner, begin, end, place)))

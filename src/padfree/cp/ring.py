@@ -1,0 +1,256 @@
+"""Context parallelism by a ring: keys and values travel from rank to rank, and no rank ever holds those of all.
+
+    step     0          1          2          3           rank 1 of 4 computes with the keys of rank ...
+    block    1 (own)    0          3          2           ... while the next block is on its way
+
+Two pieces of a document never overlap, so that a query piece sees another rank's piece wholly or not at all: wholly if
+it lies before it. In step 0 a piece sees the pieces of its document that its own rank holds before it, and itself
+causally. A block holds the pieces of a document side by side, so that what a query piece sees of a block is one range
+of its rows. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
+
+The softmax over all blocks comes from those of the blocks: with lse their log-sum-exp, in float32,
+
+    lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+
+Backward, the blocks travel once more, and with the final output and lse each block's gradient is exact by itself. The
+gradient of a block travels behind it in float32, gathers what each rank adds, and comes home after `world` passes.
+
+`ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can play the ranks of a
+group one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varlen_forward
+from padfree.batch import Segments
+from padfree.cp.plan import ContextPlan
+from padfree.cp.rows import Rows, concatenated, segments_of, select, to_device
+from padfree.dist import Ring
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RingStep:
+    """What one rank computes with one block."""
+
+    queries: Tensor | None  # which of its rows see something of the block; None: all
+    segments_q: Segments
+    segments_k: Segments
+    keys: Rows  # of the block
+    causal: bool
+
+
+def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
+    """[world] the steps of this rank; None where it has nothing to compute."""
+    return plan.prepared(
+        ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
+    )
+
+
+def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | None:
+    pieces, share = plan.pieces, plan.pieces.share
+    mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
+    document, start = pieces.document[mine], pieces.start[mine]
+    # Local rows of the block: `border[i]` is where its i-th piece begins.
+    border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
+    low = np.searchsorted(pieces.document[theirs], document, side="left")
+    if not causal:
+        high = np.searchsorted(pieces.document[theirs], document, side="right")
+    elif distance == 0:
+        high = np.arange(1, len(start) + 1)  # up to itself
+    else:
+        high = np.searchsorted(pieces.start[theirs], start, side="left")
+    seen = high > low
+    if not seen.any():
+        return None
+    begin, end = border[low[seen]], border[high[seen]]
+    length = pieces.length[mine]
+    rows = np.cumsum(length) - length
+    return RingStep(
+        queries=None if seen.all() else to_device(concatenated(rows[seen], (rows + length)[seen]), plan.device),
+        segments_q=segments_of(length[seen], plan.device),
+        segments_k=segments_of(end - begin, plan.device),
+        keys=select(begin, end, [share], plan.device),
+        causal=causal and distance == 0,
+    )
+
+
+class Passing(Protocol):
+    """What a ring can do: see `padfree.dist.Ring`."""
+
+    def post(self, *tensors: Tensor) -> None: ...
+    def collect(self) -> tuple[Tensor, ...]: ...
+
+
+class PlayedRing:
+    """The ring as one rank of a group sees it, without the group.
+
+    Given everybody's blocks it delivers them as the real one would. Without any it delivers zeros, and what the rank
+    adds to each block's gradient can be read from `posted`: entry i belongs to the block of rank `rank - i`.
+    """
+
+    def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
+        self.rank, self.blocks = rank, blocks
+        self.posted: list[tuple[Tensor, ...]] = []
+
+    def post(self, *tensors: Tensor) -> None:
+        self.posted.append(tensors)
+
+    def collect(self) -> tuple[Tensor, ...]:
+        if self.blocks is None:
+            return tuple(torch.zeros_like(tensor) for tensor in self.posted[-1])
+        return self.blocks[(self.rank - len(self.posted)) % len(self.blocks)]
+
+
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: Passing, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output [T/world, H, dv] and lse [T/world, H] in float32, over the keys of all blocks and without sinks."""
+    block: tuple[Tensor, ...] = (k, v)
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    for number, step in enumerate(steps):
+        last = number + 1 == len(steps)
+        if not last:
+            ring.post(*block)
+        if step is not None:
+            queries = q if step.queries is None else q.index_select(0, step.queries)
+            k_step, v_step = (step.keys.take(tensor) for tensor in block)
+            part, part_lse = varlen_forward(
+                queries, k_step, v_step, step.segments_q, step.segments_k, causal=step.causal, window=None, **options
+            )
+            if out is None or lse is None:  # the first step has every query
+                out, lse = part.to(torch.promote_types(part.dtype, torch.float32)), part_lse
+            else:
+                out, lse = _merged(out, lse, part, part_lse, step.queries)
+        if not last:
+            block = ring.collect()
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two softmaxes over different keys made one; `part` has the rows `queries` only."""
+    old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
+    new_lse = torch.logaddexp(old_lse, part_lse)
+    new = old * (old_lse - new_lse).exp()[..., None] + part * (part_lse - new_lse).exp()[..., None]
+    if queries is None:
+        return new, new_lse
+    return out.index_copy_(0, queries, new), lse.index_copy_(0, queries, new_lse)
+
+
+def ring_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    steps: Sequence[RingStep | None],
+    ring: Passing,
+    gradient_ring: Passing,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in float32. `out` and `lse` are the final ones, sinks included."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq: Tensor | None = None
+    block: tuple[Tensor, ...] = (k, v)
+    for number, step in enumerate(steps):
+        last = number + 1 == len(steps)
+        if not last:
+            ring.post(*block)
+        added: list[Tensor] = []
+        if step is not None:
+            rows = [t if step.queries is None else t.index_select(0, step.queries) for t in (dout, q, out, lse)]
+            k_step, v_step = (step.keys.take(tensor) for tensor in block)
+            dq_step, *added = varlen_backward(
+                rows[0],
+                rows[1],
+                k_step,
+                v_step,
+                rows[2],
+                rows[3],
+                step.segments_q,
+                step.segments_k,
+                causal=step.causal,
+                window=None,
+                **options,
+            )
+            if dq is None:  # the first step has every query
+                dq = dq_step.to(wide)
+            elif step.queries is None:
+                dq += dq_step
+            else:
+                dq.index_add_(0, step.queries, dq_step.to(wide))
+        if number == 0:
+            gradients = tuple(torch.zeros_like(tensor, dtype=wide) for tensor in block)
+        else:
+            gradients = gradient_ring.collect()  # of this step's block, by the ranks that had it before
+        if step is not None:
+            gradients = tuple(step.keys.add_to(total, part) for total, part in zip(gradients, added, strict=True))
+        gradient_ring.post(*gradients)
+        if not last:
+            block = ring.collect()
+    dk, dv = gradient_ring.collect()
+    assert dq is not None
+    return dq, dk, dv
+
+
+def attend_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    group: ProcessGroup,
+    *,
+    causal: bool,
+    window: int | None,
+    sinks: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """[T/world, H, d], [T/world, Hkv, d], [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    if window is not None:
+        raise ValueError(
+            f"method: 'ring' with a window of {window} keys; use method='allgather', which moves only the keys in it"
+        )
+    steps = prepare_steps(plan, causal=causal)
+    out: Tensor = _RingAttention.apply(q, k, v, sinks, steps, group, options)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        steps: Sequence[RingStep | None],
+        group: ProcessGroup,
+        options: dict[str, Any],
+    ) -> Tensor:
+        out, lse = ring_forward(q, k, v, steps, Ring(group), **options)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.steps, ctx.group, ctx.options = steps, group, options
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        rings = Ring(ctx.group), Ring(ctx.group, tag=1)
+        dq, dk, dv = ring_backward(dout, q, k, v, out, lse, ctx.steps, *rings, **ctx.options)
+        dsinks = None if sinks is None else sinks_gradient(dout, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None

@@ -1,0 +1,126 @@
+"""One packed row divided over the ranks of a context group, and put together again.
+
+    batch      [T]         A A A A A | B B B | C C C C C | p p p
+    shard      [T/world]   A A A A                              rank 0 of 4, contiguous
+    gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in row order
+
+Labels were shifted inside each sample when the row was packed, so that a rank needs nothing of its neighbours to score
+its own tokens. Positions, sample numbers and weights go with their tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch
+from padfree.cp.keys import prepare_keys
+from padfree.cp.layout import make_layout
+from padfree.cp.plan import ContextPlan
+from padfree.cp.ring import prepare_steps
+from padfree.dist import all_gather_rows, reduce_scatter_rows
+
+METHODS = ("allgather", "ring", "ulysses")
+
+
+def shard(
+    batch: PackedBatch,
+    *,
+    world: int = 1,
+    rank: int = 0,
+    group: ProcessGroup | None = None,
+    kind: LayoutKind = "balanced",
+    method: str = "allgather",
+    backend: str = "auto",
+) -> LocalBatch:
+    """The tokens of context rank `rank` of `world`, and the context its attention needs.
+
+    `group` is the process group of the context ranks. Without one the pieces can be looked at but not attended: every
+    rank of a world can be had in one process. With one rank the whole row is kept as it is. `ulysses` is balanced with
+    any kind of layout; `contiguous` saves it a permutation.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank: {rank} of {world} context ranks; give one from 0 to {world - 1}")
+    if group is not None and (group.size(), group.rank()) != (world, rank):
+        raise ValueError(
+            f"group: this process is rank {group.rank()} of {group.size()} in it, not {rank} of {world}; "
+            "give the context group and its own rank and size"
+        )
+    if world == 1:
+        context = AttnContext(segments=batch.segments, backend=backend, method=method, group=group)
+        return _local(batch, context, None)
+    layout = make_layout(batch.segments, world, kind)
+    plan = ContextPlan(layout, batch.segments, rank, batch.input_ids.device)
+    if method == "allgather":
+        prepare_keys(plan)
+    elif method == "ring":
+        prepare_steps(plan)
+    context = AttnContext(
+        segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan
+    )
+    return _local(batch, context, plan.own)
+
+
+def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> LocalBatch:
+    def mine(tensor: Tensor) -> Tensor:
+        return tensor if own is None else tensor.index_select(0, own)
+
+    return LocalBatch(
+        **{field: mine(getattr(batch, field)) for field in PackedBatch.TOKEN_FIELDS},
+        context=context,
+        rollout=None if batch.rollout is None else batch.rollout.map(mine),
+        samples=batch.samples,
+    )
+
+
+def gather_tokens(
+    values: Tensor, context: AttnContext, *, loss: Literal["replicated", "partial"] = "replicated"
+) -> Tensor:
+    """[T/world, ...] of each rank -> [T, ...] in row order on every rank; differentiable.
+
+    Which gradient is right depends on what the ranks do with the whole. `replicated`: every rank computes the same loss
+    from it, and only one of them counts, so a rank keeps its own rows of its own gradient. `partial`: the ranks compute
+    different parts, and the loss is their sum, so the gradients of all ranks are added before each keeps its rows.
+    Either way the sum over ranks of the parameters' gradients is that of one process.
+    """
+    if loss not in ("replicated", "partial"):
+        raise ValueError(f"loss: {loss!r}; choose replicated or partial")
+    expected = context.segments.num_tokens // context.world
+    if values.shape[:1] != (expected,):
+        raise ValueError(f"values: shape {tuple(values.shape)} for {expected} local tokens; give one entry per token")
+    if context.layout is None:
+        return values
+    plan = context.plan
+    assert isinstance(plan, ContextPlan)
+    gathered: Tensor = _GatherTokens.apply(  # type: ignore[no-untyped-call]
+        values, plan, need_group(context), loss == "partial"
+    )
+    return gathered
+
+
+def need_group(context: AttnContext) -> ProcessGroup:
+    """The process group of a context of several ranks."""
+    if context.group is None:
+        raise ValueError(f"group: None for {context.world} context ranks; give shard() the context process group")
+    group: ProcessGroup = context.group
+    return group
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, plan: ContextPlan, group: ProcessGroup, partial: bool) -> Tensor:
+        ctx.plan, ctx.group, ctx.partial = plan, group, partial
+        return plan.to_row_order(all_gather_rows(values, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        plan: ContextPlan = ctx.plan
+        if not ctx.partial:
+            return gradient.index_select(0, plan.own), None, None, None
+        wide = plan.to_rank_order(gradient).to(torch.promote_types(gradient.dtype, torch.float32))
+        return reduce_scatter_rows(wide, ctx.group).to(gradient.dtype), None, None, None

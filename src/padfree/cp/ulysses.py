@@ -1,0 +1,124 @@
+"""Context parallelism by heads: before attention tokens are traded for heads, after it heads for tokens.
+
+    q  [T/world, H, d]      all my tokens, all heads   ->  [T, H/world, d]      all tokens, my heads
+    k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head each
+
+Attention itself is then that of one device, for every mask, window and length, and is balanced whatever the layout: the
+`contiguous` one saves putting the tokens into row order. With fewer key heads than ranks a key head goes to every rank
+whose query heads use it. q, k and v travel in one exchange, the output in another, and the gradients the same two ways.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from padfree.attention import varlen_attention
+from padfree.cp.plan import ContextPlan
+from padfree.dist import exchange_rows
+
+
+def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
+    if num_heads % world:
+        raise ValueError(
+            f"method: 'ulysses' on {world} context ranks with {num_heads} heads; choose a number of ranks that divides "
+            "the heads, or method='allgather'"
+        )
+    if num_key_heads % world and world % num_key_heads:
+        raise ValueError(
+            f"method: 'ulysses' on {world} context ranks with {num_key_heads} key heads; choose a number of ranks that "
+            "divides them or is a multiple of them, or method='allgather'"
+        )
+
+
+def attend_ulysses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ContextPlan,
+    group: ProcessGroup,
+    *,
+    sinks: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """[T/world, H, d], [T/world, Hkv, d], [T/world, Hkv, dv] -> [T/world, H, dv]."""
+    world = plan.world
+    check_heads(q.shape[1], k.shape[1], world)
+    copies = max(1, world // k.shape[1])
+    if copies > 1:
+        k, v = (_Copies.apply(tensor, copies) for tensor in (k, v))  # type: ignore[no-untyped-call]
+    q, k, v = _ToHeads.apply(plan, group, q, k, v)  # type: ignore[no-untyped-call]
+    if sinks is not None:
+        sinks = sinks.view(world, -1)[plan.rank]
+    out = varlen_attention(q, k, v, plan.segments, plan.segments, sinks=sinks, **options)
+    mine: Tensor = _ToTokens.apply(plan, group, out)  # type: ignore[no-untyped-call]
+    return mine
+
+
+class _Copies(torch.autograd.Function):
+    """[n, h, d] -> [n, h * copies, d], every head so many times; the gradients of the copies are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        return tensor.repeat_interleave(copies, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        num_tokens, _, dim = gradient.shape
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.reshape(num_tokens, -1, ctx.copies, dim).sum(dim=2, dtype=wide)
+        return total.to(gradient.dtype), None
+
+
+def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Each [T/world, h, d] -> [T, h/world, d] in row order, all in one exchange."""
+    world = plan.world
+    # rank r gets the r-th part of the heads: [T/world, world, h/world * d] of each, side by side
+    parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
+    packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
+    counts = [plan.pieces.share] * world
+    row = plan.to_row_order(exchange_rows(packed, counts, counts, group))
+    split = torch.split_with_sizes(row, [part.shape[2] for part in parts], dim=1)
+    return tuple(
+        part.view(-1, tensor.shape[1] // world, tensor.shape[2]) for part, tensor in zip(split, tensors, strict=True)
+    )
+
+
+def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Each [T, h/world, d] in row order -> [T/world, h, d], all in one exchange: the transpose of the above."""
+    world, share = plan.world, plan.pieces.share
+    parts = [tensor.flatten(1) for tensor in tensors]
+    packed = plan.to_rank_order(torch.cat(parts, dim=1))  # [world * T/world, width]
+    counts = [share] * world
+    back = exchange_rows(packed, counts, counts, group).view(world, share, -1).transpose(0, 1)
+    split = torch.split_with_sizes(back, [part.shape[1] for part in parts], dim=2)  # [T/world, world, h/world * d]
+    return tuple(
+        part.reshape(share, world * tensor.shape[1], tensor.shape[2])
+        for part, tensor in zip(split, tensors, strict=True)
+    )
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: ContextPlan, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.group = plan, group
+        return _heads_of_all_tokens(plan, group, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_tokens_of_all_heads(ctx.plan, ctx.group, gradients)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: ContextPlan, group: ProcessGroup, tensor: Tensor) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        return _tokens_of_all_heads(plan, group, (tensor,))[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _heads_of_all_tokens(ctx.plan, ctx.group, (gradient,))[0]

@@ -1,0 +1,18 @@
+"""Processes, their groups, and moving rows between them."""
+
+from padfree.dist.collectives import PeerLostError, Ring, all_gather_rows, exchange_rows, reduce_scatter_rows, watching
+from padfree.dist.mesh import Axis, Mesh, distributed, init_distributed, make_mesh
+
+__all__ = [
+    "Axis",
+    "Mesh",
+    "PeerLostError",
+    "Ring",
+    "all_gather_rows",
+    "distributed",
+    "exchange_rows",
+    "init_distributed",
+    "make_mesh",
+    "reduce_scatter_rows",
+    "watching",
+]

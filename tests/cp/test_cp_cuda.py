@@ -1,0 +1,101 @@
+"""The ranks of a context group played one after the other on the GPU: bf16 kernels against a float32 reference.
+
+One GPU is enough: gathering keys and the ring's arithmetic are the same, only what travels is handed over by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cp_cases import KINDS, Inputs, inputs_for, one_process, packed
+from test_allgather import played as played_allgather
+from test_ring import played as played_ring
+from torch import Tensor
+
+from padfree.attention import choose_backend
+from padfree.batch import PackedBatch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LENGTHS = [700, 1, 2500, 64, 129, 3000, 5, 1024]
+WORLD = 8
+PLAYED = {"allgather": played_allgather, "ring": played_ring}
+
+
+def bf16_row(seed: int = 0, **options: Any) -> tuple[PackedBatch, Inputs]:
+    batch = packed(LENGTHS, WORLD).to("cuda")
+    inputs = inputs_for(batch.num_tokens, heads=8, key_heads=2, dim=128, seed=seed, **options)
+    return batch, inputs.to(torch.bfloat16, "cuda")
+
+
+def need(backend: str, **needs: bool) -> None:
+    try:
+        choose_backend("cuda", torch.bfloat16, 128, requested=backend, **needs)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", PLAYED)
+@pytest.mark.parametrize("backend", ["torch", "fa4", "fa3", "fa2", "flex"])
+def test_played_ranks_are_as_exact_as_one_call(backend: str, method: str, kind: str) -> None:
+    need(backend, raw_backward=method == "ring")
+    batch, inputs = bf16_row(sinks=True)
+    exact = one_process(inputs.to(torch.float32), batch.segments)
+    alone = one_process(inputs, batch.segments, backend)
+    got = PLAYED[method](inputs, batch, WORLD, kind, backend)
+    for name, one, many, want in zip(("out", "dq", "dk", "dv", "dsinks"), alone, got, exact, strict=True):
+        assert error(many, want) < max(1.5 * error(one, want), 4e-3), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["torch", "fa4", "fa3", "fa2", "flex"])
+def test_windows_reach_over_the_border_of_a_rank(backend: str, kind: str) -> None:
+    need(backend)
+    batch, inputs = bf16_row(window=200)
+    exact = one_process(inputs.to(torch.float32), batch.segments)
+    for got, want in zip(played_allgather(inputs, batch, WORLD, kind, backend), exact, strict=True):
+        assert error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", PLAYED)
+@pytest.mark.parametrize("backend", ["torch", "fa4", "fa3", "fa2", "flex"])
+def test_no_document_sees_another(backend: str, method: str, kind: str) -> None:
+    need(backend, raw_backward=method == "ring")
+    batch, before = bf16_row(0)
+    _, other = bf16_row(1)
+    out = PLAYED[method](before, batch, WORLD, kind, backend)[0]
+    for document in (2, 4, 8):  # a long one, a short one, the pad
+        kept = (batch.sample_index == document)[:, None, None]
+        mixed = Inputs(
+            torch.where(kept, before.q, other.q),
+            torch.where(kept, before.k, other.k),
+            torch.where(kept, before.v, other.v),
+            before.dout,
+        )
+        again = PLAYED[method](mixed, batch, WORLD, kind, backend)[0]
+        rows = kept[:, 0, 0]
+        assert torch.equal(out[rows], again[rows])
+        assert not torch.equal(out[~rows], again[~rows])
+
+
+def test_a_step_does_not_wait_for_the_device() -> None:
+    """Once a micro-batch is prepared, attention asks nothing back from the GPU."""
+    need("torch")
+    batch, inputs = bf16_row()
+    for method in PLAYED.values():
+        method(inputs, batch, WORLD, "balanced", "torch")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for method in PLAYED.values():
+            method(inputs, batch, WORLD, "balanced", "torch")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,184 @@
+"""Layouts: every token once, equal shares, pieces inside documents, and equal work where it was promised."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from cp_cases import KINDS
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from padfree.batch import Layout, LayoutKind, Segments
+from padfree.cp import key_rows, make_layout, pieces, work
+
+LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 60), st.integers(0, 2000)), max_size=30)
+
+
+def padded(lengths: list[int], world: int) -> Segments:
+    return Segments.from_lengths(lengths, pad_length=-sum(lengths) % world)
+
+
+def owners(layout: Layout) -> np.ndarray:
+    """[T] the rank of each token; fails if a token has none or two."""
+    owner = np.full(layout.num_tokens, -1)
+    for rank, (starts, ends) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+        for start, end in zip(starts, ends, strict=True):
+            assert (owner[start:end] == -1).all()
+            owner[start:end] = rank
+    assert (owner >= 0).all()
+    return owner
+
+
+@settings(max_examples=300)
+@given(lengths=LENGTHS, world=st.integers(1, 12), kind=st.sampled_from(KINDS))
+@example(lengths=[], world=3, kind="balanced")
+@example(lengths=[0, 0], world=2, kind="headtail")
+@example(lengths=[1], world=4, kind="balanced")
+@example(lengths=[0, 7, 0], world=7, kind="balanced")
+def test_every_layout_is_a_partition_into_pieces(lengths: list[int], world: int, kind: LayoutKind) -> None:
+    segments = padded(lengths, world)
+    layout = make_layout(segments, world, kind)
+    owner = owners(layout)
+    assert (np.bincount(owner, minlength=world) == layout.num_tokens // world).all()
+    borders = set(segments.offsets.tolist())
+    for rank, (starts, ends) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+        assert starts.dtype == ends.dtype == np.int64
+        assert (starts < ends).all()
+        assert (ends[:-1] <= starts[1:]).all()  # ascending
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            assert not borders & set(range(start + 1, end))
+        # pieces are as few as they can be: neighbours on one rank are of different documents
+        assert set(starts[1:][starts[1:] == ends[:-1]].tolist()) <= borders, rank
+    assert work(layout, segments).sum() == sum(n * (n + 1) // 2 for n in segments.lengths.tolist())
+    assert pieces(layout).tolist() == [len(starts) for starts in layout.starts]
+    if kind == "balanced":
+        assert pieces(layout).sum() <= np.count_nonzero(segments.lengths) + 2 * (world - 1)
+
+
+def test_work_and_key_rows_are_what_the_pieces_say() -> None:
+    segments = Segments.from_lengths([5, 3], pad_length=4)
+    layout = make_layout(segments, 2, "contiguous")  # [0,5) [5,6) | [6,8) [8,12)
+    assert work(layout, segments).tolist() == [15 + 1, (2 + 3) + 10]
+    assert key_rows(layout, segments).tolist() == [5 + 1, 3 + 4]
+    assert pieces(layout).tolist() == [2, 2]
+
+
+def test_contiguous_cuts_the_row_into_equal_ranges() -> None:
+    segments = Segments.from_lengths([5, 3, 5], pad_length=3)
+    layout = make_layout(segments, 4, "contiguous")
+    assert owners(layout).tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [starts.tolist() for starts in layout.starts] == [[0], [4, 5], [8], [12, 13]]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "world", "expected"),
+    [
+        (8, 2, [0, 0, 1, 1, 1, 1, 0, 0]),
+        (16, 4, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 2, 2, 1, 1, 0, 0]),
+        (6, 2, [0, 0, 1, 1, 1, 0]),  # chunks of 2 2 1 1
+        (3, 3, [0, 1, 2]),
+    ],
+)
+def test_headtail_pairs_chunks_from_both_ends(num_tokens: int, world: int, expected: list[int]) -> None:
+    assert owners(make_layout(Segments.from_lengths([num_tokens]), world, "headtail")).tolist() == expected
+
+
+def cut_to(lengths: Any, num_tokens: int) -> tuple[list[int], int]:
+    """As many of these documents as fit, and the pad behind them."""
+    total = np.cumsum(lengths)
+    kept = [int(n) for n in lengths[: np.searchsorted(total, num_tokens, side="right")]]
+    return kept, num_tokens - sum(kept)
+
+
+def row_of(mix: str, num_tokens: int, rng: np.random.Generator, solutions: list[dict[str, Any]]) -> Segments:
+    if mix == "short":
+        lengths, pad = cut_to(rng.integers(32, 257, num_tokens // 32), num_tokens)
+    elif mix == "lognormal":
+        drawn = np.exp(rng.normal(np.log(490), 1.0, num_tokens // 64))
+        lengths, pad = cut_to(np.clip(drawn, 1, 8192).astype(int), num_tokens)
+    elif mix == "one 16k":
+        lengths, pad = cut_to(rng.integers(64, 513, num_tokens // 64), num_tokens - 16384)
+        lengths.insert(len(lengths) // 2, 16384)
+    else:
+        words = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]")
+        texts = [
+            str(line["question"]) + str(solution["solution"])
+            for line in solutions
+            for solution in (v for v in line.values() if isinstance(v, dict))
+        ]
+        lengths, pad = cut_to(rng.permutation([len(words.findall(text)) for text in texts]), num_tokens)
+    assert len(lengths) > 5
+    return Segments.from_lengths(lengths, pad_length=pad)
+
+
+@pytest.mark.parametrize("num_tokens", [32768, 131072])
+@pytest.mark.parametrize("mix", ["short", "lognormal", "one 16k", "gsm8k"])
+def test_balanced_is_balanced(mix: str, num_tokens: int, gsm8k_solutions: list[dict[str, Any]]) -> None:
+    segments = row_of(mix, num_tokens, np.random.default_rng(0), gsm8k_solutions)
+    for world in (2, 4, 8, 16, 32):
+        layout = make_layout(segments, world, "balanced")
+        load = work(layout, segments)
+        assert (np.bincount(owners(layout)) == num_tokens // world).all()
+        assert load.max() / load.mean() <= 1.02, world
+        assert pieces(layout).sum() <= segments.num_segments + 2 * (world - 1)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 100), st.integers(1, 3000), st.integers(1, 60000)), max_size=60),
+    world=st.integers(2, 33),
+    share=st.integers(1024, 4096),
+)
+def test_balance_does_not_depend_on_the_mix(lengths: list[int], world: int, share: int) -> None:
+    kept, pad = cut_to(np.array([*lengths, 0]), world * share)
+    segments = Segments.from_lengths(kept, pad_length=pad)
+    load = work(make_layout(segments, world, "balanced"), segments)
+    assert load.max() / load.mean() <= 1.02
+
+
+def test_short_documents_stay_whole_and_one_long_one_is_cut_once_per_rank() -> None:
+    rng = np.random.default_rng(0)
+    segments = row_of("short", 131072, rng, [])
+    layout = make_layout(segments, 8, "balanced")
+    assert pieces(layout).sum() <= segments.num_segments + 8
+    assert key_rows(layout, segments).sum() <= 1.01 * 131072
+    segments = row_of("one 16k", 131072, rng, [])
+    layout = make_layout(segments, 8, "balanced")
+    long = int(segments.offsets[np.argmax(segments.lengths)])
+    held = [int(((s >= long) & (s < long + 16384)).sum()) for s in layout.starts]
+    assert held == [1] * 8
+
+
+def test_the_same_row_always_gets_the_same_layout() -> None:
+    segments = row_of("lognormal", 32768, np.random.default_rng(3), [])
+    one, two = (make_layout(segments, 8, "balanced") for _ in range(2))
+    assert all((a == b).all() for a, b in zip(one.starts, two.starts, strict=True))
+
+
+def test_planning_is_quick() -> None:
+    """The figure itself is in bench/layout.py; a quadratic step or a loop over documents would show here."""
+    segments = row_of("short", 131072, np.random.default_rng(0), [])
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        make_layout(segments, 32, "balanced")
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((13, 4, "contiguous"), r"segments: 13 tokens for 4 context ranks; pad the batch with padded_to_multiple\(4\)"),
+        ((12, 0, "contiguous"), "world: 0; give 1 or more ranks"),
+        ((12, 4, "striped"), "kind: 'striped'; choose one of contiguous, headtail, balanced"),
+    ],
+)
+def test_settings_are_checked(arguments: tuple[int, int, Any], message: str) -> None:
+    num_tokens, world, kind = arguments
+    with pytest.raises(ValueError, match=message):
+        make_layout(Segments.from_lengths([num_tokens]), world, kind)

@@ -1,0 +1,79 @@
+"""Selections of rows against plain indexing and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from padfree.cp.rows import concatenated, segments_of, select
+
+CPU = torch.device("cpu")
+
+
+def test_ranges_one_after_the_other() -> None:
+    assert concatenated(np.array([2, 0, 4]), np.array([5, 2, 4])).tolist() == [2, 3, 4, 0, 1]
+    assert concatenated(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+
+
+def test_segments_know_both_sides() -> None:
+    segments = segments_of(np.array([3, 0, 2]), CPU)
+    assert segments.cu_seqlens.tolist() == segments.offsets.tolist() == [0, 3, 3, 5]
+    assert (segments.cu_seqlens.dtype, segments.max_seqlen) == (torch.int32, 3)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    ranges=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 8)), max_size=6),
+    rest=st.booleans(),
+)
+def test_take_and_its_transpose(sizes: list[int], ranges: list[tuple[int, int, int]], rest: bool) -> None:
+    num_rows, borders = sum(sizes), np.append(0, np.cumsum(sizes))
+    cut = [(p % len(sizes), a, b) for p, a, b in ranges]
+    if rest:
+        cut += [(part, 0, 8) for part in range(len(sizes))]
+    starts = np.array([borders[p] + min(a, sizes[p]) for p, a, _ in cut], dtype=np.int64)
+    ends = np.array([borders[p] + min(a + n, sizes[p]) for p, a, n in cut], dtype=np.int64)
+    rows = select(starts, ends, sizes, CPU)
+    numbers = concatenated(starts, ends)
+    tensor = torch.randn(num_rows, 2, dtype=torch.float64, requires_grad=True)
+    expected = tensor[torch.from_numpy(numbers)]
+    assert torch.equal(rows.take(*tensor.split(sizes)), expected)
+    weight = torch.randn_like(expected)
+    before, gradient = weight.clone(), torch.zeros(num_rows, 2, dtype=torch.float64)
+    if len(numbers):
+        (gradient,) = torch.autograd.grad((expected * weight).sum(), tensor)
+    if num_rows == len(np.unique(numbers)):
+        torch.testing.assert_close(rows.summed(weight), gradient)
+    else:
+        assert not rest
+        with pytest.raises(AssertionError, match="some rows are not selected"):
+            rows.summed(weight)
+    torch.testing.assert_close(rows.add_to(torch.ones(num_rows, 2, dtype=torch.float64), weight), gradient + 1)
+    assert torch.equal(weight, before)
+    for _, targets in rows.repeats:
+        assert len(targets.unique()) == len(targets)  # so that the order of a sum is fixed
+
+
+def test_one_run_is_not_copied() -> None:
+    tensor = torch.randn(5, 2)
+    rows = select(np.array([0, 2]), np.array([2, 5]), [5], CPU)
+    assert rows.whole
+    assert rows.take(tensor).data_ptr() == tensor.data_ptr()
+    rows = select(np.array([1]), np.array([4]), [5], CPU)
+    assert not rows.whole
+    assert rows.take(tensor).data_ptr() == tensor[1:].data_ptr()
+
+
+def test_a_run_ends_with_its_part() -> None:
+    rows = select(np.array([1, 2, 0]), np.array([2, 5, 1]), [2, 3], CPU)
+    assert rows.runs == ((0, 1, 1), (1, 0, 3), (0, 0, 1))
+    assert rows.copies == ((0, 4, 1), (1, 0, 4))
+
+
+def test_two_gradients_of_a_row_are_rounded_once() -> None:
+    rows = select(np.array([0, 0]), np.array([1, 1]), [1], CPU)
+    tensor = torch.tensor([[1.0], [2.0**-8 + 2.0**-9]]).to(torch.bfloat16)
+    assert rows.summed(tensor).item() == (tensor.float().sum()).to(torch.bfloat16).item()
