@@ -431,15 +431,25 @@ def context_section(total: int) -> list[Row]:
 
 
 def rank_time(inputs: Inputs, plan: Any, whole: Tensor) -> float:
-    """Milliseconds of one rank's forward and backward, its keys brought together included."""
+    """Milliseconds of one rank's forward and backward, its keys brought together included.
+
+    Its own keys are where they are; those of others are copied out of the row, as if they were received.
+    """
     from padfree.cp.allgather import local_attention
     from padfree.cp.keys import prepare_keys
 
-    pool, q, dout = prepare_keys(plan).pool_rows, inputs.q[plan.own], inputs.dout[plan.own]
+    own = [x[plan.own] for x in (inputs.q, inputs.k, inputs.v)]
+    foreign, dout = prepare_keys(plan).pool_rows[len(plan.own) :], inputs.dout[plan.own]
 
     def both() -> list[Tensor]:
-        gathered = [x.index_select(0, pool) for x in (inputs.k, inputs.v)]
-        return with_gradient(lambda q, k, v: local_attention(q, k, v, plan), [q, *gathered], dout)()
+        if not len(foreign):
+            return with_gradient(lambda q, k, v: local_attention(q, k, v, plan), own, dout)()
+        received = [x.index_select(0, foreign) for x in (inputs.k, inputs.v)]
+        return with_gradient(
+            lambda q, k, v, other_k, other_v: local_attention(q, (k, other_k), (v, other_v), plan),
+            [*own, *received],
+            dout,
+        )()
 
     error = relative_error(both()[0], whole[plan.own].float())
     assert error < 5e-3, f"{plan.layout.kind} layout, rank {plan.rank}: relative error {error}"

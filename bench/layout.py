@@ -1,6 +1,8 @@
 """Context-parallel layouts: how equal the work is, into how many pieces rows are cut, and what is read and sent.
 
     balance    the most causal work of a rank over the mean; every rank has exactly as many tokens
+    cost       the same for the modelled cost: whole tiles, and the key rows before pieces
+    total      the modelled cost of all ranks over that of the row on one
     pieces     of all ranks; S is the number of documents, the fewest there can be
     keys       key rows read by all ranks over the tokens of the row: 1 if no document is cut
     most keys  the same for the rank that reads most, over its own tokens
@@ -32,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from padfree.batch import Layout, LayoutKind, Segments
-from padfree.cp import key_rows, make_layout, pieces, work
+from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
 from padfree.cp.keys import key_traffic, prepare_keys
 from padfree.cp.plan import ContextPlan
 
@@ -121,7 +123,7 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
     num_tokens, share = segments.num_tokens, segments.num_tokens // world
     layout = make_layout(segments, world, kind)
     check(layout, segments)
-    load, keys = work(layout, segments), key_rows(layout, segments)
+    load, keys, cost = work(layout, segments), key_rows(layout, segments), modelled_cost(layout, segments)
     plan = ContextPlan(layout, segments, 0, device)
     return {
         "tokens": num_tokens,
@@ -130,6 +132,8 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
         "ranks": world,
         "layout": kind,
         "balance": float(load.max() / load.mean()),
+        "cost": float(cost.max() / cost.mean()),
+        "total": float(cost.sum() / modelled_cost(make_layout(segments, 1), segments).sum()),
         "pieces": int(pieces(layout).sum()),
         "keys": float(keys.sum() / num_tokens),
         "most keys": float(keys.max() / share),

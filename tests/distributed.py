@@ -27,7 +27,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.fsdp", "numpy", "pytest"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "numpy",
+    "pytest",
+    "transformers.modeling_utils",
+]
 
 
 def run_ranks(

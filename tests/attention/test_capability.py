@@ -53,7 +53,8 @@ ALL = ("fa4", "fa3", "fa2", "flex")
         (ALL, 10, {"head_dim": 160}, "torch"),
         (ALL, 10, {"head_dim": 256}, "fa4"),
         (ALL, 10, {"head_dim": 256, "softcap": True}, "fa2"),
-        (ALL, 9, {"head_dim": 192, "value_dim": 128}, "fa4"),
+        (ALL, 9, {"head_dim": 192, "value_dim": 128}, "flex"),
+        (ALL, 9, {"head_dim": 80}, "fa3"),
         (ALL, 9, {"head_dim": 64, "value_dim": 128}, "flex"),
         (("flex",), 9, {"raw_backward": True}, "torch"),
     ],
@@ -107,8 +108,8 @@ def test_fa4_is_refused_on_devices_it_has_no_kernels_for(machine: object, major:
 
 def test_fa4_has_fewer_head_sizes_on_blackwell(machine: object) -> None:
     machine("fa4", major=10)
-    with pytest.raises(ValueError, match="head sizes 160 and 160 are not among those it has on Blackwell"):
-        choose_backend(CUDA, BF16, 160, requested="fa4")
+    with pytest.raises(ValueError, match="head size 192 is not among those it has on Blackwell"):
+        choose_backend(CUDA, BF16, 192, requested="fa4")
 
 
 def test_auto_says_why_when_nothing_can_serve_and_never_falls_back_to_the_reference(machine: object) -> None:

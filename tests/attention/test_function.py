@@ -34,7 +34,8 @@ CUDA_CASES = [
         for mask in ("causal", "full", "window")
         for queries in (FEWER_QUERIES, MORE_QUERIES)
     ),
-    *(Case(head_dim=head_dim, heads=(4, 4)) for head_dim in (16, 40, 80, 96, 192, 256)),
+    *(Case(head_dim=head_dim, heads=(4, 4)) for head_dim in (16, 40, 80, 96, 128, 192, 256)),
+    *(Case(head_dim=head_dim) for head_dim in (96, 192, 256)),
     Case(heads=(5, 1), head_dim=128, sinks=True),
     Case(queries=(1, 1, 0, 1), keys=(4, 1, 3, 9), heads=(4, 2)),
 ]

@@ -51,7 +51,8 @@ def test_played_ranks_are_as_exact_as_one_call(backend: str, method: str, kind: 
     alone = one_process(inputs, batch.segments, backend)
     got = PLAYED[method](inputs, batch, WORLD, kind, backend)
     for name, one, many, want in zip(("out", "dq", "dk", "dv", "dsinks"), alone, got, exact, strict=True):
-        assert error(many, want) < max(1.5 * error(one, want), 4e-3), name
+        # The gradient of eight sinks is eight bfloat16 numbers: their rounding alone scatters by this much.
+        assert error(many, want) < max(1.5 * error(one, want), 2e-2 if name == "dsinks" else 4e-3), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

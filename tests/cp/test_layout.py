@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from padfree.batch import Layout, LayoutKind, Segments
-from padfree.cp import key_rows, make_layout, pieces, work
+from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
+from padfree.cp.layout import ROW_PAIRS, TILE
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 60), st.integers(0, 2000)), max_size=30)
 
@@ -67,6 +68,22 @@ def test_work_and_key_rows_are_what_the_pieces_say() -> None:
     assert pieces(layout).tolist() == [2, 2]
 
 
+@settings(max_examples=50)
+@given(lengths=LENGTHS, world=st.integers(1, 5), kind=st.sampled_from(KINDS))
+def test_modelled_cost_counts_tiles_and_rows_before_pieces(lengths: list[int], world: int, kind: LayoutKind) -> None:
+    segments = padded(lengths, world)
+    layout = make_layout(segments, world, kind)
+    expected = [0] * world
+    for rank, (starts, ends) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            origin = max(offset for offset in segments.offsets.tolist() if offset <= start)
+            for query in range(start - origin, end - origin, TILE):
+                last = min(query + TILE, end - origin)
+                expected[rank] += TILE * len(range(0, last, TILE)) * TILE
+            expected[rank] += ROW_PAIRS * (start - origin)
+    assert modelled_cost(layout, segments).tolist() == expected
+
+
 def test_contiguous_cuts_the_row_into_equal_ranges() -> None:
     segments = Segments.from_lengths([5, 3, 5], pad_length=3)
     layout = make_layout(segments, 4, "contiguous")
@@ -115,6 +132,11 @@ def row_of(mix: str, num_tokens: int, rng: np.random.Generator, solutions: list[
     return Segments.from_lengths(lengths, pad_length=pad)
 
 
+# The modelled cost of the dearest rank over the mean, by the tokens of a rank. A tile of queries at the end of a 16k
+# document costs as much as 2 million pairs, a tenth of what a rank of 16384 tokens has: fewer cannot be as equal.
+MOST_COST = {65536: 1.03, 32768: 1.04, 16384: 1.06, 8192: 1.15, 4096: 1.3, 2048: 1.3, 1024: 1.6}
+
+
 @pytest.mark.parametrize("num_tokens", [32768, 131072])
 @pytest.mark.parametrize("mix", ["short", "lognormal", "one 16k", "gsm8k"])
 def test_balanced_is_balanced(mix: str, num_tokens: int, gsm8k_solutions: list[dict[str, Any]]) -> None:
@@ -124,6 +146,8 @@ def test_balanced_is_balanced(mix: str, num_tokens: int, gsm8k_solutions: list[d
         load = work(layout, segments)
         assert (np.bincount(owners(layout)) == num_tokens // world).all()
         assert load.max() / load.mean() <= 1.02, world
+        cost = modelled_cost(layout, segments)
+        assert cost.max() / cost.mean() <= MOST_COST[num_tokens // world], world
         assert pieces(layout).sum() <= segments.num_segments + 2 * (world - 1)
 
 
@@ -151,6 +175,17 @@ def test_short_documents_stay_whole_and_one_long_one_is_cut_once_per_rank() -> N
     long = int(segments.offsets[np.argmax(segments.lengths)])
     held = [int(((s >= long) & (s < long + 16384)).sum()) for s in layout.starts]
     assert held == [1] * 8
+
+
+def test_ranks_that_read_many_rows_get_less_work() -> None:
+    segments = row_of("one 16k", 131072, np.random.default_rng(0), [])
+    layout = make_layout(segments, 8, "balanced")
+    load, rows = work(layout, segments), key_rows(layout, segments)
+    assert load[rows.argmax()] < load.mean() < load[rows.argmin()]
+    alone = modelled_cost(make_layout(segments, 1), segments)[0]
+    for kind, least in (("contiguous", 2.5), ("headtail", 1.5)):
+        assert modelled_cost(make_layout(segments, 8, kind), segments).max() * 8 > least * alone, kind
+    assert modelled_cost(layout, segments).max() * 8 <= 1.26 * alone
 
 
 def test_the_same_row_always_gets_the_same_layout() -> None:

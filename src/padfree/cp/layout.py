@@ -3,7 +3,7 @@
     segments    5 3 5, pad 3          0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              T = 16, world = 4
     contiguous  rank 0 1 2 3          0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3
     headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0
-    balanced    equal work as well    whole documents, and here and there the head or the tail of one
+    balanced    equal cost as well    whole documents, and here and there the head or the tail of one
 
 A range that crosses the border of a segment is cut there, so that every range is a *piece*: consecutive queries of one
 document. The query at position p of its document reads p + 1 keys, so a piece [a, b) of a document costs
@@ -13,16 +13,19 @@ Why `balanced` always exists. Lay the documents on a circle and slide a window o
 all windows is half of the whole work, and the work changes gradually with the place of the window (between two borders
 of documents it is linear); so somewhere it is one half. Such a window cuts the circle in at most two places. It goes to
 one half of the ranks and what is left to the other half, and both are divided the same way until every rank has its
-own: equal tokens exactly, equal work to within a token's work, and at most S + 2 (world - 1) pieces, for documents of
+own: equal tokens exactly, equal work as nearly as wanted, and at most S + 2 (world - 1) pieces, for documents of
 any lengths. A document as long as the row becomes head-tail pairs, a shorter one uneven pieces, short ones stay whole.
 
-A cut at position p of a document makes somebody read the p keys before it once more. Among the windows whose work is
-close enough to one half (`TOLERANCE`), the one with the fewest such rows is taken: that is what keeps the cuts in short
-documents and near the heads of long ones.
+Work is not all that takes time. A piece [a, b) also has the a keys before it gathered and their gradients sent back,
+and kernels compute whole tiles of queries against whole tiles of keys. `modelled_cost` counts both. Of the windows that
+leave every rank at most 1 + TOLERANCE of the mean work, the one is taken whose dearer side is the cheapest: whoever
+reads many rows gets less work, cuts are few and near the heads of documents, and the last ones fall between tiles. Work
+has the last word: the rank that holds the head of a very long document reads the fewest rows, and is left the cheapest.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -31,15 +34,23 @@ from numpy.typing import NDArray
 from padfree.batch import Layout, LayoutKind, Segments
 
 Indices = NDArray[np.int64]
+Reals = NDArray[np.float64]
 
-TOLERANCE = 0.012
-"""How much more than the mean a rank's work may be, where that saves key rows. Cuts at different depths share it."""
+TILE_BITS = 7
+TILE = 1 << TILE_BITS
+"""Kernels compute so many queries, and so many keys, at a time."""
 
-CUT_ROWS = 64
-"""What a cut costs besides the key rows it repeats: kernels take queries by tiles, and a piece ends in half a one."""
+ROW_PAIRS = 300
+"""What a key row before a piece costs, in (query, key) pairs: it is gathered, and its gradient is sent back."""
+
+TOLERANCE = 0.019
+"""How much more than the mean a rank's work may be, where that makes the modelled cost more equal."""
+
+GOOD = 1.015
+"""The cost per rank, over the mean, at which a window is taken without a longer search."""
 
 REFUSED = 2.0**40
-"""Above any number of rows: the score of a window whose work is not near enough."""
+"""Above any cost over the mean: the score of a window whose work is not near enough."""
 
 
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
@@ -78,6 +89,12 @@ def key_rows(layout: Layout, segments: Segments) -> Indices:
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
+def modelled_cost(layout: Layout, segments: Segments) -> Indices:
+    """[world] the work of each rank as kernels do it, in whole tiles, and what the keys before its pieces cost."""
+    ranks = (_positions(layout, segments, rank) for rank in range(layout.world))
+    return np.array([(_tile_pairs(first, end) + ROW_PAIRS * first).sum() for first, end in ranks], dtype=np.int64)
+
+
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
     """The segments to which these tokens of the row belong."""
     return np.searchsorted(offsets, tokens, side="right") - 1
@@ -91,6 +108,14 @@ def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, 
 
 def _work(first: Indices, end: Indices) -> Indices:
     return (end - first) * (first + end + 1) // 2
+
+
+def _tile_pairs(first: Indices, end: Indices) -> Indices:
+    """Like `_work`, but each tile of queries, counted from `first`, reads all the tiles of keys that it touches."""
+    # the numbers of tiles are rounded up; shifts are several times as fast as divisions
+    tiles, before, up_to = (x + (TILE - 1) >> TILE_BITS for x in (end - first, first, end))
+    pairs: Indices = ((tiles - 1) * before + (tiles * (tiles - 1) >> 1) + up_to) << 2 * TILE_BITS
+    return pairs
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
@@ -113,13 +138,14 @@ def _layout(
     starts, owners = starts[first], owners[first]
     ends = np.append(starts[1:], num_tokens)[: len(starts)]
     order = np.argsort(owners, kind="stable")
-    splits = np.searchsorted(owners[order], np.arange(1, world))
+    splits = np.searchsorted(owners[order], np.arange(world + 1)).tolist()
+    starts, ends = starts[order], ends[order]
     return Layout(
         kind=kind,
         world=world,
         num_tokens=num_tokens,
-        starts=tuple(np.split(starts[order], splits)),
-        ends=tuple(np.split(ends[order], splits)),
+        starts=tuple(starts[a:b] for a, b in pairwise(splits)),
+        ends=tuple(ends[a:b] for a, b in pairwise(splits)),
     )
 
 
@@ -127,12 +153,17 @@ def _balanced(offsets: Indices, world: int) -> tuple[Indices, Indices]:
     """Where the pieces start in the row, ascending, and who owns them."""
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
-    real = lengths > 0
-    start = offsets[:-1][real]
-    circles = _Circles(start, np.zeros_like(start), lengths[real], np.array([len(start)]), np.array([world]))
-    tolerance = TOLERANCE / max(1, (world - 1).bit_length())
-    while (circles.world > 1).any():
-        circles = _divided(circles, share, tolerance)
+    # Short documents stay mixed: what whole tiles add to them depends on their lengths. Long ones behind them, the
+    # longest last: then those who get its tail, and read most rows, get short documents as well.
+    order = np.argsort(np.where(lengths >= 4 * TILE, lengths, 0), kind="stable")
+    order = order[lengths[order] > 0]
+    start, length = offsets[order], lengths[order]
+    circles = _Circles(start, np.zeros_like(start), length, np.array([len(start)]), np.array([world]))
+    mean_work = float(_work(circles.first, length).sum()) / world
+    depth = (world - 1).bit_length()
+    for level in range(1, depth + 1):
+        most_work = (1 + TOLERANCE * level / depth) * mean_work
+        circles = _divided(circles, share, mean_work, most_work, last=level == depth)
     order = np.argsort(circles.start)
     return circles.start[order], np.repeat(np.arange(world), circles.counts)[order]
 
@@ -147,15 +178,16 @@ class _Circles(NamedTuple):
     world: Indices  # [C]
 
 
-def _divided(circles: _Circles, share: int, tolerance: float) -> _Circles:
+def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
     """Each circle cut into two: a window for one half of its ranks, the rest for the other half."""
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
-    search = _Search(circles, circle, share, tolerance)
+    search = _Search(circles, circle, share, mean_work, most_work, last)
     begin, score = search.at_borders()
-    poor = score > CUT_ROWS + share // 128  # repeats more than 1% of what a rank holds
+    two_tiles = 2 * TILE * TILE * circles.world / search.whole_cost  # what another cut would add
+    poor = (score > GOOD + two_tiles) & (circles.world > 1)
     if poor.any():
-        better, lower = search.everywhere(poor)
-        begin[poor] = np.where(lower < score[poor], better, begin[poor])
+        better, lower = search.everywhere(poor, least=np.where(score < REFUSED, max(TILE, share // 64), 0))
+        begin = np.where(lower < score, better, begin)
 
     edges, base, total, size = search.edges, search.base, search.total, search.size
     window = base + begin
@@ -179,48 +211,129 @@ def _divided(circles: _Circles, share: int, tolerance: float) -> _Circles:
     )
 
 
-class _Search:
-    """The search for the window of each circle: its share of the work, and cuts that repeat few key rows."""
+class _Places(NamedTuple):
+    """Both ends of windows."""
 
-    def __init__(self, circles: _Circles, circle: Indices, share: int, tolerance: float) -> None:
-        self.circle, self.first = circle, circles.first
-        self.edges = np.zeros(len(circle) + 1, dtype=np.int64)
-        circles.length.cumsum(out=self.edges[1:])
-        self.done = np.zeros(len(circle) + 1, dtype=np.int64)
-        _work(circles.first, circles.first + circles.length).cumsum(out=self.done[1:])
+    piece: Indices  # [2, N]
+    first: Indices  # [2, N] where it begins in its document
+    position: Indices  # [2, N] where it is cut
+    wrapped: NDArray[np.bool_]  # [2, N] once round the circle
+    circle: Indices  # [N]
+
+    def these(self, which: Indices) -> _Places:
+        piece, first, position = self.piece[:, which], self.first[:, which], self.position[:, which]
+        return _Places(piece, first, position, self.wrapped[:, which], self.circle[which])
+
+
+class _Search:
+    """The search for the window of each circle: the lowest modelled cost per rank that the work allows."""
+
+    def __init__(
+        self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
+    ) -> None:
+        self.circle, self.first, self.end = circle, circles.first, circles.first + circles.length
+        self.mean_work, self.last = mean_work, last
         self.ends = circles.counts.cumsum()
         self.starts = self.ends - circles.counts
-        self.total = circles.world * share
-        self.size = circles.world // 2 * share
+        self.stride = 1 + circles.counts // 64
+        self.edges, self.done = np.zeros((2, len(circle) + 1), dtype=np.int64)
+        circles.length.cumsum(out=self.edges[1:])
+        _work(self.first, self.end).cumsum(out=self.done[1:])
+        cost = (_tile_pairs(self.first, self.end) + ROW_PAIRS * self.first).astype(np.float64)
+        if not last:
+            cost += self.cost_to_come(self.first.astype(np.float64), self.end.astype(np.float64))
+        self.spent = np.zeros(len(circle) + 1)
+        cost.cumsum(out=self.spent[1:])
         self.base = self.edges[self.starts]
         self.whole = self.done[self.ends] - self.done[self.starts]
+        self.whole_cost = self.spent[self.ends] - self.spent[self.starts]
+        inside = circles.world // 2
+        outside = circles.world - inside
+        ranks = np.maximum(np.array([inside, outside]), 1)
+        self.scale = circles.world / (ranks * self.whole_cost)
+        self.mean_loads = ranks * mean_work
+        self.total, self.size = circles.world * share, inside * share
         self.target = self.whole * self.size / self.total
-        self.allowed = tolerance * self.target
+        self.low = np.minimum(self.whole - outside * most_work, self.target)
+        self.high = np.maximum(inside * most_work, self.target)
 
-    def evaluate(self, begin: Indices, circle: Indices) -> tuple[Indices, NDArray[np.float64]]:
-        """The work of the windows that begin here, and a score: the key rows that their cuts repeat, if work allows."""
-        place = np.stack([begin, begin + self.size[circle]])
-        wrapped = place >= self.total[circle]
-        place += self.base[circle] - wrapped * self.total[circle]
-        index = self.edges[:-1].searchsorted(place, side="right") - 1
-        beyond = place - self.edges[index]
-        position = self.first[index] + beyond
-        before = self.done[index] + _work(self.first[index], position) + wrapped * self.whole[circle]
-        load = before[1] - before[0]
-        rows = ((position + CUT_ROWS) * (beyond > 0)).sum(axis=0)
-        miss = np.abs(load - self.target[circle])
-        return load, np.where(miss <= self.allowed[circle], rows, REFUSED + miss)
+    def cost_of(self, first: Indices, end: Indices) -> Reals:
+        """The modelled cost of parts that a cut would make."""
+        if self.last:
+            return (_tile_pairs(first, end) + ROW_PAIRS * first * (end > first)).astype(np.float64)
+        # Other cuts are to come, so the tiles are not known. On average half a tile of keys is too much for whole tiles
+        # of queries, twice that if the part does not begin with its document, and half a tile of queries at the end.
+        a, b = first.astype(np.float64), end.astype(np.float64)
+        pairs = (b - a) * ((a + b) / 2 + TILE // 2 * (1 + (a > 0)))
+        return pairs + (b > a) * (ROW_PAIRS * a + TILE // 2 * b) + self.cost_to_come(a, b)
 
-    def at_borders(self) -> tuple[Indices, NDArray[np.float64]]:
-        """The best of at most about 128 windows that begin at the border of a piece, per circle, and its score."""
-        stride = 1 + (self.ends - self.starts) // 128
-        chosen = np.flatnonzero((np.arange(len(self.circle)) - self.starts[self.circle]) % stride[self.circle] == 0)
+    def cost_to_come(self, first: Reals, end: Reals) -> Reals:
+        """Of the cuts that parts of more than a rank's work still need.
+
+        The work of [first, end) lies, on average, at 2/3 (end^3 - first^3) / (end^2 - first^2). So there begin, on
+        average, the n ranks who share it equally, but for half a rank's length each; and the first of them is no cut.
+        """
+        ends = end + first
+        rows = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n times that, less first
+        return (ROW_PAIRS + TILE // 2) * np.maximum(rows, 0)
+
+    def places(self, begin: Indices, circle: Indices) -> _Places:
+        total = self.total[circle]
+        place = np.array([begin, begin + self.size[circle]])
+        wrapped = place >= total
+        place += self.base[circle] - wrapped * total
+        piece = self.edges[:-1].searchsorted(place, side="right") - 1
+        first = self.first[piece]
+        return _Places(piece, first, first + place - self.edges[piece], wrapped, circle)
+
+    def load(self, places: _Places) -> Indices:
+        """The work of windows."""
+        piece, first, position, wrapped, circle = places
+        before: Indices = self.done[piece] + _work(first, position) + wrapped * self.whole[circle]
+        load: Indices = before[1] - before[0]
+        return load
+
+    def costs(self, places: _Places) -> Reals:
+        """[2, windows] the cost per rank of windows and of what is left, over the mean of the circle."""
+        piece, first, position, wrapped, circle = places
+        head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
+        before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
+        if not self.last:
+            tail = np.where(position == first, behind - before, tail)
+        turn = wrapped * whole
+        before += turn
+        behind += turn
+        inside = before[1] - behind[0] + tail[0] + head[1]
+        outside = whole - behind[1] + before[0] + head[0] + tail[1]
+        costs: Reals = np.array([inside, outside]) * self.scale[:, circle]
+        return costs
+
+    def score(self, begin: Indices, circle: Indices) -> Reals:
+        """The cost of the dearer side of windows, if their work allows them."""
+        places = self.places(begin, circle)
+        load = self.load(places)
+        miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
+        score = REFUSED + miss
+        fine = np.flatnonzero(miss <= 0)
+        if len(fine) == 0:
+            return score
+        places, load = places.these(fine), load[fine]
+        costs = self.costs(places)
+        if not self.last:  # work counts too: a side near the limit leaves the divisions to come no choice
+            costs += np.array([load, self.whole[places.circle] - load]) / self.mean_loads[:, places.circle] - 1
+        score[fine] = np.maximum(costs[0], costs[1])
+        return score
+
+    def at_borders(self) -> tuple[Indices, Reals]:
+        """The best of at most about 64 windows that begin at the border of a piece, per circle, and its score."""
+        ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
+        chosen = np.flatnonzero(ordinal % self.stride[self.circle] == 0)
         circle = self.circle[chosen]
         begin = self.edges[chosen] - self.base[circle]
-        return _best(begin, self.evaluate(begin, circle)[1], circle)
+        return self.best(begin, circle, self.score(begin, circle))
 
-    def everywhere(self, which: NDArray[np.bool_]) -> tuple[Indices, NDArray[np.float64]]:
-        """The best window of these circles."""
+    def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
+        """The best window of these circles with a cut where borders are more than `least` tokens apart; its score."""
         # Halves are symmetrical: a window that begins in the second half is the complement of one that begins in the
         # first. So borders count modulo the half; in uneven circles they count as beginnings and as ends.
         even = 2 * self.size == self.total
@@ -232,22 +345,43 @@ class _Search:
             [self.edges[mine], self.edges[odd] - self.size[self.circle[odd]], (self.base - 1)[which]]
         )
         begin = (begin - self.base[circle]) % turn[circle]
-        order = np.lexsort([begin, circle])
+        order = np.argsort(circle * self.total.max() + begin)
         begin, circle = begin[order], circle[order]
-        load, score = self.evaluate(begin, circle)
-        # From one of these places to the next the work changes linearly. Where it passes the target, and where it comes
-        # within the tolerance of it, are the other candidates.
-        goal = (self.target + np.multiply.outer([0.0, -0.99, 0.99], self.allowed))[:, circle[:-1]]
-        behind, ahead = load[:-1] - goal, load[1:] - goal
-        line, where = np.nonzero((behind * ahead < 0) & (circle[1:] == circle[:-1]))
-        step = behind[line, where] / (load[where] - load[where + 1]) * (begin[where + 1] - begin[where])
-        between = begin[where] + np.rint(step).astype(np.int64)
-        score = np.concatenate([score, self.evaluate(between, circle[where])[1]])
-        return _best(np.concatenate([begin, between]), score, np.concatenate([circle, circle[where]]))
+        # From one of these places to the next the work changes linearly, and but for tiles the cost does, if neither is
+        # itself a border. Where the sides cost the same, where the work passes the target, and where it comes within
+        # the tolerance, are the candidates.
+        load = self.load(self.places(begin, circle))
+        wide = np.flatnonzero((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]]))
+        low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
+        interval = wide[(low <= self.high[circle[wide]]) & (high >= self.low[circle[wide]])]
+        left, right, within = begin[interval], begin[interval + 1], circle[interval]
+        margin = 0.01 * (self.high - self.low)
+        goal = np.array([self.target, self.low + margin, self.high - margin])[:, within]
+        costs = self.costs(self.places(np.concatenate([left + 1, right - 1]), np.concatenate([within, within])))
+        excess = (costs[0] - costs[1]).reshape(2, 1, -1)
+        behind = np.concatenate([load[interval] - goal, excess[0]])
+        ahead = np.concatenate([load[interval + 1] - goal, excess[1]])
+        line, where = np.nonzero(behind * ahead < 0)
+        step = behind[line, where] / (behind - ahead)[line, where] * (right - left)[where]
+        between, within = left[where] + np.rint(step).astype(np.int64), within[where]
+        if self.last:
+            between, within = self.aligned(between, within)
+        more = (~even | (least == 0) & (self.stride > 1))[circle]  # borders that `at_borders` leaves out
+        begin, circle = np.concatenate([between, begin[more]]), np.concatenate([within, circle[more]])
+        return self.best(begin, circle, self.score(begin, circle))
 
+    def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
+        """These windows, and those beside them of which a cut has whole tiles before it or behind it."""
+        piece, first, position, _, _ = self.places(begin, circle)
+        step = np.concatenate([first - position, self.end[piece] - position]) % TILE
+        moved = (begin + np.concatenate([step, step - TILE])) % self.total[circle]
+        return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
-def _best(begin: Indices, score: NDArray[np.float64], circle: Indices) -> tuple[Indices, NDArray[np.float64]]:
-    """Per circle the window with the lowest score, and that score."""
-    order = np.lexsort([score, circle])
-    first = order[np.flatnonzero(np.diff(circle[order], prepend=-1))]
-    return begin[first], score[first]
+    def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
+        """Per circle the window with the lowest score, and that score."""
+        lowest = np.full(len(self.base), np.inf)
+        np.minimum.at(lowest, circle, score)
+        chosen = np.flatnonzero(score == lowest[circle])
+        found = np.zeros(len(lowest), dtype=np.int64)
+        found[circle[chosen[::-1]]] = begin[chosen[::-1]]  # the first of equals
+        return found, lowest

@@ -28,7 +28,7 @@ GIBIBYTE = 1 << 30
 BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 
 # Tiles: on a GPU large enough to fill it several times over, on a CPU small enough for its caches.
-TILE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
+TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
 # How many operations of a matrix product take as long as a byte of memory traffic; an H200's 790e12 / 4.3e12.
