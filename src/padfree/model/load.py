@@ -1,0 +1,419 @@
+"""From a Hugging Face folder to a model, each rank reading only what it will hold.
+
+    config.json      -> the model on the meta device: names, shapes and ties, no memory
+    shard(model)     -> whatever the caller does to it there (attach, checkpointing, compile, FSDP2)
+    to_empty(device) -> memory for this rank's part
+    *.safetensors    -> this rank's rows of every tensor, cast to the parameter's dtype
+
+    weight [6, 3] in a file, FSDP2 over 2 ranks        rank 0 reads rows 0:3, rank 1 rows 3:6
+
+Three sources fill the tensors:
+
+- Files whose names are the model's own: every rank reads its slices.
+- Files that transformers renames or merges on loading (experts stored one by one): rank 0 lets transformers load them
+  on the CPU, and sends each tensor round.
+- No weights at all, a config alone: rank 0 initialises on the CPU from `seed`, as transformers would, and sends each
+  tensor round. So the numbers do not depend on how many ranks there are.
+
+Ties hold by identity: one parameter under two names is one again after `to_empty`. Buffers that no file holds (rotary
+frequencies) come from transformers' own `_init_weights`. It is run twice over different fillings: a buffer that differs
+is one the model's code does not restore, and the model is refused rather than run on what happened to be in memory.
+
+Only safetensors are read; files that hold pickles are refused. Every rank must call this alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and torch.compile put into the names of parameters."""
+
+Region = tuple[slice, ...]
+
+
+def load_model(
+    source: str | Path | PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    shard: Callable[[PreTrainedModel], None] | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal language model in training mode.
+
+    `source` is a folder, the id of one on the Hub, or a config (file, object, or folder without weights), which gives
+    random weights. `shard` is called with the model on the meta device.
+    """
+    config, files = _opened_together(source, trust_remote_code)
+    name = config.name_or_path or type(config).__name__
+    with torch.device("meta"):
+        model = _from_config(config, dtype, trust_remote_code)
+    _keep_in_float32(model, dtype)
+    restored = _restored_buffers(model)
+    direct = files is not None and _names_match(model, files)
+    before = named_tensors(model).keys()
+    if shard is not None:
+        shard(model)
+    if apart := named_tensors(model).keys() ^ before:
+        raise ValueError(
+            f"shard: takes {min(apart)} apart from what it is tied to; shard the two in one fully_shard unit"
+        )
+    ties = _ties(model)
+    model.to_empty(device=device)
+    for (module, attribute), (first, first_attribute) in ties:
+        setattr(module, attribute, getattr(first, first_attribute))
+    with torch.no_grad():
+        if direct:
+            assert files is not None
+            _read_slices(model, files, name)
+        else:
+
+            def source_model() -> PreTrainedModel:
+                if files is None:
+                    return _initialised(config, dtype, trust_remote_code, seed)
+                return _through_transformers(next(iter(files.values())).parent, config, dtype, trust_remote_code)
+
+            _send_round(model, source_model)
+        for module_name, module in model.named_modules():
+            for buffer_name in module._non_persistent_buffers_set:
+                buffer = module._buffers[buffer_name]
+                if buffer is not None:
+                    buffer.copy_(restored[clean_name(f"{module_name}.{buffer_name}")])
+    if files is not None:
+        folder = next(iter(files.values())).parent
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.train()
+    return model
+
+
+# Names, ties and places
+
+
+def clean_name(name: str) -> str:
+    """The name a parameter had before its module was wrapped, which is the one in HF files."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.lstrip(".")
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer once, by its name in HF files; of tied ones the first name.
+
+    Under FSDP2 the sharded ones: a unit that a forward without backward has left whole is sharded again.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    tensors: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                tensors[clean_name(f"{module_name}.{name}")] = buffer
+    return tensors
+
+
+def local_region(tensor: Tensor) -> Region:
+    """Which part of the whole tensor this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh of its own parameters"
+    return region_of(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+
+
+def region_of(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> Region:
+    """The part at `coordinate` of a mesh: [5, 2] sharded by rows over 2 -> rows 0:3 and 3:5."""
+    bounds = [(0, size) for size in shape]
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        assert type(placement) is Shard, f"{placement}: only Shard and Replicate are known here"
+        begin, end = bounds[placement.dim]
+        rows = -(-(end - begin) // size)
+        bounds[placement.dim] = (min(begin + index * rows, end), min(begin + (index + 1) * rows, end))
+    return tuple(slice(begin, end) for begin, end in bounds)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of the tensor, sharing its memory."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def raise_together(error: str | None, group: ProcessGroup | None = None) -> None:
+    """`ValueError` on every rank if any has an error, so that nobody goes on and waits for a rank that ended."""
+    errors: list[str | None] = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group=group)
+    for message in errors:
+        if message is not None:
+            raise ValueError(message)
+
+
+def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+    """(module, attribute) of every parameter that is another one's, with that other one."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    ties = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            owner = first.setdefault(id(parameter), (module, name))
+            if owner != (module, name):
+                ties.append(((module, name), owner))
+    return ties
+
+
+# What the folder holds
+
+
+def _opened_together(
+    source: str | Path | PreTrainedConfig, trust_remote_code: bool
+) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
+    """`_open` on every rank; machines may hold different files under one name, and then all must stop."""
+    opened, error = None, None
+    try:
+        opened = _open(source, trust_remote_code)
+    except ValueError as caught:
+        error = str(caught)
+    raise_together(error)
+    assert opened is not None
+    return opened
+
+
+def _open(
+    source: str | Path | PreTrainedConfig, trust_remote_code: bool
+) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
+    """The config, and in which file each tensor is; None: there are no weights."""
+    if isinstance(source, PreTrainedConfig):
+        return copy.deepcopy(source), None
+    path = Path(source)
+    downloaded = not path.exists()
+    if downloaded:
+        path = _download(str(source), trust_remote_code)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"model: {path} has no config.json; give a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"model: the config of {source} cannot be used ({_one_line(error)})") from None
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"model: {source} is quantized; give the weights it was made from, these cannot be trained")
+    files = _weight_files(path) if path.is_dir() else None
+    if downloaded and files is None:
+        raise ValueError(f"model: {source} has no safetensors on the Hub; convert its weights to safetensors")
+    return config, files
+
+
+def _download(repository: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository) or repository.startswith("."):
+        raise ValueError(f"model: {repository} does not exist; give a model folder, a config file or a Hub id")
+    patterns = ["*.json", "*.safetensors", *(["*.py"] if trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: {repository} is no folder here, and the Hub does not give it ({_one_line(error)})"
+        ) from None
+
+
+def _weight_files(folder: Path) -> dict[str, Path] | None:
+    if (folder / INDEX).exists():
+        mapping: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        for file in sorted(set(mapping.values())):
+            if Path(file).name != file or not (folder / file).exists():
+                raise ValueError(f"model: {folder / file}, named in {INDEX}, is not there; copy or download it again")
+        return {name: folder / file for name, file in mapping.items()}
+    if (folder / WEIGHTS).exists():
+        with _opened(folder / WEIGHTS) as file:
+            return dict.fromkeys(file.keys(), folder / WEIGHTS)
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if others:
+        raise ValueError(
+            f"model: {folder} has {others[0]} but no {WEIGHTS}; only safetensors are read (pickles can run code), "
+            "convert the weights with save_pretrained"
+        )
+    return None
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"model: {path} cannot be read ({_one_line(error)}); copy or download the file again"
+        ) from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+# The model without weights
+
+
+def _from_config(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        raise ValueError(f"model: {config.model_type!r} is no causal language model of transformers; give one that is")
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What an architecture wants in float32 whatever the rest is in, as `from_pretrained` keeps it."""
+    for part, kept in model._get_dtype_plan(dtype).items():
+        for name, tensor in named_tensors(model).items():
+            if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name):
+                tensor.data = tensor.data.to(kept)
+
+
+def _restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers that no file holds, on the CPU, by name; `model` is on the meta device."""
+    for tensor in named_tensors(model).values():
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    runs: list[dict[str, Tensor]] = []
+    for filling in (0, 1):
+        for module in model.modules():
+            module.__dict__.pop("_is_hf_initialized", None)
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    module._buffers[name] = torch.full_like(buffer, filling, device="cpu")
+        model.initialize_weights()  # type: ignore[no-untyped-call]
+        runs.append({name: buffer.clone() for name, buffer in model.named_non_persistent_buffers()})
+    for name, buffer in runs[0].items():
+        if not torch.equal(buffer, runs[1][name]):
+            raise ValueError(
+                f"model: the _init_weights of {type(model).__name__} does not restore the buffer {name}; "
+                "add that to the model's code"
+            )
+    return runs[0]
+
+
+# Filling it
+
+
+def _names_match(model: PreTrainedModel, files: Mapping[str, Path]) -> bool:
+    """Whether the files hold the model's tensors as they are, so that slices can be read."""
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return False
+    wanted = set(named_tensors(model))
+    tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - wanted
+    buffers = {name for name, _ in model.named_non_persistent_buffers()}
+    ignored = re.compile("|".join((r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ()))))
+    unexpected = {name for name in files.keys() - wanted - tied - buffers if not ignored.search(name)}
+    return not unexpected and wanted <= files.keys() and not tied & files.keys()
+
+
+def _read_slices(model: nn.Module, files: Mapping[str, Path], model_name: str) -> None:
+    opened: dict[Path, Any] = {}
+    error = None
+    try:
+        for name, tensor in named_tensors(model).items():
+            path = files[name]
+            if path not in opened:
+                opened[path] = _opened(path)
+            _read_one(opened[path], name, tensor, path)
+    except (SafetensorError, OSError, ValueError) as caught:
+        error = str(caught) if isinstance(caught, ValueError) else f"model: {model_name}: {_one_line(caught)}"
+    raise_together(error)
+
+
+def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
+    stored = file.get_slice(name)
+    if tuple(stored.get_shape()) != tuple(tensor.shape):
+        raise ValueError(
+            f"model: {name} has shape {list(stored.get_shape())} in {path} and {list(tensor.shape)} by its config; "
+            "give the config that belongs to the weights"
+        )
+    local = local_part(tensor)
+    if local.numel():
+        local.copy_(stored[local_region(tensor)] if tensor.ndim else file.get_tensor(name))
+
+
+def _initialised(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _from_config(copy.deepcopy(config), dtype, trust_remote_code)
+
+
+def _through_transformers(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=copy.deepcopy(config),
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        trust_remote_code=trust_remote_code,
+    )
+    model, info = loaded
+    for kind, cure in (
+        ("missing", "the files are not complete, or belong to another config"),
+        ("unexpected", "the files hold more than the model of this config; give the config that belongs to them"),
+        ("mismatched", "give the config that belongs to the weights"),
+    ):
+        names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in info[f"{kind}_keys"])
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            what = "of another shape" if kind == "mismatched" else kind
+            raise ValueError(f"model: {names[0]}{others} {what} in {folder}; {cure}")
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _send_round(model: nn.Module, source_model: Callable[[], PreTrainedModel]) -> None:
+    """Fill the model from one that rank 0 makes on the CPU, tensor by tensor."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    whole: dict[str, Tensor] = {}
+    error = None
+    if not several or dist.get_rank() == 0:
+        try:
+            whole = named_tensors(source_model())
+        except (ValueError, OSError, RuntimeError, SafetensorError) as caught:
+            error = str(caught) if str(caught).startswith("model: ") else f"model: {_one_line(caught)}"
+    targets = named_tensors(model)
+    if error is None and whole and whole.keys() != targets.keys():
+        error = (
+            f"model: {min(whole.keys() ^ targets.keys())} is tied to another tensor by the config, but the files hold "
+            "both, and they differ; set tie_word_embeddings to false in config.json"
+        )
+    raise_together(error)
+    for name, tensor in targets.items():
+        full = whole[name].detach() if whole else torch.empty(tensor.shape, dtype=tensor.dtype)
+        assert (full.shape, full.dtype) == (tensor.shape, tensor.dtype), name
+        if several:
+            full = full.contiguous()
+            dist.broadcast(full, 0)
+        local_part(tensor).copy_(full[local_region(tensor)])

@@ -1,0 +1,136 @@
+"""An exported folder is what the model was, bit for bit, and stock transformers loads it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_ranks
+from models import build
+from safetensors import safe_open
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from padfree.model import export
+from padfree.model.adapter import attach
+from padfree.model.export import export_model
+from padfree.model.load import load_model
+
+
+def assert_same(got: PreTrainedModel, expected: PreTrainedModel) -> None:
+    assert type(got) is type(expected)
+    names = [name for name, _ in expected.named_parameters(remove_duplicate=False)]
+    assert names == [name for name, _ in got.named_parameters(remove_duplicate=False)]
+    for name in names:
+        assert torch.equal(got.get_parameter(name), expected.get_parameter(name)), name
+
+
+def shard_layers(model: PreTrainedModel) -> None:
+    for layer in model.base_model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")), unk_token="?"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "gpt2", "deepseek_v3"])
+def test_round_trip(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    assert export_model(model, tmp_path / "out", tokenizer()) == tmp_path / "out"
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
+    assert_same(load_model(tmp_path / "out"), model)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == {"a": 0, "b": 1, "?": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_attachment_does_not_show(tmp_path: Path) -> None:
+    model = attach(build("llama"))
+    export_model(model, tmp_path)
+    assert "padfree" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert again(input_ids=torch.arange(4)[None]).logits.isfinite().all()
+
+
+def test_dtype_and_file_size(tmp_path: Path) -> None:
+    model = build("llama")
+    export_model(model, tmp_path, dtype=torch.bfloat16, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.dtype == torch.bfloat16
+    assert_same(again, model.bfloat16())
+
+
+def sharded(rank: int, world: int, pairs: list[tuple[str, str]]) -> None:
+    for source, target in pairs:
+        model = load_model(source, shard=shard_layers)
+        export_model(model, target)
+        assert_same(AutoModelForCausalLM.from_pretrained(target), AutoModelForCausalLM.from_pretrained(source))
+    with pytest.raises(ValueError, match=r"export: .* is no earlier export .*; give a new folder"):
+        export_model(model, Path(pairs[0][0]).parent)
+
+
+def test_sharded_models_export_what_they_loaded(tmp_path: Path) -> None:
+    pairs = []
+    for name in ("llama_tied", "qwen3_moe"):
+        build(name, vocab_size=63).save_pretrained(tmp_path / name)
+        pairs.append((str(tmp_path / name), str(tmp_path / f"{name}-out")))
+    run_ranks(2, sharded, pairs)
+    with safe_open(tmp_path / "llama_tied-out" / "model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+
+
+def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
+    export_model(build("llama"), tmp_path / "out", max_shard_size="30KB")
+    model = build("llama", seed=1)
+    export_model(model, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    assert_same(load_model(tmp_path / "out"), model)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new folder"):
+        export_model(build("llama"), tmp_path)
+    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new folder"):
+        export_model(build("llama"), tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+    export_model(build("llama"), tmp_path / "out")
+    (tmp_path / "out" / "run").mkdir()
+    with pytest.raises(ValueError, match=r"is no earlier export \(it has run\); give a new folder"):
+        export_model(build("llama"), tmp_path / "out")
+
+
+def test_a_full_disk_leaves_the_earlier_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = build("llama")
+    export_model(model, tmp_path / "out")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "sync", full)
+        with pytest.raises(ValueError, match=r"export: .*out cannot be written .*No space left.*") as caught:
+            export_model(build("llama", seed=1), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert_same(load_model(tmp_path / "out"), model)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_that_died_between_its_renames_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    export_model(model, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    monkeypatch.setattr(export, "sync", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(ValueError, match="broken"):
+        export_model(build("llama", seed=1), tmp_path / "out")
+    assert_same(load_model(tmp_path / "out"), model)
