@@ -1,0 +1,247 @@
+"""One optimizer step over a global batch of samples, for SFT and for policy losses alike.
+
+    samples (all of them, on every rank)
+      -> plan            which sample is in which micro-batch of which data rank
+      -> token weights   from the masks of the whole global batch: losses of parts add up to the loss of the whole
+      -> for each micro-batch of this rank: row -> share -> hidden states -> loss -> backward
+      -> sums over ranks, gradient norm -> finite? -> clip -> AdamW
+
+How the samples are divided changes the order of additions and nothing else. A loss that is elementwise in the
+log-probabilities is fused with the head; the others (GSPO, OPSM) score first. A loss or gradient norm that is not
+finite stops before any weight has changed, with the samples to blame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import Sample
+from padfree.head import fused_loss, score
+from padfree.losses import (
+    LossInputs,
+    Statistics,
+    TokenLossSettings,
+    WeightMode,
+    compute_loss,
+    is_elementwise,
+    make_token_loss,
+    merge_statistics,
+    needs_entropy,
+    token_weights,
+)
+from padfree.model import hidden_states
+from padfree.packing import StepPlan
+from padfree.packing.fill import Indices
+from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
+from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate
+from padfree.train.parallelize import inside
+from padfree.train.scorer import Scorer, head_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSettings:
+    """The loss, and how its tokens are weighed."""
+
+    loss: TokenLossSettings
+    weights: WeightMode = "token-mean"
+    constant: float | None = None  # the divisor of weights "constant"
+    max_grad_norm: float | None = 1.0  # None: no clipping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepReport:
+    """What a step did: numbers of the whole global batch, the same on every rank."""
+
+    loss: float
+    gradient_norm: float  # before clipping
+    statistics: dict[str, float]  # means over scored tokens
+    num_samples: int
+    num_tokens: int  # of samples, pads not counted
+    num_labels: int
+    padding_share: float  # pads over all tokens that were computed
+    plan: StepPlan
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient norm that is no finite number. The weights are those before the step."""
+
+    def __init__(self, message: str, samples: Sequence[Sample]) -> None:
+        super().__init__(message)
+        self.samples = samples
+
+
+@dataclass(slots=True, eq=False)
+class _Sums:
+    """What the micro-batches of this rank add up to."""
+
+    loss: Tensor
+    statistics: Statistics
+    token_losses: list[tuple[MicroBatch, Indices, Tensor]]
+
+
+class Engine:
+    """A scorer's model, its optimizer, and the loss."""
+
+    def __init__(self, scorer: Scorer, optimizer: torch.optim.Optimizer, settings: LossSettings) -> None:
+        self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
+        self.model, self.mesh = scorer.model, scorer.mesh
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        *,
+        lr: float,
+        step: int = 0,
+        old_logprobs: Sequence[Floats] | None = None,
+    ) -> StepReport:
+        """One update with the samples of a global batch; every rank is given the same ones, in the same order.
+
+        `old_logprobs[i]` [n] are the trainer's own from before the first update with these samples
+        (`Scorer.logprobs`), for losses with a ratio to them. `step` is only for messages.
+        """
+        plan = self.scorer.plan(samples)
+        sums = self._backward(samples, plan, old_logprobs)
+        total = gradient_norm(self.parameters, self.mesh)
+        loss, statistics, num_labels = self._reduced(sums)
+        norm = total.item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._blame(samples, sums, step, loss, norm)
+        if self.settings.max_grad_norm is not None:
+            scale_gradients(self.parameters, (self.settings.max_grad_norm / (total + 1e-6)).clamp(max=1.0))
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+        num_tokens, context = int(plan.tokens.sum()), self.mesh.context.size
+        computed = int((np.maximum(-(-plan.tokens // context), 1) * context).sum())
+        return StepReport(
+            loss=loss,
+            gradient_norm=norm,
+            statistics=statistics,
+            num_samples=len(samples),
+            num_tokens=num_tokens,
+            num_labels=num_labels,
+            padding_share=1.0 - num_tokens / computed,
+            plan=plan,
+        )
+
+    def _backward(self, samples: Sequence[Sample], plan: StepPlan, old_logprobs: Sequence[Floats] | None) -> _Sums:
+        """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
+        settings = self.settings
+        grouped = settings.weights == "group-mean"
+        weights = token_weights(
+            settings.weights,
+            [sample.mask for sample in samples],
+            groups=[sample.group for sample in samples] if grouped else None,
+            constant=settings.constant,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
+        for indices in plan.micro_batches[self.mesh.data.rank]:
+            batch = make_micro_batch(
+                samples, indices, self.mesh, self.scorer.rows, weights=weights, old_logprobs=old_logprobs
+            )
+            loss, token_losses, statistics = inside(self.model, self._losses, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            sums.loss += loss.detach()
+            sums.statistics = merge_statistics(sums.statistics, statistics)
+            sums.token_losses.append((batch, indices, token_losses))
+        return sums
+
+    def _losses(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Statistics]:
+        """Of one row: the loss to differentiate, [T/cp] weighted token losses, and statistics."""
+        settings, head = self.settings.loss, head_of(model)
+        hidden, labels = hidden_states(model, batch.local), batch.local.labels
+        inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
+        entropy, temperature = needs_entropy(settings), self.scorer.temperature
+        if not is_elementwise(settings):
+            scores = score(
+                hidden, head.weight, labels, temperature=temperature, bias=head.bias, softcap=head.softcap,
+                logit_scale=head.logit_scale, entropy=entropy, num_labels=batch.num_labels,
+            )  # fmt: skip
+            output = compute_loss(
+                inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=self._reduce_context
+            )
+            loss = output.loss
+        else:
+            fused = fused_loss(
+                hidden, head.weight, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
+                temperature=temperature, bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale,
+                entropy=entropy, num_labels=batch.num_labels,
+            )  # fmt: skip
+            with torch.no_grad():
+                output = compute_loss(
+                    inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=self._reduce_context
+                )
+            loss = fused.loss
+        assert output.token_losses is not None
+        return loss, output.token_losses, output.statistics
+
+    def _reduce_context(self, values: Tensor) -> Tensor:
+        """Sums over the ranks that share a row."""
+        if self.mesh.context.size == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total, group=self.mesh.context.group)
+        return total
+
+    def _reduced(self, sums: _Sums) -> tuple[float, dict[str, float], int]:
+        """Loss, means of the statistics and number of labels of the global batch: one sum over all ranks."""
+        names = sorted(sums.statistics)
+        num_labels = sum(batch.num_labels for batch, _, _ in sums.token_losses)
+        numbers = torch.stack(
+            [
+                sums.loss,
+                sums.loss.new_tensor(num_labels),
+                *(number.to(sums.loss) for name in names for number in sums.statistics[name]),
+            ]
+        )
+        dist.all_reduce(numbers, group=self.mesh.loss.group)
+        loss, labels, *rest = numbers.tolist()
+        means = {name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)}
+        return loss, means, int(labels)
+
+    def _blame(self, samples: Sequence[Sample], sums: _Sums, step: int, loss: float, norm: float) -> NonFiniteError:
+        """Who made it: samples with a token loss that is not finite, or, where all are finite, all samples."""
+        found = torch.zeros(len(samples), dtype=torch.int64)
+        for batch, indices, token_losses in sums.token_losses:
+            if batch.is_filler:
+                continue
+            bad = batch.local.sample_index[~torch.isfinite(token_losses)].long().cpu()
+            found[torch.from_numpy(indices)[bad]] = self.mesh.loss.rank + 1
+        found = found.to(self.mesh.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.mesh.loss.group)
+        where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
+        self.optimizer.zero_grad(set_to_none=True)
+        if not where:
+            return NonFiniteError(
+                f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "
+                f"{len(samples)} samples ({_listed([_uid(samples, index) for index in range(len(samples))])}), "
+                "or lower optimizer.lr",
+                samples,
+            )
+        ranks = sorted(set(where.values()))
+        return NonFiniteError(
+            f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; look at sample "
+            f"{_listed([_uid(samples, index) for index in where])}, or lower optimizer.lr",
+            [samples[index] for index in where],
+        )
+
+
+def _uid(samples: Sequence[Sample], index: int) -> str | int:
+    uid = samples[index].uid
+    return f"number {index} of the batch" if uid is None else uid
+
+
+def _listed(entries: Sequence[str | int], most: int = 16) -> str:
+    shown = ", ".join(str(entry) for entry in entries[:most])
+    return shown if len(entries) <= most else f"{shown} and {len(entries) - most} more"

@@ -1,0 +1,106 @@
+"""One slot of a step plan as a row on the device.
+
+    samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
+    collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
+    shard      [T/cp]    this context rank's tokens, labels, weights, and its AttnContext
+
+A slot without tokens (fewer samples than slots) becomes a row of one token that is not scored: its rank must take part
+in every collective of the step, and the row adds exactly 0 to the loss and to the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.batch import IGNORE, LayoutKind, LocalBatch, PackedBatch, Sample
+from padfree.cp import shard
+from padfree.dist import Mesh
+from padfree.packing import collate
+
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSettings:
+    """How a row is divided over the context ranks and attended."""
+
+    layout: LayoutKind = "balanced"
+    method: str = "allgather"
+    attention: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroBatch:
+    """A row, this rank's share of it, and what the host knows of that."""
+
+    packed: PackedBatch  # on the host, the pad included
+    local: LocalBatch
+    num_labels: int  # of `local`
+    old_logprobs: Tensor | None  # [T/cp]
+    is_filler: bool
+
+
+def make_micro_batch(
+    samples: Sequence[Sample],
+    indices: NDArray[np.int64],
+    mesh: Mesh,
+    settings: RowSettings,
+    *,
+    weights: Sequence[Floats] | None = None,
+    old_logprobs: Sequence[Floats] | None = None,
+) -> MicroBatch:
+    """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens."""
+    chosen = [samples[i] for i in indices]
+    is_filler = not sum(len(sample) for sample in chosen)
+    if is_filler:
+        packed = collate([filler(samples)])
+    else:
+        packed = collate(chosen, weights=None if weights is None else [weights[i] for i in indices])
+    packed = packed.padded_to_multiple(mesh.context.size)
+    old_row = None
+    if old_logprobs is not None:
+        old_row = torch.zeros(packed.num_tokens)
+        if not is_filler:
+            for i, place in zip(indices, packed.unpack(old_row), strict=True):
+                place[:-1] = torch.from_numpy(np.asarray(old_logprobs[i][1:], dtype=np.float32))
+    local = shard(
+        packed.to(mesh.device),
+        world=mesh.context.size,
+        rank=mesh.context.rank,
+        group=mesh.context.group if mesh.context.size > 1 else None,
+        kind=settings.layout,
+        method=settings.method,
+        backend=settings.attention,
+    )
+    if old_row is not None:
+        old_row = old_row.to(mesh.device)
+        if local.context.layout is not None:
+            old_row = old_row.index_select(0, local.context.plan.own)
+    return MicroBatch(
+        packed=packed, local=local, num_labels=_num_labels(packed, local), old_logprobs=old_row, is_filler=is_filler
+    )
+
+
+def filler(samples: Sequence[Sample]) -> Sample:
+    """One token that is not scored, with the rollout arrays that the other samples have."""
+    for sample in samples:
+        if len(sample):
+            return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
+    raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
+
+
+def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
+    """How many of this rank's positions have a label, counted on the host."""
+    scored = packed.labels.numpy() != IGNORE
+    layout, rank = local.context.layout, local.context.rank
+    if layout is None:
+        return int(scored.sum())
+    before = np.concatenate([[0], np.cumsum(scored)])
+    return int((before[layout.ends[rank]] - before[layout.starts[rank]]).sum())

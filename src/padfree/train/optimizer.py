@@ -1,0 +1,73 @@
+"""AdamW, and the norm of a gradient that is spread over ranks.
+
+Weight decay falls on parameters of two dimensions and more (projections, embeddings, the head) and not on vectors
+(norms, biases): pulling a norm's scale to 0 is no regularisation.
+
+The gradient of a sharded parameter is a DTensor, of which each rank of the shard group has a part. The squares of
+their norms are added up over that group once, in float64; replicas hold the same numbers and are not counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from padfree.dist import Mesh
+
+
+def make_optimizer(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> torch.optim.AdamW:
+    """AdamW over the parameters that require a gradient."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze some")
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
+    """[] float64: the norm of the whole gradient, the same on every rank."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shares = [_local(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
+    wholes = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    total = _sum_of_squares(shares, mesh)
+    if shares:
+        dist.all_reduce(total, group=mesh.fsdp.get_group(mesh.fsdp.ndim - 1))
+    return (total + _sum_of_squares(wholes, mesh)).sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """All gradients times `factor` []."""
+    shares = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if shares:
+        torch._foreach_mul_(shares, factor.to(shares[0].dtype))
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _sum_of_squares(tensors: list[Tensor], mesh: Mesh) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=mesh.device)
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()

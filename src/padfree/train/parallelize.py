@@ -1,0 +1,136 @@
+"""A plain HF model plus an ordered list of transformations, applied from outside.
+
+    attach          attention inside each sample                         padfree.model.attach
+    compile         each layer by itself                                 parallel.compile
+    checkpointing   each layer's activations are computed again          parallel.checkpointing
+    shard           FSDP2: each layer a unit, the rest with the root     more than one process, or bfloat16
+
+None of them renames a parameter. With bfloat16, FSDP2 keeps float32 master weights (also of a single process), computes
+in bfloat16 and reduces gradients in float32.
+
+Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
+`function` can score hidden states with the head's own weight, and whatever gradient reaches that weight, a fused
+one too, is reduced over the ranks when backward ends. FSDP2 sees the tensors of nested tuples, lists and dicts that
+`function` returns, and of nothing else: a loss must be returned in one of these.
+
+Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from padfree.dist import Mesh
+from padfree.model import attach
+
+Checkpointing = Literal["none", "full", "selective"]
+Transformation = Callable[[PreTrainedModel], None]
+Result = TypeVar("Result")
+
+ENTRY = "run_inside"
+"""The method that FSDP2 treats as another forward of the model."""
+
+KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+"""Selective checkpointing keeps the results of matrix products and computes the rest again."""
+
+
+def transformations(
+    mesh: Mesh,
+    *,
+    attention: str = "auto",
+    compile: str = "none",
+    checkpointing: Checkpointing = "none",
+    dtype: torch.dtype = torch.float32,
+) -> list[Transformation]:
+    """What is done to a model, in order."""
+    steps: list[Transformation] = [partial(_attach, attention=attention)]
+    if compile != "none":
+        steps.append(partial(compile_layers, backend=compile))
+    if checkpointing != "none":
+        steps.append(partial(checkpoint_layers, mode=checkpointing))
+    if mesh.loss.size > 1 or dtype != torch.float32:
+        steps.append(partial(shard_model, mesh=mesh, dtype=dtype))
+    return steps
+
+
+def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
+    """Apply them. The model may be on the meta device and get its weights later."""
+    for step in steps:
+        step(model)
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of the model's layers."""
+    wanted = int(model.config.num_hidden_layers)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return module
+    raise ValueError(f"model: {type(model).__name__} has no list of its {wanted} layers; train it on one process")
+
+
+def _attach(model: PreTrainedModel, attention: str) -> None:
+    attach(model, attention)
+
+
+def compile_layers(model: PreTrainedModel, backend: str) -> None:
+    """`torch.compile` of each layer; attention is a break in it."""
+    for layer in layers_of(model):
+        layer.compile(backend=backend, dynamic=True)
+
+
+def checkpoint_layers(model: PreTrainedModel, mode: Checkpointing) -> None:
+    """Forget each layer's activations and compute them again in backward."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    for layer in layers_of(model):
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise ValueError(
+                f"parallel.checkpointing: {mode!r}, but {type(layer).__name__} cannot be recomputed; set it to none"
+            )
+        layer.gradient_checkpointing = True
+        # A plain attribute of the class: nn.Module's own setattr is typed for tensors and modules.
+        object.__setattr__(layer, "_gradient_checkpointing_func", partial(checkpoint, **options))
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard_model(model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype) -> None:
+    """FSDP2 over data and context ranks together."""
+    lower = dtype != torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if lower else MixedPrecisionPolicy()
+    for module in (*layers_of(model), model):
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind of sum
+
+
+def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
+    """`function(model, *args)` while the parameters of the root unit are whole."""
+    if not isinstance(model, FSDPModule):
+        return function(model, *args)
+    if not hasattr(model, ENTRY):
+        setattr(model, ENTRY, MethodType(_run, model))
+        register_fsdp_forward_method(model, ENTRY)
+    result: Result = getattr(model, ENTRY)(function, *args)
+    if not torch.is_grad_enabled():
+        model.reshard()  # no backward pass will do it, and weights that change later must be gathered again
+    return result
+
+
+def _run(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
+    return function(model, *args)

@@ -1,0 +1,96 @@
+"""Log-probabilities of samples under a model, without gradient: old policy and reference.
+
+    samples of the global batch   3 samples, 9 tokens        every rank has them all
+    rows of this rank             score -> [T/cp] -> [T]     as a training step would lay them out
+    back                          [9] summed over ranks      every rank has all: later steps divide them differently
+
+Entry j of a sample's array belongs to its token j; it is 0 where token j is not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import Sample
+from padfree.cp.shard import gather_tokens
+from padfree.dist import Mesh
+from padfree.head import score
+from padfree.model import hidden_states, lm_head_of
+from padfree.model.outputs import LmHead, unchecked_head
+from padfree.packing import CostModel, StepPlan, plan_step
+from padfree.packing.plan import Overlong
+from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
+from padfree.train.parallelize import inside
+
+
+class Scorer:
+    """A parallelized model, and how rows are made for it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Mesh,
+        *,
+        max_tokens: int,
+        rows: RowSettings | None = None,
+        temperature: float = 1.0,
+        overlong: Overlong = "error",
+        cost: CostModel | None = None,
+    ) -> None:
+        lm_head_of(model)  # refused here rather than in the first step
+        self.model, self.mesh, self.temperature = model, mesh, temperature
+        self.rows = rows or RowSettings()
+        self.max_tokens, self.overlong = max_tokens, overlong
+        self.cost = cost or CostModel.from_config(model.config)
+
+    def plan(self, samples: Sequence[Sample]) -> StepPlan:
+        """Which sample runs where. A row may hold `max_tokens` for each of its context ranks."""
+        return plan_step(
+            [len(sample) for sample in samples],
+            ranks=self.mesh.data.size,
+            max_tokens=self.max_tokens * self.mesh.context.size,
+            cost=self.cost,
+            overlong=self.overlong,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """[n] for each sample, on every rank."""
+        training = self.model.training
+        self.model.train(False)  # a model's own dropout would make a noise of the ratio
+        starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
+        found = torch.zeros(int(starts[-1]), device=self.mesh.device)
+        for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
+            batch = make_micro_batch(samples, indices, self.mesh, self.rows)
+            row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
+            if batch.is_filler or self.mesh.context.rank:
+                continue
+            for i, values in zip(indices, batch.packed.unpack(row), strict=True):
+                found[starts[i] + 1 : starts[i + 1]] = values[:-1]
+        self.model.train(training)
+        dist.all_reduce(found, group=self.mesh.loss.group)
+        host = found.cpu().numpy()
+        return [host[start:end] for start, end in pairwise(starts)]
+
+    def _scores(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        """[T/cp]"""
+        head = head_of(model)
+        return score(
+            hidden_states(model, batch.local), head.weight, batch.local.labels, temperature=self.temperature,
+            bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale, num_labels=batch.num_labels,
+        ).logprobs  # fmt: skip
+
+
+def head_of(model: PreTrainedModel) -> LmHead:
+    """The head as it is at this moment: whole `inside` a sharded model."""
+    head = unchecked_head(model)
+    assert head is not None
+    return head

@@ -1,0 +1,168 @@
+"""Settings: what is given is what is meant, or one line says what to write instead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from padfree.config import Config, OptimizerConfig, config_from_dict, load_config
+
+NEEDED: dict[str, Any] = {
+    "model": {"path": "m"},
+    "data": {"path": ["d.jsonl"]},
+    "batch": {"samples": 4, "max_tokens": 100},
+    "run": {"folder": "f"},
+}
+
+
+def with_changes(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**NEEDED, **{name: {**NEEDED.get(name, {}), **changes} for name, changes in sections.items()}}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+RECIPE = """
+[model]
+path = "Qwen/Qwen3-0.6B"
+dtype = "bfloat16"
+[data]
+path = "train.jsonl"
+columns = {question = "prompt", answer = "response"}
+[batch]
+samples = 64
+max_tokens = 8192
+[optimizer]
+lr = 1
+betas = [0.9, 0.99]
+[run]
+folder = "runs/a"
+"""
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path / "recipe.toml", RECIPE)
+    config = load_config(path, ["optimizer.lr=1e-5", "data.shuffle=false", "run.folder=runs/b", "optimizer.lr=2e-5"])
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+    assert config.data.path == ("train.jsonl",)
+    assert config.data.columns == {"question": "prompt", "answer": "response"}
+    assert config.optimizer == OptimizerConfig(lr=2e-5, betas=(0.9, 0.99))
+    assert config.data.shuffle is False
+    assert config.run.folder == "runs/b"
+
+
+def test_overrides_alone_and_none_and_lists() -> None:
+    config = load_config(
+        None,
+        [
+            "model.path=m",
+            'data.path=["a", "b"]',
+            "batch.tokens=1000",
+            "batch.max_tokens=100",
+            "run.folder=f",
+            "optimizer.max_grad_norm=none",
+            "data.columns.question=prompt",
+        ],
+    )
+    assert config.data.path == ("a", "b")
+    assert config.batch.samples is None
+    assert config.optimizer.max_grad_norm is None
+    assert config.data.columns == {"question": "prompt"}
+
+
+def test_whole_numbers_serve_as_numbers_but_not_the_other_way_round() -> None:
+    lr = config_from_dict(with_changes(optimizer={"lr": 1})).optimizer.lr
+    assert (lr, type(lr)) == (1.0, float)
+    with pytest.raises(ValueError, match=r"^run.seed: 1.5; give a whole number$"):
+        config_from_dict(with_changes(run={"seed": 1.5}))
+
+
+def test_a_config_is_plain_and_comes_back() -> None:
+    config = config_from_dict(with_changes(loss={"kind": "gspo", "corrections": ["opsm"]}))
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"lrr": 1}}, "optimizer.lrr: no such setting; did you mean optimizer.lr?"),
+        ({"optimiser": {"lr": 1}}, "optimiser: no such setting; did you mean optimizer?"),
+        ({"run": {"zzzzz": 1}}, "run.zzzzz: no such setting; there are run.folder, run.steps"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr: 'fast'; give a number"),
+        ({"optimizer": {"lr": True}}, "optimizer.lr: True; give a number"),
+        ({"optimizer": {"lr": -1.0}}, "optimizer.lr: -1.0; give 0 or more"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: [0.9]; give a list, each a number"),
+        ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm: 0.0; give more than 0"),
+        ({"data": {"shuffle": 1}}, "data.shuffle: 1; give true or false"),
+        ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
+        ({"data": {"path": []}}, "data.path: []; give one file"),
+        ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, clip"),
+        ({"loss": {"kind": "gspo", "dual": 3}}, "loss.dual: 3.0; leave it out, loss.kind 'gspo' has no such bound"),
+        ({"loss": {"corrections": ["tokentis"]}}, "loss.corrections: ['tokentis']; give a list, each one of token_tis"),
+        ({"loss": {"epochs": 2}}, "loss.epochs: 2; SFT has data.epochs"),
+        ({"batch": {"tokens": 9}}, "batch.samples: 4; give either batch.samples or batch.tokens"),
+        ({"batch": {"samples": None}}, "batch.samples: None; give either"),
+        ({"batch": {"max_tokens": 0}}, "batch.max_tokens: 0; give 1 or more"),
+        ({"data": {"epochs": None}}, "run.steps: None; give it, or data.epochs"),
+        ({"schedule": {"kind": "cosine"}}, "run.steps: None; schedule.kind 'cosine' needs it"),
+        ({"schedule": {"warmup": 9}, "run": {"steps": 5}}, "schedule.warmup: 9; give at most run.steps, 5"),
+        ({"model": {"reference": "r"}}, "model.reference: 'r'; leave it out, or set loss.kl_coefficient"),
+        ({"model": {"path": ""}}, "model.path: ''; give a folder"),
+        ({"run": {"folder": ""}}, "run.folder: ''; give the folder"),
+        ({"parallel": {"context": 0}}, "parallel.context: 0; give 1 or more"),
+        ({"checkpoint": {"every": 0}}, "checkpoint.every: 0; give 1 or more"),
+    ],
+)
+def test_one_line_names_the_setting_and_the_cure(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        config_from_dict(with_changes(**changes))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_missing_is_named() -> None:
+    for section, name in (("model", "path"), ("data", "path"), ("batch", "max_tokens"), ("run", "folder")):
+        values = {key: dict(entries) for key, entries in NEEDED.items()}
+        del values[section][name]
+        with pytest.raises(ValueError, match=rf"^{section}.{name}: missing; give"):
+            config_from_dict(values)
+    with pytest.raises(ValueError, match=r"^model.path: missing; give a string"):
+        config_from_dict({})
+    with pytest.raises(ValueError, match=r"^optimizer: 3 is no table"):
+        config_from_dict({**NEEDED, "optimizer": 3})
+
+
+@pytest.mark.parametrize("override", ["lr=1", "optimizer.lr", "=1", "optimizer.=1", ""])
+def test_an_override_has_a_section_a_name_and_a_value(override: str) -> None:
+    with pytest.raises(ValueError, match=r"override: .*write section.name=value"):
+        load_config(None, [override])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config: .*none.toml cannot be read \(No such file or directory\)"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match=r"config: .*bad.toml is not TOML: .*line 1"):
+        load_config(write(tmp_path / "bad.toml", "model = = 3"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config: .*binary.toml is not TOML"):
+        load_config(tmp_path / "binary.toml")
+    path = write(tmp_path / "flat.toml", "model = 3")
+    with pytest.raises(ValueError, match=r"override: 'model.path=m' goes into 'model', which is a value"):
+        load_config(path, ["model.path=m"])
+
+
+def test_needs_no_torch() -> None:
+    code = (
+        "import sys, importlib.util as u; s = u.spec_from_file_location('c', sys.argv[1]); m = u.module_from_spec(s);"
+        "sys.modules['c'] = m; s.loader.exec_module(m); assert 'torch' not in sys.modules; m.config_from_dict"
+    )
+    path = sys.modules[Config.__module__].__file__
+    assert path is not None
+    subprocess.run([sys.executable, "-c", code, path], check=True)

@@ -1,0 +1,239 @@
+"""Whole runs: the same metrics on any layout, resumed as if nothing had happened, stopped where they should stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from models import ARCHITECTURES, build
+from train_cases import VOCABULARY, alone, make_samples, weights_of
+
+from padfree.batch import Sample
+from padfree.config import Config, config_from_dict
+from padfree.dist import Mesh, make_mesh
+from padfree.train.engine import Engine, NonFiniteError, StepReport
+from padfree.train.loop import Loop, RunResult
+from padfree.train.setup import build_engine, build_reference, make_batcher
+
+SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
+RL: dict[str, Any] = {
+    "batch": {"samples": 6, "max_tokens": 16},
+    "loss": {"kind": "clip", "epochs": 2, "mini_batches": 2, "weights": "sample-mean", "kl_coefficient": 0.1},
+}
+TIMES = ("seconds", "tokens_per_second", "fill", "imbalance", "micro_batches", "padding_share")
+"""What depends on the machine or on the layout."""
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield alone()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config without weights: load_model initialises them from the seed, tied embeddings among them."""
+    assert "llama_tied" in ARCHITECTURES
+    folder = tmp_path_factory.mktemp("model")
+    build("llama_tied", hidden_size=32, intermediate_size=32, vocab_size=VOCABULARY).config.save_pretrained(folder)
+    return folder
+
+
+def samples() -> list[Sample]:
+    """12 samples of 4 groups."""
+    found = make_samples((5, 9, 4, 12, 7, 6, 3, 8, 10, 6, 5, 4), seed=3)
+    return [
+        Sample(
+            tokens=sample.tokens,
+            loss_mask=sample.mask,
+            ref_logprobs=sample.ref_logprobs,
+            reward=float(index % 3),
+            group=index // 3,
+            uid=sample.uid,
+        )
+        for index, sample in enumerate(found)
+    ]
+
+
+def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": str(model_path)},
+        "data": {"path": ["in memory"], "epochs": 3},
+        "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "run": {"folder": str(folder), "steps": 6, "device": "cpu"},
+    }
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return config_from_dict(values)
+
+
+def make_loop(config: Config, mesh: Mesh) -> Loop:
+    batcher = make_batcher(config, samples())
+    return Loop(config, build_engine(config, mesh), batcher, reference=build_reference(config, mesh))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+
+
+def ranks(rank: int, world: int, layouts: list[tuple[int, Config]]) -> list[RunResult]:
+    return [make_loop(config, make_mesh("cpu", context=context)).run() for context, config in layouts]
+
+
+def test_metrics_do_not_depend_on_the_layout_nor_on_a_resume(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    """One process; two data ranks; and two context ranks for the first steps, one process for the others."""
+    elsewhere = []
+    for name, sections in (("sft", SFT), ("rl", RL)):
+        config = make_config(tmp_path / name, model_folder, **sections)
+        newest = tmp_path / name / "checkpoints" / "step-00000006"
+        assert make_loop(config, mesh).run() == RunResult(step=6, stopped=False, checkpoint=newest)
+        begun = {**sections, "run": {"steps": 4}}
+        elsewhere.append((1, make_config(tmp_path / f"{name} data", model_folder, **sections)))
+        elsewhere.append((2, make_config(tmp_path / f"{name} resumed", model_folder, **begun)))
+    run_ranks(2, ranks, elsewhere, timeout=180.0)
+    for name, sections in (("sft", SFT), ("rl", RL)):
+        make_loop(make_config(tmp_path / f"{name} resumed", model_folder, **sections), mesh).run()
+        expected = lines(tmp_path / name)
+        assert [line["step"] for line in expected] == list(range(6))
+        for folder in (f"{name} data", f"{name} resumed"):
+            found = lines(tmp_path / folder)
+            assert len(found) == 6
+            for line, other in zip(found, expected, strict=True):
+                assert line == pytest.approx(other, rel=1e-5, abs=1e-5), folder
+
+
+@pytest.mark.parametrize(
+    "sections", [SFT, RL, {"batch": {"tokens": 30, "max_tokens": 16}}], ids=["sft", "rl", "tokens"]
+)
+def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    whole = make_loop(make_config(tmp_path / "whole", model_folder, **sections), mesh)
+    whole.run()
+    for steps in (2, 4, 6) if sections is not RL else (4, 6):
+        run = {"steps": steps}
+        part = make_loop(make_config(tmp_path / "parts", model_folder, **sections, run=run), mesh)
+        part.run()
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    for name, weight in weights_of(whole.engine.model).items():
+        assert torch.equal(weight, weights_of(part.engine.model)[name]), name
+
+
+def test_lines_of_steps_that_were_not_saved_are_written_again(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, **SFT, checkpoint={"every": 2})
+    loop = make_loop(config, mesh)
+    crash(loop.engine, at=5)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert len(lines(tmp_path)) == 5
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # the process died while it wrote
+    again = make_loop(config, mesh)
+    assert again.step == 4
+    assert again.run().step == 6
+    assert [line["step"] for line in lines(tmp_path)] == list(range(6))
+
+
+def crash(engine: Engine, at: int) -> None:
+    step = engine.step
+
+    def crashing(*args: Any, **kwargs: Any) -> StepReport:
+        if kwargs["step"] == at:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    engine.step = crashing  # type: ignore[method-assign]
+
+
+def test_a_signal_ends_the_run_after_the_batch_with_a_checkpoint(
+    mesh: Mesh, model_folder: Path, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, model_folder, **RL)
+    loop = make_loop(config, mesh)
+    step = loop.engine.step
+
+    def signalling(*args: Any, **kwargs: Any) -> StepReport:
+        if kwargs["step"] == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args, **kwargs)
+
+    loop.engine.step = signalling  # type: ignore[method-assign]
+    before = signal.getsignal(signal.SIGTERM)
+    result = loop.run()
+    assert (result.step, result.stopped) == (4, True)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000004"
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert make_loop(config, mesh).run().step == 6
+
+
+def test_nan_names_the_samples_and_writes_them(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False})
+    loop = make_loop(config, mesh)
+    token = int(samples()[6].tokens[0])
+    with torch.no_grad():
+        loop.engine.model.get_input_embeddings().weight[token] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"step \d+: loss nan on rank 0, .* written to .*nonfinite-step"):
+        loop.run()
+    (path,) = tmp_path.glob("nonfinite-step-*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows
+    by_uid = {sample.uid: sample for sample in samples()}
+    for row in rows:
+        assert row["tokens"] == by_uid[row["uid"]].tokens.tolist()
+        # tied: the row of the head is NaN as well, so every scored sample is
+        assert row["loss_mask"] == by_uid[row["uid"]].mask.astype(int).tolist()
+
+
+def test_rl_uses_whole_groups_and_the_reference(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, **RL, model={"reference": str(model_folder)}, run={"steps": 4})
+    loop = make_loop(config, mesh)
+    groups = next(make_batcher(config, samples()))
+    assert [len(group) for group in groups] == [3, 3]
+    assert all(len({sample.group for sample in group}) == 1 for group in groups)
+    loop.run()
+    found = lines(tmp_path)
+    # The reference is the policy itself before the first update: no divergence then, some after it.
+    assert found[0]["loss/kl"] == pytest.approx(0.0, abs=1e-9)
+    assert found[3]["loss/kl"] > 1e-6
+    assert found[0]["loss/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert [line["epoch"] for line in found] == [0, 0, 1, 1]
+    assert found[0]["reward"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["gspo", "cispo", "reinforce"])
+def test_other_losses_run(kind: str, mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    loss = {"kind": kind, "advantage": "rloo", "entropy_coefficient": 0.01}
+    config = make_config(tmp_path, model_folder, batch=RL["batch"], loss=loss, run={"steps": 2})
+    make_loop(config, mesh).run()
+    assert all(np.isfinite(line["loss"]) and line["gradient_norm"] > 0 for line in lines(tmp_path))
+
+
+def test_the_run_ends_with_the_data(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, batch={"samples": 5, "max_tokens": 16}, run={"steps": None})
+    assert make_loop(config, mesh).run().step == 3 * 3
+    assert sum(line["samples"] for line in lines(tmp_path)) == 36
+    assert make_loop(config, mesh).run().step == 9, "nothing is left to do"
+
+
+def test_a_sample_that_comes_twice_in_a_batch_is_trained_twice(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, batch={"tokens": 200, "max_tokens": 16}, run={"steps": 1})
+    make_loop(config, mesh).run()
+    assert lines(tmp_path)[0]["samples"] > 12
+
+
+def test_refusals(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.path: in memory has no samples"):
+        make_batcher(make_config(tmp_path, model_folder, **SFT), [])
+    with pytest.raises(ValueError, match=r"batch.samples: 2 is less than the 3 samples of group 0"):
+        make_batcher(make_config(tmp_path, model_folder, **{**RL, "batch": {"samples": 2, "max_tokens": 9}}), samples())
+    config = make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8})
+    with pytest.raises(ValueError, match="max_tokens: 8 is less than the"):
+        make_loop(config, mesh).run()

@@ -1,0 +1,139 @@
+"""No transformation changes what is learned."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from train_cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
+from transformers import PreTrainedModel
+
+from padfree.dist import Mesh, make_mesh
+from padfree.train.engine import StepReport
+from padfree.train.parallelize import checkpoint_layers, inside, layers_of, parallelize, transformations
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "full": {"checkpointing": "full"},
+    "selective": {"checkpointing": "selective"},
+    "compiled, full": {"compile": "eager", "checkpointing": "full"},
+}
+SHARDED = ("selective", "compiled, full")
+
+Outcome = tuple[list[StepReport], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield alone()
+    dist.destroy_process_group()
+
+
+def tied_model() -> PreTrainedModel:
+    return small_model("llama_tied", num_hidden_layers=1)
+
+
+def outcome(mesh: Mesh, **changes: Any) -> Outcome:
+    torch._dynamo.reset()
+    # the compiler looks at gradients of tensors that have none; processors without bfloat16 say so
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+    return two_steps(make_engine(mesh, LOSSES["sft"], tied_model(), **changes), make_samples())
+
+
+@pytest.fixture(scope="module")
+def reference(mesh: Mesh) -> Outcome:
+    return outcome(mesh)
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
+    for mine, other in zip(found[0], expected[0], strict=True):
+        assert mine.loss == pytest.approx(other.loss, abs=tolerance)
+        assert mine.gradient_norm == pytest.approx(other.gradient_norm, rel=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_process(name: str, mesh: Mesh, reference: Outcome) -> None:
+    assert_same(outcome(mesh, **CHANGES[name]), reference)
+
+
+def sharded(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
+    mesh = make_mesh("cpu", context=2)
+    found = {name: outcome(mesh, **CHANGES[name]) for name in SHARDED}
+    model = tied_model()
+    parallelize(model, transformations(mesh))
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    return found, tied
+
+
+def test_two_context_ranks(reference: Outcome) -> None:
+    """Recomputation repeats the collectives of attention, on both ranks alike. Tied embeddings stay one parameter."""
+    found, tied = run_ranks(2, sharded, timeout=180.0)[0]
+    assert tied
+    for result in found.values():
+        assert_same(result, reference)
+
+
+def test_checkpointing_computes_layers_again(mesh: Mesh) -> None:
+    calls: list[str] = []
+    for mode in ("none", "full"):
+        engine = make_engine(mesh, LOSSES["sft"], checkpointing=mode, max_tokens=1000)
+        for layer in layers_of(engine.model):
+            layer.mlp.register_forward_pre_hook(lambda *_, mode=mode: calls.append(mode))
+        engine.step(make_samples(), lr=0.0)
+    assert (calls.count("none"), calls.count("full")) == (2, 4)
+
+
+def test_bfloat16_has_float32_master_weights(mesh: Mesh, reference: Outcome) -> None:
+    """One process, too, is sharded then, for the sake of the two precisions."""
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+    engine = make_engine(mesh, LOSSES["sft"], tied_model(), dtype=torch.bfloat16)
+    assert isinstance(engine.model, FSDPModule)
+    seen = inside(engine.model, lambda model: {model.get_output_embeddings().weight.dtype})
+    assert seen == {torch.bfloat16}
+    reports, weights = two_steps(engine, make_samples())
+    assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert reports[0].gradient_norm == pytest.approx(reference[0][0].gradient_norm, rel=0.03)
+    start = weights_of(tied_model())
+    moved = torch.cat([(weights[name] - start[name]).flatten() for name in start])
+    expected = torch.cat([(reference[1][name] - start[name]).flatten() for name in start])
+    assert torch.cosine_similarity(moved, expected, dim=0) > 0.98
+
+
+def test_weights_are_gathered_again_after_scoring(mesh: Mesh) -> None:
+    """Whoever changes the weights after a pass without backward must not find the old ones in the next."""
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+    engine = make_engine(mesh, LOSSES["sft"], small_model(), dtype=torch.bfloat16)
+    samples = make_samples()
+    before = engine.scorer.logprobs(samples)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(0.5)
+    after = engine.scorer.logprobs(samples)
+    assert abs(before[0] - after[0]).max() > 0.1
+
+
+def test_layers_that_cannot_be_recomputed_are_refused() -> None:
+    model = small_model()
+    layers = layers_of(model)
+    layers[0] = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"parallel.checkpointing: 'full', but Linear"):
+        checkpoint_layers(model, "full")
+
+
+def test_a_model_without_a_list_of_layers_is_refused() -> None:
+    model = small_model()
+    model.config.num_hidden_layers = 7
+    with pytest.raises(ValueError, match="no list of its 7 layers"):
+        layers_of(model)

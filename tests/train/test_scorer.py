@@ -1,0 +1,64 @@
+"""Log-probabilities of whole samples, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from train_cases import alone, make_samples, small_model
+from transformers import PreTrainedModel
+
+from padfree.dist import Mesh, make_mesh
+from padfree.train.parallelize import parallelize, transformations
+from padfree.train.scorer import Scorer
+
+TEMPERATURE = 0.7
+Arrays = list[np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield alone()
+    dist.destroy_process_group()
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return small_model(name, **({"resid_pdrop": 0.5, "embd_pdrop": 0.5} if name == "gpt2" else {}))
+
+
+def scored(mesh: Mesh, name: str = "llama_tied") -> Arrays:
+    model = model_of(name)
+    parallelize(model, transformations(mesh))
+    found = Scorer(model, mesh, max_tokens=14, temperature=TEMPERATURE).logprobs(make_samples())
+    assert model.training
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gemma2", "granite", "gpt2"])
+def test_against_the_model_itself(name: str, mesh: Mesh) -> None:
+    """Soft caps and scales of the head included, dropout not; 0 where nothing is scored."""
+    model = model_of(name).eval()
+    for sample, found in zip(make_samples(), scored(mesh, name), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(sample.tokens)[None]).logits[0, :-1] / TEMPERATURE
+        expected = np.zeros(len(sample))
+        targets = torch.from_numpy(sample.tokens[1:])[:, None]
+        expected[1:] = logits.log_softmax(-1).gather(1, targets)[:, 0].numpy() * sample.mask[1:]
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def ranks(rank: int, world: int) -> list[Arrays]:
+    return [scored(make_mesh("cpu", context=context)) for context in (1, 2)]
+
+
+def test_every_rank_has_all(mesh: Mesh) -> None:
+    expected = scored(mesh)
+    for by_layout in run_ranks(2, ranks):
+        for found in by_layout:
+            for mine, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(mine, other, atol=1e-5)
