@@ -200,7 +200,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
     outside = (cuts - window[circle]) % total[circle] >= size[circle]
     child = (2 * circle + outside)[length > 0]
     # numpy sorts 16 bits by radix, several times as fast as 64
-    order = np.flatnonzero(length > 0)[np.argsort(child.astype(np.int16), kind="stable")]
+    order = (length > 0).nonzero()[0][np.argsort(child.astype(np.int16), kind="stable")]
     halves = np.stack([circles.world // 2, circles.world - circles.world // 2], axis=1).ravel()
     return _Circles(
         start=(circles.start[index] + beyond)[order],
@@ -314,7 +314,7 @@ class _Search:
         load = self.load(places)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
         score = REFUSED + miss
-        fine = np.flatnonzero(miss <= 0)
+        fine = (miss <= 0).nonzero()[0]
         if len(fine) == 0:
             return score
         places, load = places.these(fine), load[fine]
@@ -327,7 +327,7 @@ class _Search:
     def at_borders(self) -> tuple[Indices, Reals]:
         """The best of at most about 64 windows that begin at the border of a piece, per circle, and its score."""
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
-        chosen = np.flatnonzero(ordinal % self.stride[self.circle] == 0)
+        chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
         begin = self.edges[chosen] - self.base[circle]
         return self.best(begin, circle, self.score(begin, circle))
@@ -338,9 +338,9 @@ class _Search:
         # first. So borders count modulo the half; in uneven circles they count as beginnings and as ends.
         even = 2 * self.size == self.total
         turn = np.where(even, self.size, self.total)
-        mine = np.flatnonzero(which[self.circle])
+        mine = which[self.circle].nonzero()[0]
         odd = mine[~even[self.circle[mine]]]
-        circle = np.concatenate([self.circle[mine], self.circle[odd], np.flatnonzero(which)])
+        circle = np.concatenate([self.circle[mine], self.circle[odd], which.nonzero()[0]])
         begin = np.concatenate(
             [self.edges[mine], self.edges[odd] - self.size[self.circle[odd]], (self.base - 1)[which]]
         )
@@ -351,7 +351,7 @@ class _Search:
         # itself a border. Where the sides cost the same, where the work passes the target, and where it comes within
         # the tolerance, are the candidates.
         load = self.load(self.places(begin, circle))
-        wide = np.flatnonzero((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]]))
+        wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
         interval = wide[(low <= self.high[circle[wide]]) & (high >= self.low[circle[wide]])]
         left, right, within = begin[interval], begin[interval + 1], circle[interval]
@@ -381,7 +381,7 @@ class _Search:
         """Per circle the window with the lowest score, and that score."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
-        chosen = np.flatnonzero(score == lowest[circle])
+        chosen = (score == lowest[circle]).nonzero()[0]
         found = np.zeros(len(lowest), dtype=np.int64)
         found[circle[chosen[::-1]]] = begin[chosen[::-1]]  # the first of equals
         return found, lowest
