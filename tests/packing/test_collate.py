@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padfree import CostModel, Sample, pack, unpack
@@ -99,6 +99,7 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
     ]
 
 
+@settings(max_examples=1500)
 @given(sample_lists(), st.integers(12, 40), st.sampled_from([1, 2, 3]), st.booleans())
 def test_round_trip(samples: list[Sample], max_tokens: int, multiple_of: int, by_number: bool) -> None:
     max_tokens += -max_tokens % multiple_of
