@@ -9,14 +9,17 @@ Weights are larger than a fresh model's, so that who attends to whom shows in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from padfree.batch import PackedBatch, Sample
 from padfree.packing.collate import collate
@@ -194,3 +197,17 @@ def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int 
         sample[:1] = 0
     batch = collate([Sample(tokens=sample) for sample in tokens])
     return batch.padded_to(batch.num_tokens + pad)
+
+
+LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
+
+
+def save_with_tokenizer(folder: Path) -> Path:
+    """A folder that transformers loads: a small Qwen3 with tied embeddings, and a tokenizer of single letters."""
+    vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    model = build("qwen3", hidden_size=32, intermediate_size=32, vocab_size=len(vocabulary), tie_word_embeddings=True)
+    model.save_pretrained(folder)
+    return folder

@@ -9,28 +9,18 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
-from models import build
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from models import save_with_tokenizer
+from transformers import AutoModelForCausalLM
 
 from padfree.config import Config, config_from_dict
 from padfree.dist import distributed, make_mesh
 from padfree.train.loop import train
 from padfree.train.setup import build_engine, load_tokenizer, loss_settings
 
-LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
-
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
-    model = build("qwen3", hidden_size=32, intermediate_size=32, vocab_size=len(vocabulary), tie_word_embeddings=True)
-    model.save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

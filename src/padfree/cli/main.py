@@ -6,17 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from padfree.cli import demo
+from padfree.cli import demo, train
 
 
 def parser() -> argparse.ArgumentParser:
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
-        epilog="example: padfree demo --samples 4000 --max-tokens 8192",
+        epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path='[\"train.jsonl\"]'",
     )
     added = commands.add_subparsers(dest="command", metavar="COMMAND", required=True)
     demo.add_command(added)
+    train.add_commands(added)
     return commands
 
 

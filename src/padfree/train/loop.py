@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,11 @@ class Update:
     old_logprobs: Sequence[Floats] | None = None
 
 
-def train(config: Config) -> RunResult:
+OnStep = Callable[[Mapping[str, Any]], None]
+"""Called with the metrics of each step after it is done, on every rank."""
+
+
+def train(config: Config, *, on_step: OnStep | None = None) -> RunResult:
     """A whole run, as one of the processes that torchrun started, or alone."""
     with distributed(device=config.run.device, timeout=config.run.timeout) as device:
         mesh = make_mesh(
@@ -72,7 +76,8 @@ def train(config: Config) -> RunResult:
         tokenizer = load_tokenizer(config)
         source = load_source(config, tokenizer)
         batcher = make_batcher(config, source.samples)
-        loop = Loop(config, build_engine(config, mesh), batcher, reference=build_reference(config, mesh))
+        engine, reference = build_engine(config, mesh), build_reference(config, mesh)
+        loop = Loop(config, engine, batcher, reference=reference, on_step=on_step)
         if mesh.loss.rank == 0:
             source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
         result = loop.run()
@@ -84,8 +89,17 @@ def train(config: Config) -> RunResult:
 class Loop:
     """One run of an engine over batches, from the newest checkpoint of the run folder if there is one."""
 
-    def __init__(self, config: Config, engine: Engine, batcher: Batcher, *, reference: Scorer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        batcher: Batcher,
+        *,
+        reference: Scorer | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
+        self.on_step = on_step
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
         self.step = 0
@@ -175,8 +189,11 @@ class Loop:
         seconds = time.perf_counter() - begin
         if self.mesh.device.type == "cuda":
             metrics = {**metrics, "memory_gib": torch.cuda.max_memory_allocated(self.mesh.device) / 2**30}
-        self.metrics.write({**step_metrics(self.step, report, lr=lr, seconds=seconds), **metrics})
+        written = {**step_metrics(self.step, report, lr=lr, seconds=seconds), **metrics}
+        self.metrics.write(written)
         self.step += 1
+        if self.on_step is not None:
+            self.on_step(written)
 
     # Checkpoints
 
