@@ -49,6 +49,7 @@ bench: $(DEV)
 	$(PY) bench/attention.py --device cpu
 	$(PY) bench/aggregate.py --device cpu
 	$(PY) bench/head.py --device cpu
+	$(PY) bench/sft.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
