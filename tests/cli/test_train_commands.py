@@ -38,6 +38,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a Hub id that is not there, without asking
 
 
 def test_there_is_a_recipe_for_each_command() -> None:
@@ -93,6 +94,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
             "parallel.context: 2 times parallel.replicate 1 does not divide 1",
         ),
         ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
+        ("sft", ["model.path=no/where"], "model.path: 'no/where' has no tokenizer to load"),
+        ("sft", ["model.path=no/where", "--dry-run"], "model.path: 'no/where' has no tokenizer to load"),
     ],
 )
 def test_mistakes_are_one_line(

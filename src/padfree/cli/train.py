@@ -108,6 +108,7 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing import CostModel, plan_step
     from padfree.train.setup import load_source, load_tokenizer, make_batcher
 
+    tokenizer = load_tokenizer(config)
     for section, values in config.to_dict().items():
         yield f"[{section}]"
         yield from (f"  {name} = {value}" for name, value in values.items())
@@ -133,7 +134,7 @@ def description(config: Config) -> Iterator[str]:
     gibibytes = parameters * BYTES_PER_PARAMETER / shards / 2**30
     yield f"memory: {parameters:,} parameters, {gibibytes:.2f} GiB a device for weights, gradients and optimizer state"
 
-    source = load_source(config, load_tokenizer(config))
+    source = load_source(config, tokenizer)
     groups = next(make_batcher(config, source.samples), None)
     if groups is None:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")

@@ -102,9 +102,13 @@ def load_tokenizer(config: Config) -> Any:
         if config.loss.kind != "sft" and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
-    return AutoTokenizer.from_pretrained(
-        config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    name = config.model.tokenizer or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+        raise ValueError(f"{field}: {name!r} has no tokenizer to load ({reason}); give a folder or a Hub id") from error
 
 
 def load_source(config: Config, tokenizer: Any) -> Source:
