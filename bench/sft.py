@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from padfree.batch import Sample
+from padfree.cli.demo import padded_loss
 from padfree.data import SFTDataSettings, load_sft
 from padfree.dist import distributed, make_mesh
 from padfree.losses import SFTSettings
@@ -116,34 +115,14 @@ def padded_way(model: Any, device: torch.device, arguments: argparse.Namespace) 
 
     def step(batch: Sequence[Sample]) -> float:
         count = sum(sample.num_labels for sample in batch)
-        total = 0.0
-        for first in range(0, len(batch), arguments.rows):
-            input_ids, mask, labels = padded_rows(batch[first : first + arguments.rows])
-            logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-            )
-            torch.autograd.backward(loss / count)
-            total += float(loss.detach()) / count
+        parts = [batch[first : first + arguments.rows] for first in range(0, len(batch), arguments.rows)]
+        total = padded_loss(model, parts, count)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return total
 
     return step
-
-
-def padded_rows(batch: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    longest = max(len(sample) for sample in batch)
-    input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    mask = torch.zeros_like(input_ids)
-    labels = torch.full_like(input_ids, -100)
-    for row, sample in enumerate(batch):
-        tokens = torch.as_tensor(np.asarray(sample.tokens, dtype=np.int64))
-        input_ids[row, : len(sample)] = tokens
-        mask[row, : len(sample)] = 1
-        labels[row, : len(sample)] = torch.where(torch.as_tensor(np.array(sample.mask)), tokens, -100)
-    return input_ids, mask, labels
 
 
 def report(ways: dict[str, tuple[list[float], float]], batches: list[list[Sample]], arguments: Any) -> None:

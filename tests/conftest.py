@@ -35,9 +35,14 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session")
-def gsm8k_solutions() -> list[dict[str, object]]:
+def gsm8k() -> Path:
+    """The folder of the real data."""
+    if not (GSM8K / "solutions.jsonl").exists():
+        pytest.skip(f"GSM8K is not there ({GSM8K}); set PADFREE_GSM8K to its folder")
+    return GSM8K
+
+
+@pytest.fixture(scope="session")
+def gsm8k_solutions(gsm8k: Path) -> list[dict[str, object]]:
     """1,319 questions with four solutions of uneven length each, and whether each is right."""
-    path = GSM8K / "solutions.jsonl"
-    if not path.exists():
-        pytest.skip(f"GSM8K is not there ({path}); set PADFREE_GSM8K to its folder")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in (gsm8k / "solutions.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import GSM8K
 from tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -339,10 +338,10 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     assert folders(tmp_path / "cache") == 0
 
 
-def test_gsm8k_and_a_second_start_that_tokenises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = GSM8K / "train.jsonl"
-    if not path.exists():
-        pytest.skip(f"GSM8K is not there ({path}); set PADFREE_GSM8K to its folder")
+def test_gsm8k_and_a_second_start_that_tokenises_nothing(
+    gsm8k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gsm8k / "train.jsonl"
     some = tmp_path / "train.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()[:600]
     some.write_text("\n".join(lines), encoding="utf-8")

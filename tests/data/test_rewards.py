@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GSM8K
 
 from padfree.data.rewards import (
     Reward,
@@ -88,10 +87,8 @@ def test_exact_match() -> None:
             exact_match("7", {"answer": answer})
 
 
-def test_every_answer_of_gsm8k_is_right_by_its_own_reward() -> None:
-    path = GSM8K / "test.jsonl"
-    if not path.exists():
-        pytest.skip(f"GSM8K is not there ({path}); set PADFREE_GSM8K to its folder")
+def test_every_answer_of_gsm8k_is_right_by_its_own_reward(gsm8k: Path) -> None:
+    path = gsm8k / "test.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert {number_after_hashes(row["answer"], row) for row in rows} == {1.0}
     wrong = [number_after_hashes(one["answer"], other) for one, other in pairwise(rows)]

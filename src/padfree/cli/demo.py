@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Sample
+from padfree.batch import IGNORE, Sample
 from padfree.packing import CostModel, pack, plan_step
 
 if TYPE_CHECKING:
@@ -175,31 +175,29 @@ def _loss_packed(model: Any, samples: list[Sample]) -> float:
 
 
 def _loss_one_at_a_time(model: Any, samples: list[Sample]) -> float:
-    return _loss_rows(model, [[sample] for sample in samples], sum(sample.num_labels for sample in samples))
+    return padded_loss(model, [[sample] for sample in samples], sum(sample.num_labels for sample in samples))
 
 
 def _loss_padded(model: Any, samples: list[Sample]) -> float:
     batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
-    return _loss_rows(model, batches, sum(sample.num_labels for sample in samples))
+    return padded_loss(model, batches, sum(sample.num_labels for sample in samples))
 
 
-def _loss_rows(model: Any, batches: list[list[Sample]], count: int) -> float:
-    """The token mean over `count` scored tokens, by plain transformers code on padded rows."""
+def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> float:
+    """The token mean over `count` scored tokens, with its gradient, by plain transformers code on padded rows."""
     total = 0.0
     for batch in batches:
         longest = max(len(sample) for sample in batch)
         input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-        mask = torch.zeros(len(batch), longest, dtype=torch.int64)
-        labels = torch.full((len(batch), longest), -100)
+        mask = torch.zeros_like(input_ids)
+        labels = torch.full_like(input_ids, IGNORE)
         for row, sample in enumerate(batch):
-            tokens = torch.as_tensor(sample.tokens)
+            tokens = torch.from_numpy(sample.tokens.astype(np.int64))
             input_ids[row, : len(sample)] = tokens
             mask[row, : len(sample)] = 1
-            labels[row, : len(sample)] = torch.where(torch.as_tensor(sample.mask), tokens, -100)
+            labels[row, : len(sample)] = torch.where(torch.from_numpy(sample.mask.copy()), tokens, IGNORE)
         logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), reduction="sum"
-        )
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         torch.autograd.backward(loss / count)
         total += float(loss.detach()) / count
     return total
