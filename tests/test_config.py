@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from padfree.config import Config, OptimizerConfig, config_from_dict, load_config
+import padfree
+from padfree.config import OptimizerConfig, config_from_dict, load_config
 
 NEEDED: dict[str, Any] = {
     "model": {"path": "m"},
@@ -113,7 +114,18 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"data": {"epochs": None}}, "run.steps: None; give it, or data.epochs"),
         ({"schedule": {"kind": "cosine"}}, "run.steps: None; schedule.kind 'cosine' needs it"),
         ({"schedule": {"warmup": 9}, "run": {"steps": 5}}, "schedule.warmup: 9; give at most run.steps, 5"),
-        ({"model": {"reference": "r"}}, "model.reference: 'r'; leave it out, or set loss.kl_coefficient"),
+        ({"reference": {"path": "r"}}, "reference.path: 'r'; leave it out, or set loss.kl_coefficient"),
+        ({"reference": {"refresh": 2}}, "reference.path: None; give it, reference.offload and reference.refresh"),
+        ({"lora": {"rank": -1}}, "lora.rank: -1; give 0 (all weights are trained) or more"),
+        ({"lora": {"dropout": 1.0}}, "lora.dropout: 1.0; give 0 up to, but not including, 1"),
+        ({"loss": {"kind": "clip", "opsm": {"delta": 0.1}}}, "loss.opsm.delta: 0.1; leave it out, or add 'opsm' to"),
+        ({"rollout": {"reward": "exact_match"}}, "rollout.reward: 'exact_match'; leave it out, SFT has no rollouts"),
+        ({"rollout": {"group": 0}}, "rollout.group: 0; give 1 or more"),
+        (
+            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 3}},
+            "batch.samples: 4; give a multiple of rollout.group, 3",
+        ),
+        ({"track": {"wandb": ""}}, "track.wandb: ''; give a project's name"),
         ({"model": {"path": ""}}, "model.path: ''; give a folder"),
         ({"run": {"folder": ""}}, "run.folder: ''; give the folder"),
         ({"parallel": {"context": 0}}, "parallel.context: 0; give 1 or more"),
@@ -160,9 +172,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_needs_no_torch() -> None:
     code = (
-        "import sys, importlib.util as u; s = u.spec_from_file_location('c', sys.argv[1]); m = u.module_from_spec(s);"
-        "sys.modules['c'] = m; s.loader.exec_module(m); assert 'torch' not in sys.modules; m.config_from_dict"
+        "import sys, types; parent = types.ModuleType('padfree'); parent.__path__ = [sys.argv[1]];"
+        "sys.modules['padfree'] = parent; import padfree.config; padfree.config.load_config;"
+        "assert 'torch' not in sys.modules"
     )
-    path = sys.modules[Config.__module__].__file__
-    assert path is not None
-    subprocess.run([sys.executable, "-c", code, path], check=True)
+    file = padfree.__file__
+    assert file is not None
+    subprocess.run([sys.executable, "-c", code, str(Path(file).parent)], check=True)

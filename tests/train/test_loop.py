@@ -22,7 +22,8 @@ from padfree.config import Config, config_from_dict
 from padfree.dist import Mesh, make_mesh
 from padfree.train.engine import Engine, NonFiniteError, StepReport
 from padfree.train.loop import Loop, RunResult
-from padfree.train.setup import build_engine, build_reference, make_batcher
+from padfree.train.setup import build_engine, build_reference
+from padfree.train.sources import make_batcher
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
 RL: dict[str, Any] = {
@@ -193,7 +194,7 @@ def test_nan_names_the_samples_and_writes_them(mesh: Mesh, model_folder: Path, t
 
 
 def test_rl_uses_whole_groups_and_the_reference(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path, model_folder, **RL, model={"reference": str(model_folder)}, run={"steps": 4})
+    config = make_config(tmp_path, model_folder, **RL, reference={"path": str(model_folder)}, run={"steps": 4})
     loop = make_loop(config, mesh)
     groups = next(make_batcher(config, samples()))
     assert [len(group) for group in groups] == [3, 3]

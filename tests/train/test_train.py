@@ -12,10 +12,12 @@ from distributed import run_ranks
 from models import save_with_tokenizer
 from transformers import AutoModelForCausalLM
 
-from padfree.config import Config, config_from_dict
+from padfree.config import Config, LossConfig, SequenceTISConfig, config_from_dict
 from padfree.dist import distributed, make_mesh
+from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
 from padfree.train.loop import train
-from padfree.train.setup import build_engine, load_tokenizer, loss_settings
+from padfree.train.setup import build_engine, loss_settings
+from padfree.train.sources import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,17 @@ def test_settings_reach_the_parts(model_folder: Path, tmp_path: Path) -> None:
     settings = loss_settings(config.loss)
     assert (settings.objective.low, settings.objective.high) == (0.1, 0.2)  # type: ignore[union-attr]
     assert engine.optimizer.param_groups[0]["eps"] == 1e-4
+
+
+def test_corrections_have_their_own_settings() -> None:
+    config = LossConfig(
+        kind="clip",
+        corrections=("sequence_tis", "opsm"),
+        sequence_tis=SequenceTISConfig(high=3.0, geometric=True),
+    )
+    settings = loss_settings(config)
+    assert isinstance(settings, PolicySettings)
+    assert settings.corrections == (SequenceTISSettings(high=3.0, geometric=True), OPSMSettings())
 
 
 def test_token_ids_need_no_tokenizer_but_text_does(model_folder: Path, tmp_path: Path) -> None:

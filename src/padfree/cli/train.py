@@ -106,7 +106,7 @@ def description(config: Config) -> Iterator[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from padfree.packing import CostModel, plan_step
-    from padfree.train.setup import load_source, load_tokenizer, make_batcher
+    from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
     tokenizer = load_tokenizer(config)
     for section, values in config.to_dict().items():

@@ -39,8 +39,9 @@ from padfree.train.metrics import MetricsFile, reward_metrics, step_metrics, wri
 from padfree.train.microbatch import Floats
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.scorer import Scorer
-from padfree.train.setup import Batcher, build_engine, build_reference, load_source, load_tokenizer, make_batcher
+from padfree.train.setup import build_engine, build_reference
 from padfree.train.signals import StopSignals, agreed
+from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,9 @@ class Update:
     samples: Sequence[Sample]
     old_logprobs: Sequence[Floats] | None = None
 
+
+MakeSamples = Callable[[Sequence[Any]], list[Sample]]
+"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say."""
 
 OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
@@ -96,8 +100,10 @@ class Loop:
         batcher: Batcher,
         *,
         reference: Scorer | None = None,
+        make_samples: MakeSamples | None = None,
         on_step: OnStep | None = None,
     ) -> None:
+        self.make_samples = make_samples or _flat
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_step = on_step
         self.mesh = engine.mesh
@@ -129,7 +135,7 @@ class Loop:
                 groups = next(self.batcher, None)
                 if groups is None:
                     break
-                batch = _distinct([sample for group in groups for sample in group])
+                batch = _distinct(self.make_samples(groups))
                 for update, metrics in self._updates(batch):
                     self._update(update, metrics)
                     if self.finished():
@@ -217,6 +223,10 @@ class Loop:
             torch.manual_seed(self.config.run.seed + self.step * self.mesh.loss.size + self.mesh.loss.rank)
         else:
             _restore_random_state(rank_state)
+
+
+def _flat(groups: Sequence[Any]) -> list[Sample]:
+    return [sample for group in groups for sample in group]
 
 
 def _distinct(samples: list[Sample]) -> list[Sample]:

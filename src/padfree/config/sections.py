@@ -1,25 +1,9 @@
-"""The settings of a run: one frozen dataclass per section, read from TOML and from `section.name=value`.
-
-    recipe.toml                      command line              what a run is given
-    [model]                          optimizer.lr=1e-5         Config(model=ModelConfig(path="Qwen/Qwen3-0.6B", ...),
-    path = "Qwen/Qwen3-0.6B"                                          optimizer=OptimizerConfig(lr=1e-05, ...), ...)
-
-The last word wins: defaults, then the file, then the overrides in their order. An override's value is TOML (`0.1`,
-`true`, `["token_tis"]`), or a string where it is no TOML. A name that does not exist, a value of another type and a
-setting that is missing are each one line that names the setting and the cure.
-
-This module imports neither torch nor anything of padfree, so that a recipe can be checked where neither works.
-"""
+"""One frozen dataclass for each section of settings; a value that cannot be, alone or with others, is refused."""
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
-from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 
 def _need(right: bool, name: str, value: Any, cure: str) -> None:
@@ -36,10 +20,58 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: str = "auto"
     trust_remote_code: bool = False
-    reference: str | None = None  # a second model for the KL term; None: without
 
     def __post_init__(self) -> None:
         _need(bool(self.path), "model.path", self.path, "give a folder, a Hub id or a config file")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (PEFT) instead of all weights: `rank` 0 is without them."""
+
+    rank: int = 0
+    alpha: float | None = None  # None: the rank, a scale of 1
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all-linear",)  # or names of modules, such as q_proj
+    export: Literal["merged", "adapter"] = "merged"
+
+    def __post_init__(self) -> None:
+        _need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
+        _need(self.alpha is None or self.alpha > 0, "lora.alpha", self.alpha, "give more than 0")
+        _need(0 <= self.dropout < 1, "lora.dropout", self.dropout, "give 0 up to, but not including, 1")
+        _need(len(self.targets) > 0, "lora.targets", list(self.targets), 'give names of modules, or "all-linear"')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceConfig:
+    """The model that the KL term compares with: `path` as in `model`, or none (rollouts may bring `ref_logprobs`)."""
+
+    path: str | None = None
+    offload: bool = False  # its weights wait on the CPU while it is not asked
+    refresh: int | None = None  # after so many rollout batches it takes the trained model's weights; None: never
+
+    def __post_init__(self) -> None:
+        _need(self.path != "", "reference.path", self.path, "give a folder, a Hub id, or leave it out")
+        _need(self.refresh is None or self.refresh >= 1, "reference.refresh", self.refresh, "give 1 or more")
+        used = self.path is not None or not (self.offload or self.refresh)
+        _need(used, "reference.path", self.path, "give it, reference.offload and reference.refresh are about it")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """In-process rollouts: `reward` names a built-in or `module:function`; None: `data.path` holds finished rollouts.
+
+    With it `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
+    """
+
+    reward: str | None = None
+    group: int = 8  # responses to a prompt
+    max_new_tokens: int = 256
+    batch: int = 64  # responses a device writes at a time
+
+    def __post_init__(self) -> None:
+        for name in ("group", "max_new_tokens", "batch"):
+            _need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +104,7 @@ class BatchConfig:
     max_tokens: int
     overlong: Literal["error", "alone"] = "error"  # a sample longer than tokens or max_tokens
     buffer: int = 256  # samples that a token budget chooses from
+    cost: str | None = None  # a file of `padfree plan --calibrate`; None: counted from the model's config
 
     def __post_init__(self) -> None:
         given = (self.samples is not None) + (self.tokens is not None)
@@ -123,10 +156,34 @@ class ParallelConfig:
     method: Literal["allgather", "ring", "ulysses"] = "allgather"
     checkpointing: Literal["none", "full", "selective"] = "none"
     compile: Literal["none", "inductor", "aot_eager"] = "none"
+    offload: bool = False  # weights, gradients and optimizer state wait on the CPU
 
     def __post_init__(self) -> None:
         for name in ("context", "replicate"):
             _need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandConfig:
+    """Bounds of an importance weight; None: those of `padfree.losses`."""
+
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceTISConfig(BandConfig):
+    geometric: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceMaskConfig(BandConfig):
+    statistic: Literal["mean", "sum", "token"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OPSMConfig:
+    delta: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +202,11 @@ class LossConfig:
     dual: float | None = None
     old_policy: Literal["trainer", "sampler", "current"] = "trainer"
     corrections: tuple[Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "opsm"], ...] = ()
+    token_tis: BandConfig = BandConfig()  # settings of the corrections that are named
+    sequence_tis: SequenceTISConfig = SequenceTISConfig()
+    icepop: BandConfig = BandConfig()
+    sequence_mask: SequenceMaskConfig = SequenceMaskConfig()
+    opsm: OPSMConfig = OPSMConfig()
     kl_coefficient: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     entropy_coefficient: float = 0.0
@@ -160,6 +222,10 @@ class LossConfig:
             value = getattr(self, name)
             fits = value is None or name in bounds.get(self.kind, ())
             _need(fits, f"loss.{name}", value, f"leave it out, loss.kind {self.kind!r} has no such bound")
+        for name in ("token_tis", "sequence_tis", "icepop", "sequence_mask", "opsm"):
+            for setting, value in asdict(getattr(self, name)).items():
+                asked = value is None or name in self.corrections
+                _need(asked, f"loss.{name}.{setting}", value, f"leave it out, or add {name!r} to loss.corrections")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +244,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrackConfig:
+    """Where metrics go besides `metrics.jsonl`. `wandb` and `trackio` are names of projects."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    trackio: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("wandb", "trackio"):
+            _need(getattr(self, name) != "", f"track.{name}", "", "give a project's name, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """`folder` holds everything a run writes. `steps` is a number of optimizer steps."""
 
@@ -186,6 +265,7 @@ class RunConfig:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 600.0
+    deterministic: bool = False  # only algorithms that give the same bits again
 
     def __post_init__(self) -> None:
         _need(bool(self.folder), "run.folder", self.folder, "give the folder that the run writes to")
@@ -202,11 +282,15 @@ class Config:
     data: DataConfig
     batch: BatchConfig
     run: RunConfig
+    lora: LoraConfig = LoraConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
 
     def __post_init__(self) -> None:
         endless = self.data.epochs is None and self.run.steps is None
@@ -228,151 +312,14 @@ class Config:
             )
         else:
             _need(self.batch.samples is not None, "batch.samples", None, "give it, RL takes whole groups of samples")
-        used = self.model.reference is None or self.loss.kl_coefficient > 0
-        _need(used, "model.reference", self.model.reference, "leave it out, or set loss.kl_coefficient")
+        used = self.reference.path is None or self.loss.kl_coefficient > 0
+        _need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
+        if self.rollout.reward is not None:
+            _need(self.loss.kind != "sft", "rollout.reward", self.rollout.reward, "leave it out, SFT has no rollouts")
+            group, samples = self.rollout.group, self.batch.samples
+            assert samples is not None
+            _need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, fit for JSON."""
         return asdict(self)
-
-
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"config: {path} is not TOML: {error}; correct it there") from None
-    for override in overrides:
-        _override(values, override)
-    return config_from_dict(values)
-
-
-def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """The settings in nested plain values, every one checked."""
-    config = _build(Config, values, "")
-    assert isinstance(config, Config)
-    return config
-
-
-def _override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    parts = name.strip().split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise ValueError(f"override: {override!r}; write section.name=value, such as optimizer.lr=1e-5")
-    place = values
-    for part in parts[:-1]:
-        place = place.setdefault(part, {})
-        if not isinstance(place, dict):
-            raise ValueError(f"override: {override!r} goes into {part!r}, which is a value; write section.name=value")
-    place[parts[-1]] = _parsed(text.strip())
-
-
-def _parsed(text: str) -> Any:
-    """TOML's value, or the text itself where it is none; `none` switches a setting off."""
-    if text.lower() in ("none", "null"):
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _build(kind: type[Any], values: Any, prefix: str) -> Any:
-    """An instance of the dataclass `kind` from a table."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
-    hints = get_type_hints(kind)
-    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
-    for name in values:
-        if name not in names:
-            raise ValueError(f"{prefix}{name}: no such setting; {_closest(name, tuple(names), prefix)}")
-    given: dict[str, Any] = {}
-    for name, entry in names.items():
-        hint = hints[name]
-        if name in values:
-            nested = is_dataclass(hint)
-            given[name] = (
-                _build(hint, values[name], f"{prefix}{name}.")
-                if nested
-                else _value(hint, values[name], f"{prefix}{name}")
-            )
-        elif entry.default is MISSING and entry.default_factory is MISSING:
-            if is_dataclass(hint):
-                given[name] = _build(hint, {}, f"{prefix}{name}.")  # type: ignore[arg-type]
-            else:
-                raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
-    return kind(**given)
-
-
-def _closest(name: str, names: Sequence[str], prefix: str) -> str:
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if found:
-        return f"did you mean {prefix}{found[0]}?"
-    return f"there are {', '.join(prefix + each for each in names)}"
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
-    converted = _converted(hint, value)
-    if converted is _WRONG:
-        choices = _choices(hint)
-        cure = f"give {_words(hint)}"
-        if isinstance(value, str) and (near := difflib.get_close_matches(value, choices, n=1, cutoff=0.5)):
-            cure = f"did you mean {near[0]!r}? {cure}"
-        raise ValueError(f"{name}: {value!r}; {cure}")
-    return converted
-
-
-_WRONG = object()
-
-
-def _converted(hint: Any, value: Any) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        for argument in arguments:
-            if (found := _converted(argument, value)) is not _WRONG:
-                return found
-        return _WRONG
-    if origin is Literal:
-        return value if isinstance(value, str) and value in arguments else _WRONG
-    if origin is tuple:
-        entries = list(value) if isinstance(value, (list, tuple)) else [value]
-        repeated = arguments[-1] is Ellipsis
-        if not repeated and len(entries) != len(arguments):
-            return _WRONG
-        kinds = [arguments[0]] * len(entries) if repeated else arguments
-        found = tuple(_converted(kind, entry) for kind, entry in zip(kinds, entries, strict=True))
-        return _WRONG if any(entry is _WRONG for entry in found) else found
-    if origin is dict:
-        plain = isinstance(value, dict) and all(isinstance(entry, str) for pair in value.items() for entry in pair)
-        return dict(value) if plain else _WRONG
-    if hint is type(None):
-        return None if value is None else _WRONG
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value if type(value) is hint else _WRONG
-
-
-def _choices(hint: Any) -> tuple[str, ...]:
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    return tuple(choice for argument in get_args(hint) for choice in _choices(argument))
-
-
-def _words(hint: Any) -> str:
-    """What a type is called in a sentence."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(_words(argument) for argument in arguments)
-    if origin is Literal:
-        return f"one of {', '.join(arguments)}"
-    if origin is tuple:
-        return f"a list, each {_words(arguments[0])}"
-    if origin is dict:
-        return "a table of strings"
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): '"none"'}
-    return names[hint]

@@ -1,0 +1,155 @@
+"""TOML and `section.name=value` to the dataclasses of `sections`, every value checked."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from padfree.config.sections import Config
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"config: {path} is not TOML: {error}; correct it there") from None
+    for override in overrides:
+        _override(values, override)
+    return config_from_dict(values)
+
+
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """The settings in nested plain values, every one checked."""
+    config = _build(Config, values, "")
+    assert isinstance(config, Config)
+    return config
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ValueError(f"override: {override!r}; write section.name=value, such as optimizer.lr=1e-5")
+    place = values
+    for part in parts[:-1]:
+        place = place.setdefault(part, {})
+        if not isinstance(place, dict):
+            raise ValueError(f"override: {override!r} goes into {part!r}, which is a value; write section.name=value")
+    place[parts[-1]] = _parsed(text.strip())
+
+
+def _parsed(text: str) -> Any:
+    """TOML's value, or the text itself where it is none; `none` switches a setting off."""
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(kind: type[Any], values: Any, prefix: str) -> Any:
+    """An instance of the dataclass `kind` from a table."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
+    hints = get_type_hints(kind)
+    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
+    for name in values:
+        if name not in names:
+            raise ValueError(f"{prefix}{name}: no such setting; {_closest(name, tuple(names), prefix)}")
+    given: dict[str, Any] = {}
+    for name, entry in names.items():
+        hint = hints[name]
+        if name in values:
+            nested = is_dataclass(hint)
+            given[name] = (
+                _build(hint, values[name], f"{prefix}{name}.")
+                if nested
+                else _value(hint, values[name], f"{prefix}{name}")
+            )
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            if is_dataclass(hint):
+                given[name] = _build(hint, {}, f"{prefix}{name}.")  # type: ignore[arg-type]
+            else:
+                raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
+    return kind(**given)
+
+
+def _closest(name: str, names: Sequence[str], prefix: str) -> str:
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if found:
+        return f"did you mean {prefix}{found[0]}?"
+    return f"there are {', '.join(prefix + each for each in names)}"
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
+    converted = _converted(hint, value)
+    if converted is _WRONG:
+        choices = _choices(hint)
+        cure = f"give {_words(hint)}"
+        if isinstance(value, str) and (near := difflib.get_close_matches(value, choices, n=1, cutoff=0.5)):
+            cure = f"did you mean {near[0]!r}? {cure}"
+        raise ValueError(f"{name}: {value!r}; {cure}")
+    return converted
+
+
+_WRONG = object()
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        for argument in arguments:
+            if (found := _converted(argument, value)) is not _WRONG:
+                return found
+        return _WRONG
+    if origin is Literal:
+        return value if isinstance(value, str) and value in arguments else _WRONG
+    if origin is tuple:
+        entries = list(value) if isinstance(value, (list, tuple)) else [value]
+        repeated = arguments[-1] is Ellipsis
+        if not repeated and len(entries) != len(arguments):
+            return _WRONG
+        kinds = [arguments[0]] * len(entries) if repeated else arguments
+        found = tuple(_converted(kind, entry) for kind, entry in zip(kinds, entries, strict=True))
+        return _WRONG if any(entry is _WRONG for entry in found) else found
+    if origin is dict:
+        plain = isinstance(value, dict) and all(isinstance(entry, str) for pair in value.items() for entry in pair)
+        return dict(value) if plain else _WRONG
+    if hint is type(None):
+        return None if value is None else _WRONG
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value if type(value) is hint else _WRONG
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(choice for argument in get_args(hint) for choice in _choices(argument))
+
+
+def _words(hint: Any) -> str:
+    """What a type is called in a sentence."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_words(argument) for argument in arguments)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin is tuple:
+        return f"a list, each {_words(arguments[0])}"
+    if origin is dict:
+        return "a table of strings"
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): '"none"'}
+    return names[hint]

@@ -1,0 +1,129 @@
+"""What a run is trained on: the tokenizer, the samples, and the global batches they come in.
+
+Config -> load_tokenizer
+       -> load_source       samples (SFT) or rollouts (RL)
+       -> make_batcher      global batches of groups, the same on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from padfree.batch import Sample
+from padfree.config import Config
+from padfree.data import DataReport, RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_sft, read_rollouts
+from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
+
+Samples = Sequence[Sample] | TokenizedDataset
+Group = Sequence[Sample]
+Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Source:
+    """What a run is trained on."""
+
+    samples: Samples
+    report: DataReport
+
+
+UNGROUPED = ("reinforce++", "given")
+"""Advantages that do not compare samples of a group."""
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The tokenizer that `model.tokenizer` names, or the model's own; None for RL where the model has none.
+
+    Rollouts may be token ids. Where they are text after all, `read_rollouts` says that it needs one.
+    """
+    path = Path(config.model.tokenizer or config.model.path)
+    if path.exists() and not (path.is_dir() and any(path.glob("tokenizer*"))):
+        if config.loss.kind != "sft" and config.model.tokenizer is None:
+            return None
+        raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
+    name = config.model.tokenizer or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+        raise ValueError(f"{field}: {name!r} has no tokenizer to load ({reason}); give a folder or a Hub id") from error
+
+
+def load_source(config: Config, tokenizer: Any) -> Source:
+    """The samples of `data.path`, and what became of its rows."""
+    data = config.data
+    chosen: dict[str, Any] = {
+        name: getattr(data, name)
+        for name in ("columns", "prompt_format", "append_eos", "max_length", "overlong", "on_bad_row")
+    }
+    if config.loss.kind == "sft":
+        settings = SFTDataSettings(loss_on=data.loss_on, **chosen)
+        found = load_sft(list(data.path), tokenizer, settings)
+        return Source(samples=found, report=found.report)
+    rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=RolloutDataSettings(**chosen))
+    return Source(samples=rollouts.samples, report=rollouts.report)
+
+
+def make_batcher(config: Config, samples: Samples) -> Batcher:
+    """Global batches of groups: of whole groups for RL, and of groups of one sample for SFT."""
+    data, batch = config.data, config.batch
+    if not len(samples):
+        raise ValueError(f"data.path: {', '.join(data.path)} has no samples; give files with at least one")
+    order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
+    if config.loss.kind == "sft":
+        source = _Singles(samples)
+        if batch.samples is not None:
+            return FixedSizeBatcher(source, batch_size=batch.samples, length=_num_tokens, **order)
+        assert batch.tokens is not None
+        return TokenBudgetBatcher(
+            source,
+            budget=batch.tokens,
+            buffer_size=batch.buffer,
+            overlong=batch.overlong,
+            length=_num_tokens,
+            **order,
+        )
+    assert batch.samples is not None
+    groups = _grouped(samples) if config.loss.advantage not in UNGROUPED else [(sample,) for sample in samples]
+    largest = max(groups, key=len)
+    if len(largest) > batch.samples:
+        raise ValueError(
+            f"batch.samples: {batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}; "
+            f"give {len(largest)} or more"
+        )
+    # Samples are what is counted here: as many whole groups as there is room for.
+    return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
+
+
+class _Singles:
+    """Samples as groups of one, made when they are asked for."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Group:
+        return (self._samples[index],)
+
+    def __iter__(self) -> Any:
+        return ((sample,) for sample in self._samples)
+
+
+def _num_tokens(group: Group) -> int:
+    return sum(len(sample) for sample in group)
+
+
+def _grouped(samples: Samples) -> list[Group]:
+    """Samples of one group together, groups in the order of their first samples."""
+    groups: dict[str | int | None, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    return list(groups.values())
