@@ -1,7 +1,7 @@
 """What a run is trained on: the tokenizer, the samples, and the global batches they come in.
 
 Config -> load_tokenizer
-       -> load_source       samples (SFT) or rollouts (RL)
+       -> load_source       samples (SFT), rollouts (RL), or prompts that rollouts are still to be written to
        -> make_batcher      global batches of groups, the same on every rank
 """
 
@@ -16,11 +16,21 @@ from transformers import AutoTokenizer
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.data import DataReport, RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_sft, read_rollouts
+from padfree.data import (
+    DataReport,
+    RolloutDataSettings,
+    SFTDataSettings,
+    TokenizedDataset,
+    load_reward,
+    load_sft,
+    read_rollouts,
+)
+from padfree.data.prepare import Progress
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
+from padfree.rollout import Prompt, read_prompts
 
-Samples = Sequence[Sample] | TokenizedDataset
-Group = Sequence[Sample]
+Samples = Sequence[Sample | Prompt] | TokenizedDataset
+Group = Sequence[Sample | Prompt]
 Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
 
@@ -37,13 +47,14 @@ UNGROUPED = ("reinforce++", "given")
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The tokenizer that `model.tokenizer` names, or the model's own; None for RL where the model has none.
+    """The tokenizer that `model.tokenizer` names, or the model's own; None for rollout files where the model has none.
 
-    Rollouts may be token ids. Where they are text after all, `read_rollouts` says that it needs one.
+    Those may be token ids. Where they are text after all, `read_rollouts` says that it needs one.
     """
     path = Path(config.model.tokenizer or config.model.path)
     if path.exists() and not (path.is_dir() and any(path.glob("tokenizer*"))):
-        if config.loss.kind != "sft" and config.model.tokenizer is None:
+        given = config.loss.kind != "sft" and config.rollout.reward is None
+        if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
     name = config.model.tokenizer or config.model.path
@@ -55,8 +66,8 @@ def load_tokenizer(config: Config) -> Any:
         raise ValueError(f"{field}: {name!r} has no tokenizer to load ({reason}); give a folder or a Hub id") from error
 
 
-def load_source(config: Config, tokenizer: Any) -> Source:
-    """The samples of `data.path`, and what became of its rows."""
+def load_source(config: Config, tokenizer: Any, *, progress: Progress | None = None) -> Source:
+    """The samples, or the prompts, of `data.path`, and what became of its rows. `progress` is of the tokenising."""
     data = config.data
     chosen: dict[str, Any] = {
         name: getattr(data, name)
@@ -64,14 +75,43 @@ def load_source(config: Config, tokenizer: Any) -> Source:
     }
     if config.loss.kind == "sft":
         settings = SFTDataSettings(loss_on=data.loss_on, **chosen)
-        found = load_sft(list(data.path), tokenizer, settings)
+        found = load_sft(list(data.path), tokenizer, settings, progress=progress or False)
         return Source(samples=found, report=found.report)
+    if config.rollout.reward is not None:
+        return _load_prompts(config, tokenizer, RolloutDataSettings(**chosen))
     rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=RolloutDataSettings(**chosen))
     return Source(samples=rollouts.samples, report=rollouts.report)
 
 
+def _load_prompts(config: Config, tokenizer: Any, settings: RolloutDataSettings) -> Source:
+    """Prompts, where settings are such that their responses can be trained on."""
+    assert config.rollout.reward is not None
+    load_reward(config.rollout.reward)  # refused here rather than after the model is loaded
+    advantage, group = config.loss.advantage, config.rollout.group
+    if advantage == "given":
+        raise ValueError("loss.advantage: 'given', but rollouts written here bring none; choose grpo or another")
+    if group == 1 and advantage not in UNGROUPED:
+        raise ValueError(
+            f"rollout.group: 1 with loss.advantage {advantage!r} makes every advantage 0; give 2 or more responses to "
+            "compare, or choose reinforce++"
+        )
+    found = read_prompts(list(config.data.path), tokenizer, settings, max_new_tokens=config.rollout.max_new_tokens)
+    longest = max(found.prompts, key=len)
+    needed = -(-len(longest) // config.parallel.context)
+    if needed > config.batch.max_tokens and config.batch.overlong == "error":
+        raise ValueError(
+            f"batch.max_tokens: {config.batch.max_tokens} is less than the {needed} that prompt {longest.uid} "
+            f"({len(longest.tokens)} tokens) and a response of {longest.room} can need; give {needed} or more, lower "
+            "rollout.max_new_tokens, or set data.max_length and data.overlong"
+        )
+    return Source(samples=found.prompts, report=found.report)
+
+
 def make_batcher(config: Config, samples: Samples) -> Batcher:
-    """Global batches of groups: of whole groups for RL, and of groups of one sample for SFT."""
+    """Global batches of groups: of whole groups for RL, and of groups of one sample for SFT.
+
+    A prompt is a group already: itself, once for each response to it.
+    """
     data, batch = config.data, config.batch
     if not len(samples):
         raise ValueError(f"data.path: {', '.join(data.path)} has no samples; give files with at least one")
@@ -90,9 +130,10 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
             **order,
         )
     assert batch.samples is not None
-    groups = _grouped(samples) if config.loss.advantage not in UNGROUPED else [(sample,) for sample in samples]
+    groups = _groups(config, samples)
     largest = max(groups, key=len)
     if len(largest) > batch.samples:
+        assert isinstance(largest[0], Sample), "batch.samples is a multiple of rollout.group"
         raise ValueError(
             f"batch.samples: {batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}; "
             f"give {len(largest)} or more"
@@ -121,9 +162,15 @@ def _num_tokens(group: Group) -> int:
     return sum(len(sample) for sample in group)
 
 
-def _grouped(samples: Samples) -> list[Group]:
+def _groups(config: Config, samples: Samples) -> list[Group]:
     """Samples of one group together, groups in the order of their first samples."""
-    groups: dict[str | int | None, list[Sample]] = {}
+    alone: list[Group] = []
+    grouped: dict[str | int | None, list[Sample]] = {}
     for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    return list(groups.values())
+        if isinstance(sample, Prompt):
+            alone.append((sample,) * config.rollout.group)
+        elif config.loss.advantage in UNGROUPED:
+            alone.append((sample,))
+        else:
+            grouped.setdefault(sample.group, []).append(sample)
+    return [*alone, *grouped.values()]

@@ -1,0 +1,128 @@
+"""Reinforcement learning with rollouts written in the process: a random model learns a task from its reward alone.
+
+    PYTHONPATH=src python bench/rollout.py [--seeds 0 1 2] [--steps 40] [--json rollout.json]
+
+The prompt is one to four digits, and the response, of three tokens, should be the last of them three times:
+`4 1 5` -> `555`. Every right letter is a third of the reward. A two-layer Qwen3 with random weights and a tokenizer of
+single letters, GRPO with 8 responses to a prompt. Each seed has weights, prompts and noise of its own. The run fails if
+a seed starts above START or ends below END.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from padfree.config import Config, config_from_dict
+from padfree.train.loop import train
+
+START, END = 0.2, 0.9
+"""Mean reward of the first batch at most, and of the last five at least."""
+
+STEPS = 40
+RESPONSE = 3
+DIGITS = "012345"
+
+
+def last_digit(response: str, row: Mapping[str, Any]) -> float:
+    """The reward: the share of letters that are the last one of the prompt."""
+    return response.count(row["prompt"][-1]) / RESPONSE
+
+
+def write_task(folder: Path, seed: int) -> None:
+    """A config without weights, a tokenizer, and prompts."""
+    letters = {letter: number for number, letter in enumerate(["<eos>", "<unk>", " ", *DIGITS])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    Qwen3Config(
+        vocab_size=len(letters),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        initializer_range=0.08,
+    ).save_pretrained(folder)
+    generator = np.random.default_rng(seed)
+    with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(512):
+            prompt = " ".join(generator.choice(list(DIGITS), generator.integers(1, 5)))
+            file.write(json.dumps({"prompt": prompt}) + "\n")
+
+
+def task_config(folder: Path, *, seed: int, steps: int = STEPS) -> Config:
+    return config_from_dict(
+        {
+            "model": {"path": str(folder)},
+            "data": {"path": [str(folder / "prompts.jsonl")], "epochs": None},
+            "batch": {"samples": 128, "max_tokens": 1024},
+            "rollout": {"reward": "rollout:last_digit", "group": 8, "max_new_tokens": RESPONSE, "batch": 128},
+            "loss": {"kind": "clip", "advantage": "grpo", "entropy_coefficient": 0.03},
+            "optimizer": {"lr": 5e-3},
+            "checkpoint": {"export": False},
+            "run": {"folder": str(folder / "run"), "steps": steps, "seed": seed, "device": "cpu"},
+        }
+    )
+
+
+def rewards_of(config: Config) -> list[float]:
+    """The mean reward of every step of a run."""
+    found: list[float] = []
+    train(config, on_step=lambda metrics: found.append(metrics["reward"]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    runs = []
+    print("seed   first   last 5   seconds")
+    for seed in arguments.seeds:
+        with tempfile.TemporaryDirectory() as name:
+            write_task(Path(name), seed)
+            begin = time.perf_counter()
+            rewards = rewards_of(task_config(Path(name), seed=seed, steps=arguments.steps))
+            seconds = time.perf_counter() - begin
+        last = sum(rewards[-5:]) / len(rewards[-5:])
+        runs.append({"seed": seed, "first": rewards[0], "last": last, "seconds": seconds, "rewards": rewards})
+        print(f"{seed:4d}  {rewards[0]:6.3f}  {last:7.3f}  {seconds:8.1f}", flush=True)
+    if arguments.json is not None:
+        about = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+        arguments.json.write_text(json.dumps({**about, "runs": runs}, indent=1), encoding="utf-8")
+    for run in runs:
+        if run["first"] > START or run["last"] < END:
+            raise SystemExit(
+                f"seed {run['seed']}: from {run['first']:.3f} to {run['last']:.3f}; {START} to {END} wanted"
+            )
+
+
+if __name__ == "__main__":
+    main()

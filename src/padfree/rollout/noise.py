@@ -1,0 +1,61 @@
+"""Random numbers that follow from what they are for, and from nothing else.
+
+    key      (seed, batch, response)           one 64-bit integer for each response of a run
+    noise    (key, position, token) -> Gumbel  the token of the largest logit + noise is a draw from softmax(logits)
+
+There is no state that is used up. A response gets the same noise whoever writes it, beside whatever else, on the CPU
+and on a GPU, in the first run and in a resumed one. Two programs whose logits differ by rounding draw the same token
+unless the two best sums are that close together.
+
+The hash is splitmix64, written out in wrapping 64-bit integers, so that no version of a library can change it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[R] for these responses of a global batch, numbered over the whole of it."""
+    values = np.zeros(len(responses), np.uint64)
+    for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
+        values = _mixed(values ^ part)
+    return values.view(np.int64)
+
+
+def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
+    """[R, V] float32 for the token at this position of each response; `keys` [R] int64."""
+    at_position = _mixed_on_device(keys ^ position)
+    tokens = torch.arange(vocabulary, dtype=torch.int64, device=keys.device)
+    bits = _shifted(_mixed_on_device(at_position[:, None] ^ tokens), 32)  # [R, V] of 0 to 2**32 - 1
+    uniform = (bits.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values + np.uint64(_INCREMENT)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mixed_on_device(values: Tensor) -> Tensor:
+    """The same bits as `_mixed`: torch has no unsigned 64-bit multiplication, but signed ones wrap alike."""
+    values = values + _signed(_INCREMENT)
+    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
+    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, places: int) -> Tensor:
+    """To the right, zeros from the left: torch's own shift repeats the sign."""
+    return (values >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,206 @@
+"""Prompt files to prompts: tokens for the sampler, and the row for the reward.
+
+    {"question": "What is 2+2?", "answer": "4"}         columns={"question": "prompt"}
+    Prompt(tokens=[...], room=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
+
+A row has `prompt`, a text or a list of messages, or `messages` that end before the assistant's turn. Text goes through
+the chat template, with the generation prompt, or stands as it is, as `prompt_format` says. All columns of a row are
+kept, under their own names and under those they are mapped to, because the reward may want any of them.
+
+`room` is how many tokens a response may have: `max_new_tokens`, or what `max_length` leaves with `overlong` "truncate".
+A prompt that leaves room for none is dropped, and listed as dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.data.chat import ChatRenderer, Message, chat_renderer, check_messages, prompt_messages
+from padfree.data.encode import Encoder, Passage, Piece
+from padfree.data.fields import Fields, Schema, check_mapping, resolve
+from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row, items, string
+from padfree.data.settings import RolloutDataSettings
+from padfree.data.sources import Chunk, open_sources, record_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SCHEMA = Schema(kinds={"prompt": ("prompt",), "messages": ("messages",)}, optional=("answer", "tools"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """What responses are written to. Its length is that of the longest sample it can become."""
+
+    tokens: NDArray[np.integer[Any]]  # [n]
+    room: int  # tokens of a response, at most
+    row: Mapping[str, Any]
+    uid: str
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.tokens) + self.room
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompts:
+    """The prompts of files, in the order of their rows, and what became of every row."""
+
+    prompts: Sequence[Prompt]
+    report: DataReport
+
+
+def read_prompts(
+    data: str | Path | Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: RolloutDataSettings | None = None,
+    *,
+    max_new_tokens: int,
+) -> Prompts:
+    """Read files of prompts, folders of them, or a data set of the Hub."""
+    settings = settings or RolloutDataSettings()
+    check_mapping(settings.columns, SCHEMA)
+    reader = _Reader(tokenizer, settings)
+    collected = _Collected(settings, max_new_tokens)
+    for source in open_sources(data):
+        columns = source.columns()
+        fields = resolve(columns, settings.columns, SCHEMA, source.name) if columns is not None else None
+        if fields is not None and fields.kind == "messages" and not reader.renders_chat:
+            raise ValueError(
+                f"prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} holds "
+                f"{fields['messages']!r}; give a tokenizer with a template (and prompt_format 'auto' or 'chat')"
+            )
+        collected.rows_per_file[source.name] = 0
+        for chunk in source.chunks(tuple(columns or ())):
+            collected.rows_per_file[source.name] += len(chunk.numbers)
+            # Without a row that can be read there are no fields, and none is needed to say what is wrong with them.
+            results = reader.read(chunk, fields or Fields(kind="prompt", columns={}))
+            for line, result in zip(chunk.numbers, results, strict=True):
+                collected.add(result, source.name, line, source.unit)
+        source.check_unchanged()
+    return collected.prompts()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    tokens: NDArray[np.int32]
+    row: dict[str, Any]
+
+
+class _Reader:
+    """Rows to tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutDataSettings) -> None:
+        self._encoder = Encoder(tokenizer, append_eos=False)
+        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings)
+        self._mapping = settings.columns
+
+    @property
+    def renders_chat(self) -> bool:
+        return self._chat is not None
+
+    def read(self, chunk: Chunk, fields: Fields) -> list[_Read | RowError]:
+        """What each row of the chunk is, in order."""
+        rows = [attempt(record_of, record) for record in chunk.records]
+        texts = [row if isinstance(row, RowError) else attempt(self._text, row, fields) for row in rows]
+        begun = self.renders_chat
+        passages = [Passage(pieces=(Piece(text, False),), begun=begun) for text in texts if isinstance(text, str)]
+        encoded = iter(self._encoder.encode(passages))
+        results: list[_Read | RowError] = []
+        for row, text in zip(rows, texts, strict=True):
+            found = next(encoded) if isinstance(text, str) else text
+            if isinstance(row, RowError) or isinstance(found, RowError):
+                results.append(RowError(str(found)))
+            elif not len(found.tokens):
+                results.append(RowError(f"{fields[fields.kind]!r} has no tokens; expected one or more"))
+            else:
+                mapped = {field: row.get(column) for column, field in self._mapping.items()}
+                results.append(_Read(found.tokens, {**row, **mapped}))
+        return results
+
+    def _text(self, row: dict[str, Any], fields: Fields) -> str:
+        column = fields[fields.kind]
+        if self._chat is None:
+            return string(row, column)
+        if fields.kind == "messages":
+            messages = check_messages(items(row, column, "a list of messages"), column)
+        else:
+            messages = prompt_messages(row, column)
+        _check_last(messages, column)
+        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) else None
+        return self._chat.render(messages, tools, generation_prompt=True)
+
+
+def _check_last(messages: Sequence[Message], column: str) -> None:
+    if messages[-1]["role"] == "assistant":
+        raise RowError(
+            f"{column}[{len(messages) - 1}].role is 'assistant'; expected the conversation to end before the response"
+        )
+
+
+class _Collected:
+    """Prompts, and rows that did not become one as they stand."""
+
+    def __init__(self, settings: RolloutDataSettings, max_new_tokens: int) -> None:
+        self._settings, self._max_new_tokens = settings, max_new_tokens
+        self._found: list[Prompt] = []
+        self._skipped: list[SkippedRow] = []
+        self._dropped: list[SkippedRow] = []
+        self._truncated: list[SkippedRow] = []
+        self.rows_per_file: dict[str, int] = {}
+
+    def add(self, result: _Read | RowError, file: str, line: int, unit: str) -> None:
+        if isinstance(result, RowError):
+            row = SkippedRow(file=file, line=line, reason=str(result))
+            if self._settings.on_bad_row == "error":
+                raise bad_row(row, unit)
+            self._skipped.append(row)
+            return
+        room = self._room(len(result.tokens), file, line)
+        if room > 0:
+            self._found.append(
+                Prompt(tokens=result.tokens, room=room, row=result.row, uid=f"{file}:{line}", source=file)
+            )
+
+    def _room(self, length: int, file: str, line: int) -> int:
+        """How long a response may be; 0: the prompt is left out."""
+        limit, wanted = self._settings.max_length, self._max_new_tokens
+        if limit is None or length + wanted <= limit:
+            return wanted
+        reason = f"{length} tokens and {wanted} of a response, max_length {limit}"
+        if self._settings.overlong == "error":
+            raise ValueError(
+                f"max_length: {limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} of "
+                "rollout.max_new_tokens; set overlong to 'drop', or 'truncate' for shorter responses, or raise it"
+            )
+        left = limit - length if self._settings.overlong == "truncate" else 0
+        note = SkippedRow(file=file, line=line, reason=reason)
+        (self._truncated if left > 0 else self._dropped).append(note)
+        return max(left, 0)
+
+    def prompts(self) -> Prompts:
+        num_rows = sum(self.rows_per_file.values())
+        if not num_rows:
+            raise ValueError(f"data: no rows in {', '.join(self.rows_per_file)}; give a file that has some")
+        if not self._found:
+            first = (self._skipped or self._dropped)[0]
+            raise ValueError(
+                f"data: none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}; "
+                "give rows that can"
+            )
+        report = DataReport(
+            num_rows=num_rows,
+            num_samples=len(self._found),
+            num_tokens=sum(len(prompt.tokens) for prompt in self._found),
+            rows_per_file=self.rows_per_file,
+            skipped=tuple(self._skipped),
+            dropped=tuple(self._dropped),
+            truncated=tuple(self._truncated),
+        )
+        return Prompts(prompts=self._found, report=report)

@@ -1,0 +1,55 @@
+"""The noise depends on what it is for alone, and draws with it follow the softmax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from padfree.rollout.noise import _mixed, _mixed_on_device, gumbel_noise, response_keys
+
+
+def test_keys_depend_on_seed_batch_and_number_alone() -> None:
+    keys = response_keys(3, 7, np.arange(6))
+    assert np.array_equal(response_keys(3, 7, np.array([4, 1])), keys[[4, 1]])
+    everything = [response_keys(seed, batch, np.arange(6)) for seed in (0, 3, 2**63 - 1) for batch in (0, 1, 7)]
+    assert len(set(np.concatenate(everything).tolist())) == 3 * 3 * 6
+
+
+def test_the_hash_is_splitmix64_and_stays_so() -> None:
+    """A changed hash would change the rollouts of resumed runs."""
+    assert _mixed(np.zeros(1, np.uint64)).tolist() == [0xE220A8397B1DCDAF], "what splitmix64 begins with from 0"
+    values = np.array([0, 1, 2**63, 2**64 - 1, 123456789], np.uint64)
+    on_device = _mixed_on_device(torch.from_numpy(values.view(np.int64).copy()))
+    assert np.array_equal(on_device.numpy().view(np.uint64), _mixed(values))
+    assert response_keys(1, 2, np.array([3, 4])).tolist() == [-3426316478316322125, -4390005432366339039]
+
+
+def test_noise_of_a_response_does_not_depend_on_its_batch() -> None:
+    keys = torch.from_numpy(response_keys(0, 1, np.arange(5)))
+    noise = gumbel_noise(keys, 2, 11)
+    assert noise.shape == (5, 11)
+    assert torch.equal(gumbel_noise(keys[3:4], 2, 11), noise[3:4])
+    assert not torch.equal(gumbel_noise(keys, 3, 11), noise)
+    assert torch.isfinite(noise).all()
+
+
+@pytest.mark.parametrize("position", [0, 5])
+def test_draws_follow_the_softmax(position: int) -> None:
+    number = 40_000
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
+    keys = torch.from_numpy(response_keys(9, 4, np.arange(number)))
+    drawn = (probabilities.log() + gumbel_noise(keys, position, 5)).argmax(1)
+    found = torch.bincount(drawn, minlength=5) / number
+    deviation = (probabilities * (1 - probabilities) / number).sqrt()
+    assert ((found - probabilities).abs() < 4 * deviation).all(), found
+
+
+def test_noise_has_the_moments_of_a_gumbel_variable_and_no_correlation() -> None:
+    keys = torch.from_numpy(response_keys(0, 0, np.arange(400)))
+    noise = torch.stack([gumbel_noise(keys, position, 50).double() for position in range(4)])
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(np.pi**2 / 6, abs=0.05)
+    for first, second in ((noise[0], noise[1]), (noise[:, :-1], noise[:, 1:]), (noise[..., :-1], noise[..., 1:])):
+        pair = torch.stack([first.flatten(), second.flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.03
