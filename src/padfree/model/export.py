@@ -1,6 +1,10 @@
 """From a trained model, sharded or not, back to a Hugging Face folder.
 
     export_model(model, "out", tokenizer)      -> out/config.json, model*.safetensors, generation_config.json, tokenizer
+    export_adapters(model, "out", tokenizer)   -> out/adapter_config.json, adapter_model.safetensors, tokenizer
+
+A model with adapters is exported as the model they make of it: what they add to a weight is added, in float32. Their
+own export is a folder for `PeftModel.from_pretrained(base, "out")`.
 
 Every rank calls it; each tensor is gathered in turn, and rank 0 keeps it and writes. Names, layout (experts one by one,
 where transformers stores them so) and file sizes are those of `save_pretrained`, which does the writing for an empty
@@ -14,21 +18,27 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from padfree.model.load import named_tensors, raise_together
+from padfree.model.load import clean_name, named_tensors, raise_together
+from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 
 SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 """Of the files that an export can have; a folder with others is not replaced."""
+
+CONFIGS = ("config.json", "adapter_config.json")
+"""One of which every export has."""
 
 
 def export_model(
@@ -41,28 +51,95 @@ def export_model(
 ) -> Path:
     """Write `folder`, which `AutoModelForCausalLM.from_pretrained` loads; an export that is there is replaced.
 
-    `dtype` is that of the parameters in the files; None leaves them as they are.
+    `dtype` is that of the parameters in the files; None leaves them as they are, or, with adapters, float32.
     """
-    folder = Path(folder)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    raise_together(_occupied(folder) if first else None)
+    if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
+        dtype = torch.float32
+    parameters = {clean_name(name) for name, _ in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(model).items():
-        whole = tensor.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()  # every rank takes part
+    folder, first = Path(folder), _is_first()
+    raise_together(_occupied(folder) if first else None)
+    for name, whole in whole_tensors(model):
         if first:
-            if dtype is not None and isinstance(tensor, torch.nn.Parameter):
-                whole = whole.to(dtype)
-            tensors[name] = whole.cpu().contiguous()
+            kept = whole.to(dtype) if dtype is not None and name in parameters else whole
+            tensors[name] = kept.cpu().contiguous()
+
+    def write(beside: Path) -> None:
+        empty = _empty_copy(model, dtype or model.dtype)
+        empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
+
+    _write_first(folder, write, tokenizer)
+    return folder
+
+
+def export_adapters(
+    model: PreTrainedModel, folder: str | Path, tokenizer: Any = None, *, base: str | None = None
+) -> Path:
+    """Write the adapters alone, which `peft.PeftModel.from_pretrained` loads on top of the model they were made for.
+
+    `base` is where that model is, for PEFT to note.
+    """
+    folder, first = Path(folder), _is_first()
+    raise_together(_occupied(folder) if first else None)
+    found = {name: gathered(tensor) for name, tensor in named_tensors(model).items() if is_adapter(name)}
+    if not found:
+        raise ValueError(f"export: {type(model).__name__} has no adapters; export the model")
+
+    def write(beside: Path) -> None:
+        config = copy.deepcopy(model.peft_config[ADAPTER])
+        config.base_model_name_or_path, config.inference_mode = base, True
+        config.save_pretrained(beside)
+        tensors = {
+            f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole.cpu().contiguous()
+            for name, whole in found.items()
+        }
+        save_file(tensors, beside / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    _write_first(folder, write, tokenizer)
+    return folder
+
+
+def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in turn, gathered, by its name in HF files; adapters are added to what they adapt.
+
+    Every rank must go through all of them.
+    """
+    tensors = named_tensors(model)
+    adapted = {clean_name(f"{name}.weight"): layer for name, layer in model.named_modules() if is_adapted(layer)}
+    for name, tensor in tensors.items():
+        if is_adapter(name):
+            continue
+        whole = gathered(tensor)
+        if name in adapted:
+            module_name = name.removesuffix(".weight")
+            a, b = (gathered(tensors[f"{module_name}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
+            whole = whole.float() + added_weight(adapted[name], a, b)
+        yield name, whole
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor on every rank, each of which must call this."""
+    if isinstance(tensor, DTensor):
+        # Offloaded shards go to the device first, whose backend connects the ranks.
+        tensor = tensor.detach().to(tensor.device_mesh.device_type)
+        assert isinstance(tensor, DTensor)
+        tensor = tensor.full_tensor()
+    return tensor.detach()
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
+    """Let rank 0 write; what fails there fails everywhere."""
     error = None
-    if first:
+    if _is_first():
         try:
-            _write(model, tensors, folder, tokenizer, dtype, max_shard_size)
+            _write(folder, write, tokenizer)
         except (OSError, SafetensorError) as caught:
             error = f"export: {folder} cannot be written ({' '.join(str(caught).split())}); give a folder with space"
     raise_together(error)
-    return folder
 
 
 def _occupied(folder: Path) -> str | None:
@@ -71,20 +148,13 @@ def _occupied(folder: Path) -> str | None:
         return None
     paths = list(folder.iterdir()) if folder.is_dir() else [folder]
     foreign = [path.name for path in paths if not path.is_file() or path.suffix not in SUFFIXES]
-    if foreign or (paths and folder / "config.json" not in paths):
-        held = foreign[0] if foreign else "no config.json"
+    if foreign or (paths and not any(folder / name in paths for name in CONFIGS)):
+        held = foreign[0] if foreign else f"no {CONFIGS[0]}"
         return f"export: {folder} is no earlier export (it has {held}); give a new folder"
     return None
 
 
-def _write(
-    model: PreTrainedModel,
-    tensors: dict[str, Tensor],
-    folder: Path,
-    tokenizer: Any,
-    dtype: torch.dtype | None,
-    max_shard_size: str,
-) -> None:
+def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
     beside, replaced = (folder.with_name(f".{folder.name}.{kind}") for kind in ("writing", "replaced"))
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)  # an earlier export ended between the two renames below
@@ -92,8 +162,7 @@ def _write(
         shutil.rmtree(path, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        empty = _empty_copy(model, dtype or model.dtype)
-        empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
+        write(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
         for path in (*beside.iterdir(), beside):

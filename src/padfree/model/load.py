@@ -1,7 +1,7 @@
 """From a Hugging Face folder to a model, each rank reading only what it will hold.
 
     config.json      -> the model on the meta device: names, shapes and ties, no memory
-    shard(model)     -> whatever the caller does to it there (attach, checkpointing, compile, FSDP2)
+    shard(model)     -> whatever the caller does to it there (attach, adapters, checkpointing, compile, FSDP2)
     to_empty(device) -> memory for this rank's part
     *.safetensors    -> this rank's rows of every tensor, cast to the parameter's dtype
 
@@ -18,6 +18,9 @@ Three sources fill the tensors:
 Ties hold by identity: one parameter under two names is one again after `to_empty`. Buffers that no file holds (rotary
 frequencies) come from transformers' own `_init_weights`. It is run twice over different fillings: a buffer that differs
 is one the model's code does not restore, and the model is refused rather than run on what happened to be in memory.
+
+Adapters that `shard` has put in (`padfree.model.lora`) begin with values drawn from `seed`; the tensors they adapt keep
+their names. Parameters that it has given another dtype are cast as they are read.
 
 Only safetensors are read; files that hold pickles are refused. Every rank must call this alike.
 """
@@ -42,10 +45,12 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from padfree.model.lora import initial_values, is_adapter
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into the names of parameters."""
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
+"""What activation checkpointing, torch.compile and PEFT put into the names of parameters."""
 
 Region = tuple[slice, ...]
 
@@ -56,13 +61,15 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     shard: Callable[[PreTrainedModel], None] | None = None,
+    offload: bool = False,
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in training mode.
 
     `source` is a folder, the id of one on the Hub, or a config (file, object, or folder without weights), which gives
-    random weights. `shard` is called with the model on the meta device.
+    random weights. `shard` is called with the model on the meta device. With `offload` the parameters stay on the CPU,
+    as FSDP2's offloading wants them, and only the buffers go to `device`.
     """
     config, files = _opened_together(source, trust_remote_code)
     name = config.name_or_path or type(config).__name__
@@ -71,21 +78,26 @@ def load_model(
     _keep_in_float32(model, dtype)
     restored = _restored_buffers(model)
     direct = files is not None and _names_match(model, files)
-    before = named_tensors(model).keys()
+    dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
     if shard is not None:
         shard(model)
-    if apart := named_tensors(model).keys() ^ before:
+    if apart := {tensor_name for tensor_name in named_tensors(model) if not is_adapter(tensor_name)} ^ dtypes.keys():
         raise ValueError(
             f"shard: takes {min(apart)} apart from what it is tied to; shard the two in one fully_shard unit"
         )
     ties = _ties(model)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offload else device)
     for (module, attribute), (first, first_attribute) in ties:
         setattr(module, attribute, getattr(first, first_attribute))
+    for module in model.modules():
+        for buffer_name, buffer in module._buffers.items():
+            module._buffers[buffer_name] = None if buffer is None else buffer.to(device)
+    tensors = named_tensors(model)
+    stored = {tensor_name: tensors[tensor_name] for tensor_name in dtypes}
     with torch.no_grad():
         if direct:
             assert files is not None
-            _read_slices(model, files, name)
+            _read_slices(stored, files, name)
         else:
 
             def source_model() -> PreTrainedModel:
@@ -93,7 +105,10 @@ def load_model(
                     return _initialised(config, dtype, trust_remote_code, seed)
                 return _through_transformers(next(iter(files.values())).parent, config, dtype, trust_remote_code)
 
-            _send_round(model, source_model)
+            _send_round(stored, dtypes, source_model)
+        for tensor_name in tensors.keys() - dtypes.keys():
+            tensor = tensors[tensor_name]
+            local_part(tensor).copy_(initial_values(tensor_name, tensor.shape, seed)[local_region(tensor)])
         for module_name, module in model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
                 buffer = module._buffers[buffer_name]
@@ -334,11 +349,11 @@ def _names_match(model: PreTrainedModel, files: Mapping[str, Path]) -> bool:
     return not unexpected and wanted <= files.keys() and not tied & files.keys()
 
 
-def _read_slices(model: nn.Module, files: Mapping[str, Path], model_name: str) -> None:
+def _read_slices(tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
     opened: dict[Path, Any] = {}
     error = None
     try:
-        for name, tensor in named_tensors(model).items():
+        for name, tensor in tensors.items():
             path = files[name]
             if path not in opened:
                 opened[path] = _opened(path)
@@ -393,8 +408,10 @@ def _through_transformers(
     return model
 
 
-def _send_round(model: nn.Module, source_model: Callable[[], PreTrainedModel]) -> None:
-    """Fill the model from one that rank 0 makes on the CPU, tensor by tensor."""
+def _send_round(
+    targets: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], source_model: Callable[[], PreTrainedModel]
+) -> None:
+    """Fill the tensors from a model that rank 0 makes on the CPU, in which they have these dtypes, one by one."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     whole: dict[str, Tensor] = {}
     error = None
@@ -403,7 +420,6 @@ def _send_round(model: nn.Module, source_model: Callable[[], PreTrainedModel]) -
             whole = named_tensors(source_model())
         except (ValueError, OSError, RuntimeError, SafetensorError) as caught:
             error = str(caught) if str(caught).startswith("model: ") else f"model: {_one_line(caught)}"
-    targets = named_tensors(model)
     if error is None and whole and whole.keys() != targets.keys():
         error = (
             f"model: {min(whole.keys() ^ targets.keys())} is tied to another tensor by the config, but the files hold "
@@ -411,8 +427,8 @@ def _send_round(model: nn.Module, source_model: Callable[[], PreTrainedModel]) -
         )
     raise_together(error)
     for name, tensor in targets.items():
-        full = whole[name].detach() if whole else torch.empty(tensor.shape, dtype=tensor.dtype)
-        assert (full.shape, full.dtype) == (tensor.shape, tensor.dtype), name
+        full = whole[name].detach() if whole else torch.empty(tensor.shape, dtype=dtypes[name])
+        assert (full.shape, full.dtype) == (tensor.shape, dtypes[name]), name
         if several:
             full = full.contiguous()
             dist.broadcast(full, 0)

@@ -115,7 +115,8 @@ def _module_classes(model: nn.Module) -> set[str]:
     return {
         cls.__name__
         for cls in classes
-        if issubclass(cls, convolution) or not (cls.__module__.startswith("torch.") or issubclass(cls, nn.Linear))
+        if issubclass(cls, convolution)
+        or not (cls.__module__.startswith(("torch.", "peft.")) or issubclass(cls, nn.Linear))
     }
 
 

@@ -5,6 +5,9 @@ Weight decay falls on parameters of two dimensions and more (projections, embedd
 
 The gradient of a sharded parameter is a DTensor, of which each rank of the shard group has a part. The squares of
 their norms are added up over that group once, in float64; replicas hold the same numbers and are not counted again.
+
+With `parallel.offload` gradients are on the CPU, and the optimizer steps there. What the ranks add up, and what a step
+tells the rest, is on the device of the mesh all the same.
 """
 
 from __future__ import annotations
@@ -43,6 +46,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """`optimizer.step()` where `finite` [] is true, and nothing where not, without waiting for the device to say.
+
+    Fused optimizers look at a flag on the device (AMP's gradient scaler uses the same); for others the host asks.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # Moved here and not by the optimizer, which would not wait for a flag that goes from the GPU to the CPU.
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = (~finite).float().to(device)  # type: ignore[attr-defined]
+        optimizer.step()
+    elif finite.item():
+        optimizer.step()
+
+
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Tensor:
     """[] float64: the norm of the whole gradient, the same on every rank."""
@@ -60,7 +77,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """All gradients times `factor` []."""
     shares = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if shares:
-        torch._foreach_mul_(shares, factor.to(shares[0].dtype))
+        torch._foreach_mul_(shares, factor.to(shares[0]))
 
 
 def _local(gradient: Tensor) -> Tensor:
@@ -70,4 +87,4 @@ def _local(gradient: Tensor) -> Tensor:
 def _sum_of_squares(tensors: list[Tensor], mesh: Mesh) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
-    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum().to(mesh.device)

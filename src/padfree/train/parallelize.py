@@ -1,12 +1,16 @@
 """A plain HF model plus an ordered list of transformations, applied from outside.
 
     attach          attention inside each sample                         padfree.model.attach
+    freeze          no gradients: the reference model
+    adapters        low-rank ones are trained instead of the weights     lora.rank
     compile         each layer by itself                                 parallel.compile
     checkpointing   each layer's activations are computed again          parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process, or bfloat16
 
-None of them renames a parameter. With bfloat16, FSDP2 keeps float32 master weights (also of a single process), computes
-in bfloat16 and reduces gradients in float32.
+None of them renames a parameter in what is read and written. With bfloat16, FSDP2 keeps float32 master weights (also
+of a single process), computes in bfloat16 and reduces gradients in float32; weights that are not trained are kept in
+bfloat16 itself, which is what they would be rounded to at every use. With `offload` the shards, their gradients and so
+the optimizer's state are on the CPU, and a unit's weights are on the device while it computes.
 
 Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's own weight, and whatever gradient reaches that weight, a fused
@@ -24,14 +28,25 @@ from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch._functorch.config as functorch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from padfree.config import LoraConfig
 from padfree.dist import Mesh
 from padfree.model import attach
+from padfree.model.lora import add_adapters
 
 Checkpointing = Literal["none", "full", "selective"]
 Transformation = Callable[[PreTrainedModel], None]
@@ -41,7 +56,7 @@ ENTRY = "run_inside"
 """The method that FSDP2 treats as another forward of the model."""
 
 KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""Selective checkpointing keeps the results of matrix products and computes the rest again."""
+"""Without the compiler, selective checkpointing keeps the results of matrix products and computes the rest again."""
 
 
 def transformations(
@@ -51,15 +66,24 @@ def transformations(
     compile: str = "none",
     checkpointing: Checkpointing = "none",
     dtype: torch.dtype = torch.float32,
+    offload: bool = False,
+    frozen: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> list[Transformation]:
-    """What is done to a model, in order."""
+    """What is done to a model, in order; `seed` is for the adapters of a model that has its weights already."""
     steps: list[Transformation] = [partial(_attach, attention=attention)]
+    if frozen:
+        steps.append(_freeze)
+    if lora is not None and lora.rank:
+        steps.append(partial(add_adapters, settings=lora, seed=seed))
+    selective = checkpointing == "selective"
     if compile != "none":
-        steps.append(partial(compile_layers, backend=compile))
-    if checkpointing != "none":
+        steps.append(partial(compile_layers, backend=compile, recompute=selective))
+    if checkpointing != "none" and not (selective and compile != "none"):
         steps.append(partial(checkpoint_layers, mode=checkpointing))
-    if mesh.loss.size > 1 or dtype != torch.float32:
-        steps.append(partial(shard_model, mesh=mesh, dtype=dtype))
+    if mesh.loss.size > 1 or dtype != torch.float32 or offload:
+        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, offload=offload))
     return steps
 
 
@@ -82,10 +106,28 @@ def _attach(model: PreTrainedModel, attention: str) -> None:
     attach(model, attention)
 
 
-def compile_layers(model: PreTrainedModel, backend: str) -> None:
-    """`torch.compile` of each layer; attention is a break in it."""
+def _freeze(model: PreTrainedModel) -> None:
+    model.requires_grad_(False)
+
+
+def compile_layers(model: PreTrainedModel, backend: str, recompute: bool = False) -> None:
+    """`torch.compile` of each layer, attention being one operator in its graph (over context ranks: a break in it).
+
+    The second length makes the number of tokens a variable and compiles once more; what never changes stays constant.
+    With `recompute` a layer keeps its input and the output of attention, and backward computes the rest again: all
+    products but the last one, and never attention.
+    """
+    compiler = partial(_compiled, backend=lookup_backend(backend), recompute=recompute)
     for layer in layers_of(model):
-        layer.compile(backend=backend, dynamic=True)
+        layer.compile(backend=compiler)
+
+
+def _compiled(graph: Any, inputs: Any, *, backend: Callable[..., Any], recompute: bool) -> Any:
+    # Attention hands its gradients back in the layout of what it was given. The compiler is to expect just that:
+    # otherwise it copies the gradients of q, k and v into another one.
+    budget = 0.0 if recompute else 1.0
+    with functorch.patch(guess_tangent_strides_as_outputs=True, activation_memory_budget=budget):
+        return backend(graph, inputs)
 
 
 def checkpoint_layers(model: PreTrainedModel, mode: Checkpointing) -> None:
@@ -107,12 +149,22 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> C
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard_model(model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard_model(model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, offload: bool = False) -> None:
     """FSDP2 over data and context ranks together."""
     lower = dtype != torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if lower else MixedPrecisionPolicy()
+    # Inputs stay as they are: FSDP2 would look into the batch and round its weights and log-probabilities.
+    precision = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if lower
+        else MixedPrecisionPolicy()
+    )
+    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
+    if lower:
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
     for module in (*layers_of(model), model):
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=precision)
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=place)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -3,11 +3,13 @@
 Config -> loss_settings     what padfree.losses understands
        -> build_engine      model, optimizer, and what scores with them
        -> build_reference   the model that the KL term compares with
+       -> export            the trained model as a folder, in the form that is asked for
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +33,14 @@ from padfree.losses import (
     TokenLossSettings,
     TokenTISSettings,
 )
+from padfree.model.export import export_adapters, export_model
 from padfree.model.load import load_model
+from padfree.train.costs import read_cost
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
+from padfree.train.reference import AdapterReference, ModelReference, Reference
 from padfree.train.scorer import Scorer
 
 OBJECTIVES: dict[str, type[Any]] = {
@@ -75,7 +80,21 @@ def loss_settings(config: LossConfig) -> TokenLossSettings:
 
 def build_engine(config: Config, mesh: Mesh) -> Engine:
     """The model with its weights, parallelized, and everything a step needs."""
-    model = _load(config, mesh, config.model.path, checkpointing=config.parallel.checkpointing)
+    if config.parallel.offload and mesh.device.type == "cpu":
+        raise ValueError("parallel.offload: true, but the device is the CPU already; set it to false")
+    path = Path(config.model.path)
+    if _adapters_alone(config) and path.exists() and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"lora.export: 'adapter', but {path} has no weights to put adapters on, only random ones; set it to merged"
+        )
+    model = _load(
+        config,
+        mesh,
+        config.model.path,
+        offload=config.parallel.offload,
+        checkpointing=config.parallel.checkpointing,
+        lora=config.lora,
+    )
     optimizer = make_optimizer(
         model,
         lr=config.optimizer.lr,
@@ -88,30 +107,59 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         weights=config.loss.weights,
         constant=config.loss.constant,
         max_grad_norm=config.optimizer.max_grad_norm,
+        head_memory=config.parallel.head_memory,
     )
     return Engine(_scorer(config, mesh, model), optimizer, settings)
 
 
-def build_reference(config: Config, mesh: Mesh) -> Scorer | None:
-    """The model that the KL term compares with, if the settings name one."""
-    if config.reference.path is None:
+def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> Reference | None:
+    """The model that the KL term compares with, if the settings name one; `engine` is the one it is for.
+
+    Without `engine` it always is a model of its own, and what it can take from the trained one is not looked at yet.
+    """
+    path, every = config.reference.path, config.reference.refresh
+    if path is None:
         return None
-    model = _load(config, mesh, config.reference.path, checkpointing="none")
-    return _scorer(config, mesh, model.requires_grad_(False))
+    if engine is not None and config.lora.rank and _place(path) == _place(config.model.path):
+        return AdapterReference(engine.scorer, every)
+    offload = config.reference.offload and mesh.device.type != "cpu"
+    model = _load(config, mesh, path, offload=offload, frozen=True)
+    reference = ModelReference(_scorer(config, mesh, model), every)
+    if engine is not None and every is not None:
+        reference.check(engine.model)
+    return reference
 
 
-def _load(config: Config, mesh: Mesh, path: str, **changes: Any) -> PreTrainedModel:
+def export(config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> Path:
+    """The trained model as `lora.export` wants it. Every rank calls it."""
+    if _adapters_alone(config):
+        return export_adapters(model, folder, tokenizer, base=_place(config.model.path))
+    return export_model(model, folder, tokenizer)
+
+
+def _adapters_alone(config: Config) -> bool:
+    return config.lora.rank > 0 and config.lora.export == "adapter"
+
+
+def _place(path: str) -> str:
+    """The same text for the same model: a whole path, or a Hub id."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
+def _load(config: Config, mesh: Mesh, path: str, *, offload: bool, **changes: Any) -> PreTrainedModel:
     steps = transformations(
         mesh,
         attention=config.model.attention,
         compile=config.parallel.compile,
         dtype=getattr(torch, config.model.dtype),
+        offload=offload,
         **changes,
     )
     return load_model(
         path,
         device=mesh.device,
         shard=lambda model: parallelize(model, steps),
+        offload=offload,
         seed=config.run.seed,
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -125,4 +173,5 @@ def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel) -> Scorer:
         rows=RowSettings(layout=config.parallel.layout, method=config.parallel.method),
         temperature=config.loss.temperature,
         overlong=config.batch.overlong,
+        cost=None if config.batch.cost is None else read_cost(config.batch.cost),
     )

@@ -1,0 +1,124 @@
+"""Low-rank adapters (LoRA, by PEFT) that are trained instead of a model's weights.
+
+    y = W x + scale * B (A x)      W [out, in] frozen, A [rank, in], B [out, rank] trained, scale = alpha / rank
+
+    q_proj.weight   ->   q_proj.base_layer.weight, q_proj.lora_A.default.weight, q_proj.lora_B.default.weight
+
+`add_adapters` puts PEFT's layers into the model in place: it stays the transformers model that it was, so attention,
+recomputation, compilation, FSDP2 and the head are reached as before. `padfree.model.load.clean_name` takes
+`base_layer` out of names, which are then those in HF files. Attach first: attach looks at the plain architecture.
+
+A is drawn from the seed and its own name, so its numbers do not depend on ranks, order or targets; B is 0, so that the
+model begins as the one without adapters.
+
+Adapters are for linear layers below the head. Embeddings and the head are refused: the head's weight is read as it is
+by the losses, without the adapter's part. So are experts that transformers keep in one tensor; "all-linear" leaves
+them frozen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from padfree.config import LoraConfig
+
+ADAPTER = "default"
+"""The name that PEFT gives to an adapter when nobody gives one."""
+
+ALL_LINEAR = "all-linear"
+
+_ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return _ADAPTER_NAME.search(name) is not None
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
+    """Freeze the model and put adapters into it; on the meta device `load_model` gives them their values."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(f"lora.rank: {settings.rank}, but peft is not installed; pip install 'padfree[lora]'")
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    config = PeftConfig(
+        task_type="CAUSAL_LM",
+        r=settings.rank,
+        lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=(targets := _targets(model, list(settings.targets))),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # about what is refused below
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    if set(config.target_modules) != set(targets):
+        raise ValueError(
+            f"lora.targets: PEFT takes {min(set(targets) - set(config.target_modules))!r} of "
+            f"{type(model).__name__} for its experts, which cannot have adapters; leave it out, name the others"
+        )
+    for module_name, layer in model.named_modules():
+        if not is_adapted(layer):
+            continue
+        device = layer.base_layer.weight.device
+        if device.type == "meta":
+            continue
+        for side in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            side.to_empty(device=device)
+        for name, parameter in layer.named_parameters(prefix=module_name):
+            if is_adapter(name):
+                parameter.data.copy_(initial_values(name, parameter.shape, seed))
+
+
+def is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """What an adapter's tensor begins with, on the CPU, from its name without wrappers."""
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+
+
+def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
+    """What the adapter adds to its layer's weight, in float32, from whole `a` [rank, in] and `b` [out, rank]."""
+    product = (b.float() @ a.float()) * float(layer.scaling[ADAPTER])
+    return product.T if layer.fan_in_fan_out else product  # GPT-2 keeps its weights as [in, out]
+
+
+def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """The names of linear layers that PEFT is to look for, as short as they can be."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    modules = {name: module for name, module in model.named_modules() if name}
+    fit = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module not in ends}
+    last = sorted({name.rpartition(".")[2] for name in fit})
+    if ALL_LINEAR in targets:
+        if len(targets) > 1:
+            raise ValueError(f"lora.targets: {targets}; give either {ALL_LINEAR!r} or names of modules")
+        unfit = {name.rpartition(".")[2] for name in modules.keys() - fit}
+        return sorted(fit) if unfit & set(last) else last
+    for target in targets:
+        found = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise ValueError(f"lora.targets: the model has no {target!r}; choose from {', '.join(last)}")
+        for name in found:
+            if name not in fit:
+                raise ValueError(
+                    f"lora.targets: {name} is no linear layer below the head but a {type(modules[name]).__name__}; "
+                    f"choose from {', '.join(last)}"
+                )
+    return targets
