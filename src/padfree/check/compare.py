@@ -1,0 +1,145 @@
+"""Largest differences, and what they are measured by.
+
+    log-probabilities   nats, the largest of any token                                    2.1e-06 at token 17 of 'b'
+    loss                nats
+    normaliser          the loss beside the mean of our own log-probabilities of trained tokens, relative
+    gradients           of each parameter: its largest difference / its largest entry     3.0e-07 in layers.0.mlp...
+                        then the largest of the parameters of a part (a layer, the embeddings, the head, a norm)
+
+A gradient that is zero but for rounding (the bias of a key projection) would make a large quotient of two roundings: a
+parameter is never measured by less than a hundredth of the largest entry in its part.
+
+A number that is not finite counts as infinitely far off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import Sample
+from padfree.train.parallelize import layers_of
+
+FLOOR = 0.01
+"""The share of a part's largest gradient entry that a parameter is measured by at least."""
+
+FACTOR = 4.0
+"""How many times the noise of HF a difference may be."""
+
+
+class Gap(NamedTuple):
+    """How far two results are apart, and where most."""
+
+    difference: float
+    where: str
+
+
+class Extent(NamedTuple):
+    """Of one parameter's gradient: largest difference, largest entry of the reference."""
+
+    difference: float
+    size: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """What is always accepted."""
+
+    logprobs: float
+    loss: float
+    normaliser: float
+    gradients: float
+
+
+TOLERANCES = {
+    torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
+    torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
+}
+"""Some hundred roundings of float32, and a few of bfloat16. Weights and sums are float32 whatever the model is in."""
+
+
+def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
+    """The largest difference of any token."""
+    largest = Gap(0.0, "")
+    for index, (ours, theirs, sample) in enumerate(zip(actual, expected, samples, strict=True)):
+        if not len(sample):
+            continue
+        differences = np.abs(ours.astype(np.float64) - theirs)
+        differences[~np.isfinite(differences)] = math.inf
+        token = int(differences.argmax())
+        if differences[token] > largest.difference:
+            name = f"sample {index}" if sample.uid is None else f"sample {sample.uid}"
+            largest = Gap(float(differences[token]), f"token {token} of {name}")
+    return largest
+
+
+def loss_gap(actual: float, expected: float) -> Gap:
+    difference = abs(actual - expected)
+    return Gap(difference if math.isfinite(difference) else math.inf, f"{actual:.6f}, HF {expected:.6f}")
+
+
+def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
+    """The loss beside the mean of these log-probabilities, where wrong weights show whatever the model is in."""
+    trained = [sample.mask & (np.arange(len(sample)) > 0) for sample in samples]
+    total = sum(float(values[mask].astype(np.float64).sum()) for values, mask in zip(logprobs, trained, strict=True))
+    mean = -total / sum(int(mask.sum()) for mask in trained)
+    difference = abs(loss - mean) / max(abs(mean), 1e-6)
+    return Gap(difference if math.isfinite(difference) else math.inf, f"{loss:.6f}, mean {mean:.6f}")
+
+
+def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
+    """Of two gradients of one parameter; None is 0 everywhere."""
+    if actual is None or expected is None:
+        only = actual if expected is None else expected
+        size = 0.0 if only is None or not only.numel() else float(only.detach().abs().max())
+        return Extent(size, 0.0 if expected is None else size)
+    if not actual.numel():
+        return Extent(0.0, 0.0)
+    expected = expected.to(actual.device)
+    return Extent(float((actual.detach() - expected).abs().max()), float(expected.abs().max()))
+
+
+def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
+    """The largest relative difference of each part, in the order of the parts."""
+    largest: dict[str, float] = {}
+    for name, part in parts.items():
+        largest[part] = max(largest.get(part, 0.0), extents[name].size)
+    gaps: dict[str, Gap] = {}
+    for name, part in parts.items():
+        difference, size = extents[name]
+        scale = max(size, FLOOR * largest[part])
+        quotient = 0.0 if difference == 0 else difference / scale if scale else math.inf
+        if not math.isfinite(quotient):
+            quotient = math.inf
+        if part not in gaps or quotient > gaps[part].difference:
+            gaps[part] = Gap(quotient, name)
+    return gaps
+
+
+def parts_of(model: PreTrainedModel) -> dict[str, str]:
+    """The part of the model that each parameter belongs to: embeddings, layer 0, layer 1, ..., norm, head."""
+    layers = layers_of(model)
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    embeddings, head = (
+        None if module is None else module.weight
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    )
+    parts: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{prefix}."):
+            parts[name] = f"layer {name.removeprefix(f'{prefix}.').partition('.')[0]}"
+        elif parameter is embeddings:
+            parts[name] = "embeddings and head" if head is embeddings else "embeddings"
+        elif parameter is head:
+            parts[name] = "head"
+        else:
+            parts[name] = name.split(".")[-2]
+    return parts

@@ -1,0 +1,83 @@
+"""A few samples to check with: of the user's data, from the shortest to the longest, or random ones.
+
+lengths of the data   12 500 80 40 7 90 300 60        4 of them: 7 40 80 500, in the order of the file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from padfree.batch import Sample
+from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_sft, read_rollouts
+from padfree.data.sources import open_sources
+
+SHORTEST, LONGEST = 3, 96
+"""Tokens of random samples."""
+
+
+def chosen_samples(
+    data: Sequence[str],
+    count: int,
+    *,
+    tokenizer: str | None,
+    max_length: int,
+    trust_remote_code: bool = False,
+) -> list[Sample]:
+    """`count` samples of SFT data or of rollouts (files with a `reward`), the first `max_length` tokens of each.
+
+    `tokenizer` is a folder or a Hub id; rollouts of token ids need none.
+    """
+    source = open_sources(list(data))[0]
+    rollouts = "reward" in (source.columns() or ())
+    if rollouts:
+        settings = RolloutDataSettings(max_length=max_length, overlong="truncate")
+        loaded = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code)
+        samples: Sequence[Sample] | TokenizedDataset = read_rollouts(
+            list(data), tokenizer=loaded, settings=settings
+        ).samples
+        lengths = np.array([len(sample) for sample in samples])
+    else:
+        if tokenizer is None:
+            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+        loaded = _load_tokenizer(tokenizer, trust_remote_code)
+        found = load_sft(list(data), loaded, SFTDataSettings(max_length=max_length, overlong="truncate"))
+        samples, lengths = found, found.lengths
+    return [samples[index] for index in spread(lengths, count)]
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder holds one; of a Hub id nobody knows before it is asked."""
+    path = Path(path)
+    return not path.exists() or (path.is_dir() and any(path.glob("tokenizer*")))
+
+
+def spread(lengths: Any, count: int) -> list[int]:
+    """`count` places of a list of lengths, evenly spread from the shortest to the longest, ascending."""
+    order = np.argsort(lengths, kind="stable")
+    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
+    return sorted(order[places].tolist())
+
+
+def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed: int = 0) -> list[Sample]:
+    """Random tokens, from `SHORTEST` to `longest` in even ratios, shuffled; the first third of each is not trained."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.permutation(np.geomspace(min(SHORTEST, longest), longest, count).round().astype(np.int64))
+    return [
+        Sample(tokens=rng.integers(0, vocabulary, length), loss_mask=np.arange(length) >= length // 3, uid=index)
+        for index, length in enumerate(lengths.tolist())
+    ]
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(
+            f"--tokenizer: {name} has none to load ({reason}); give a folder or Hub id that does"
+        ) from None

@@ -1,0 +1,144 @@
+"""`padfree check`: the proof that packing changes nothing, on one's own model, data, backend and layout.
+
+padfree check --model my-model --data train.jsonl
+torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from padfree.check import CheckReport
+
+DTYPES = ("float32", "bfloat16")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "check",
+        usage="padfree check --model MODEL [--data FILE ...] [options]",
+        help="compare packed training of your model with one sample at a time",
+        description="Compares log-probabilities, loss and all gradients with plain HF code. Exit code 1: they differ.",
+        epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
+    )
+    add = command.add_argument
+    add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
+    add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
+    add("--samples", type=int, default=8, metavar="N", help="so many, short to long (default 8)")
+    add("--max-length", type=int, default=1024, metavar="N", help="cut samples to this (default 1024)")
+    add("--tokenizer", metavar="PATH", help="folder or Hub id (default: the model's)")
+    add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
+    add("--full", action="store_true", help="check all layers")
+    add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
+    add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
+    add("--layout", metavar="dp=N,cp=N", help="data and context ranks, under torchrun")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
+    add("--json", metavar="FILE", help="write the report there, too")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    context = context_ranks(settings.layout, int(os.environ.get("WORLD_SIZE", "1")))
+    for name, least in (("samples", 2), ("max_length", 2), ("layers", 1)):
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')}: {value}; give {least} or more")
+    if settings.dtype is not None and settings.dtype not in DTYPES:
+        raise ValueError(f"--dtype: {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if settings.layers is not None and settings.full:
+        raise ValueError(f"--layers: {settings.layers} together with --full; give one of them")
+    target = None if settings.json is None else Path(settings.json)
+    if target is not None and not target.parent.is_dir():
+        raise ValueError(f"--json: {target.parent} is no folder; create it first")
+
+    import torch
+
+    from padfree.check import check_model, chosen_samples
+    from padfree.check.samples import has_tokenizer
+
+    samples, origin = settings.samples, ""
+    if settings.data is not None:
+        tokenizer = settings.tokenizer or (settings.model if has_tokenizer(settings.model) else None)
+        samples = chosen_samples(
+            settings.data,
+            settings.samples,
+            tokenizer=tokenizer,
+            max_length=settings.max_length,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        cut = sum(len(sample) == settings.max_length for sample in samples)
+        origin = f"of {', '.join(settings.data)}" + (f" ({cut} cut to --max-length)" if cut else "")
+    first = int(os.environ.get("RANK", "0")) == 0
+    report = check_model(
+        settings.model,
+        samples,
+        origin=origin,
+        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        backend=settings.backend,
+        context=context,
+        layers=settings.layers,
+        full=settings.full,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+        on_progress=_progress if first else None,
+    )
+    if first:
+        show(report)
+        if target is not None:
+            target.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if not report.passed:
+        raise SystemExit(1)
+
+
+def context_ranks(layout: str | None, processes: int) -> int:
+    """cp of `dp=2,cp=2`, which must be what torchrun has started."""
+    if layout is None:
+        return 1
+    sizes = {"dp": 1, "cp": 1}
+    for entry in layout.split(","):
+        name, _, size = entry.strip().partition("=")
+        if name not in sizes or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"--layout: {layout!r}; give data and context ranks, as in dp=2,cp=2")
+        sizes[name] = int(size)
+    wanted = sizes["dp"] * sizes["cp"]
+    if wanted != processes:
+        raise ValueError(
+            f"--layout: {layout!r} is {wanted} processes and there are {processes}; start it with "
+            f"torchrun --nproc-per-node {wanted} -m padfree check ..."
+        )
+    return sizes["cp"]
+
+
+def _progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)
+
+
+def show(report: CheckReport) -> None:
+    """The table, and the verdict in the last line."""
+    from padfree.check.report import HEADER
+
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    for line in report.heading():
+        print(line)
+    print()
+    table = [HEADER, *report.cells()]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    for row in table:
+        cells = [
+            cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+    for skipped in report.skipped:
+        print(f"{skipped.check}: not run ({skipped.reason})")
+    print()
+    print(report.verdict)
