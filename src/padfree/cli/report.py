@@ -1,0 +1,27 @@
+"""`padfree report RUN ...`: one page of plots and tables from run folders."""
+
+from __future__ import annotations
+
+import argparse
+
+from padfree.report import write_report
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "report",
+        help="make one HTML page of a run folder, or of several",
+        description="Makes one HTML page of run folders: plots of all metrics, events, settings. It needs no network.",
+        epilog="example: padfree report runs/sft runs/sft-lora --output compare.html --names all,lora",
+    )
+    command.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run writes to (its run.folder)")
+    command.add_argument("--output", default="report.html", help="file to write (default %(default)s)")
+    command.add_argument("--names", help="what to call the runs, with commas between (default: their folders' names)")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    names = None if settings.names is None else [name.strip() for name in settings.names.split(",")]
+    for note in write_report(settings.runs, settings.output, names=names):
+        print(f"note: {note}")
+    print(f"written to {settings.output}")

@@ -1,0 +1,227 @@
+"""Which metrics are drawn together, under which title and heading, and the figures themselves.
+
+    one run, one metric        one line, no legend
+    one run, more metrics      a colour a metric
+    more runs                  a colour a run; with more metrics a dash pattern a metric
+
+A series of more than 200 values is drawn faint with its running mean above it. A metric that no panel names has one of
+its own, under "Statistics of the loss" (their names begin with `loss/`) or "Other". A metric that never changes in any
+run is a row of a table, unless its panel is `always` drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.page import COLOURS, plain
+from padfree.report.runs import Run, Series
+from padfree.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, running_mean, thinned
+
+DASHES = ("solid", "dash", "dot", "dashdot")
+MARKED_BELOW = 50  # so few values are points as well as a line
+LEGEND_LETTERS = 36
+HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
+MOST_MARKS = 100  # resumes and stops in a figure
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A figure: metrics with what each is called in it. `unit` is the label of the axis."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    always: bool = False
+    log: bool = False  # logarithmic where one value is far above the rest
+
+
+GROUPS: Mapping[str, Sequence[Panel]] = {
+    "Learning": (
+        Panel("Loss", "loss", {"loss": "loss"}, always=True),
+        Panel("Reward", "reward", {"reward": "mean", "reward_min": "least", "reward_max": "greatest"}, always=True),
+        Panel("Reward, standard deviation in the batch", "reward", {"reward_std": "standard deviation"}),
+        Panel("Gradient norm before clipping", "norm", {"gradient_norm": "norm"}, always=True, log=True),
+        Panel("Learning rate", "learning rate", {"lr": "learning rate"}),
+    ),
+    "Policy": (
+        Panel("KL to the reference", "nats a token", {"loss/kl": "KL"}),
+        Panel("KL to the old policy, approximate", "nats a token", {"loss/approx_kl": "KL"}),
+        Panel("Entropy", "nats a token", {"loss/entropy": "entropy"}),
+        Panel("Clipped tokens", "share of tokens", {"loss/clip_fraction": "share"}),
+        Panel("Ratio to the old policy", "mean ratio", {"loss/ratio": "ratio"}),
+        Panel("Importance weight of the corrections", "mean weight", {"loss/importance_weight": "weight"}),
+        Panel("Tokens masked by the corrections", "share of tokens", {"loss/masked_fraction": "share"}),
+        Panel("KL between trainer and sampler", "nats a token", {"loss/sampler_kl": "KL"}),
+        Panel(
+            "Log-probabilities of trainer and sampler", "mean absolute difference", {"loss/sampler_difference": "nats"}
+        ),
+        Panel("Advantage", "mean over tokens", {"loss/advantage": "advantage"}),
+    ),
+    "Responses": (
+        Panel(
+            "Response length",
+            "tokens",
+            {"response_length": "mean", "response_length_min": "shortest", "response_length_max": "longest"},
+        ),
+        Panel("Responses cut before their end", "share of responses", {"response_cut": "share"}),
+    ),
+    "Speed and memory": (
+        Panel("Tokens per second", "tokens/s", {"tokens_per_second": "tokens/s"}, always=True),
+        Panel("Model FLOP utilisation", "share of the peak", {"mfu": "MFU"}, always=True),
+        Panel("TFLOP/s per device", "TFLOP/s", {"tflops_per_device": "TFLOP/s"}),
+        Panel("Seconds per step", "s", {"seconds": "seconds"}),
+        Panel("Peak memory", "GiB", {"memory_gib": "peak"}),
+    ),
+    "Packing": (
+        Panel("Fill of the micro-batches", "share of batch.max_tokens", {"fill": "fill"}),
+        Panel(
+            "Imbalance of the data ranks",
+            "slowest rank / mean",
+            {"imbalance": "planned", "imbalance_measured": "measured"},
+        ),
+        Panel("Padding", "share of computed tokens", {"padding_share": "share"}),
+        Panel("Micro-batches per rank", "micro-batches", {"micro_batches": "micro-batches"}),
+        Panel("Tokens per step", "tokens", {"tokens": "all", "scored_tokens": "scored"}),
+        Panel("Samples per step", "samples", {"samples": "samples"}),
+    ),
+}
+
+
+def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
+    """The panels to draw under each heading, and the names of the metrics that never change."""
+    names = sorted({name for run in runs for name in run.metrics})
+    known = {name for group in GROUPS.values() for panel in group for name in panel.metrics}
+    unknown = [name for name in names if name not in known]
+    statistics = [Panel(name.removeprefix("loss/"), "mean", {name: name}) for name in unknown if _is_statistic(name)]
+    others = [Panel(name, "value", {name: name}) for name in unknown if not _is_statistic(name)]
+    found: dict[str, list[Panel]] = {}
+    constant: list[str] = []
+    for heading, group in [*GROUPS.items(), ("Statistics of the loss", statistics), ("Other", others)]:
+        for panel in group:
+            there = [name for name in panel.metrics if name in names]
+            if not there:
+                continue
+            if not panel.always and all(
+                _is_constant(run.metrics[name]) for run in runs for name in there if name in run.metrics
+            ):
+                constant += there
+            else:
+                found.setdefault(heading, []).append(panel)
+    return found, constant
+
+
+def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
+    """A plotly figure of the panel's metrics in all runs that have them."""
+    used = [name for name in panel.metrics if any(name in run.metrics for run in runs)]
+    traces: list[dict[str, Any]] = []
+    for i, run in enumerate(runs):
+        for j, name in enumerate(used):
+            if name not in run.metrics:
+                continue
+            parts = [shortened(run.name)] * (len(runs) > 1) + [panel.metrics[name]] * (len(used) > 1)
+            label = plain(" · ".join(parts) or panel.metrics[name])
+            colour = COLOURS[(i if len(runs) > 1 else j) % len(COLOURS)]
+            dash = DASHES[j % len(DASHES)] if len(runs) > 1 else "solid"
+            traces += _lines(run.metrics[name], label, {"color": colour, "dash": dash})
+    values = np.concatenate([run.metrics[name].values for run in runs for name in used if name in run.metrics])
+    log = panel.log and _spread_out(values)
+    return {
+        "data": traces,
+        "layout": {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {
+                "title": {"text": panel.unit + (" (log)" if log else "")},
+                **({"type": "log", "dtick": 1} if log else {"type": "linear"}),
+                "exponentformat": "e" if np.nanmax(np.abs(values), initial=0.0) < 1e-3 else "SI",  # no 8µ, but 20k
+            },
+            "hovermode": "x unified" if len(runs) * len(used) <= 6 else "closest",
+            "showlegend": len(runs) * len(used) > 1,
+            "shapes": _marks(runs, used),
+        },
+    }
+
+
+def shortened(name: str) -> str:
+    """A long name without its middle."""
+    if len(name) <= LEGEND_LETTERS:
+        return name
+    half = (LEGEND_LETTERS - 1) // 2
+    return f"{name[:half]}…{name[-half:]}"
+
+
+def resumed_at(run: Run) -> list[int]:
+    """The steps at which the run was resumed."""
+    steps = [event.get("step") for event in run.events if event.get("kind") == "resume"]
+    return sorted({step for step in steps if isinstance(step, int)})
+
+
+def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The values, and above them their running mean if there are many."""
+    count = len(series.values)
+    kept = thinned(series.values)
+    smooth = count > SMOOTH_ABOVE
+    raw = {
+        "type": "scatter",
+        "x": series.steps[kept],
+        "y": _rounded(series.values[kept]),
+        "mode": "lines+markers" if count <= MARKED_BELOW else "lines",
+        "name": label,
+        "legendgroup": label,
+        "showlegend": not smooth,
+        "opacity": 0.3 if smooth else 1.0,
+        "line": {**line, "width": 1 if smooth else 1.8},
+        "marker": {"size": 5},
+        "hoverinfo": "skip",
+    }
+    if not smooth:
+        return [{**raw, "hovertemplate": HOVER}]
+    at = np.linspace(0, count - 1, min(count, MOST_POINTS // 2), dtype=np.int64)
+    mean = {
+        "type": "scatter",
+        "x": series.steps[at],
+        "y": _rounded(running_mean(series.values, at, mean_window(count))),
+        "mode": "lines",
+        "name": label,
+        "legendgroup": label,
+        "line": {**line, "width": 2},
+        "hovertemplate": HOVER,
+    }
+    return [raw, mean]
+
+
+def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Upright lines where a run with one of these metrics was resumed (dotted) or had a step that was not finite."""
+    found = []
+    for index, run in enumerate(runs):
+        if not any(name in run.metrics for name in names):
+            continue
+        colour = COLOURS[index % len(COLOURS)] if len(runs) > 1 else COLOURS[8]
+        marks = [(step, "dot") for step in resumed_at(run)]
+        marks += [(row["step"], "solid") for row in run.nonfinite if row["step"] is not None]
+        for step, dash in marks:
+            line = {"color": colour, "width": 1, "dash": dash}
+            found.append({"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line})
+    return found[-MOST_MARKS:]
+
+
+def _is_statistic(name: str) -> bool:
+    return name.startswith("loss/")
+
+
+def _is_constant(series: Series) -> bool:
+    return len(np.unique(series.values)) == 1  # NaN is one value here
+
+
+def _spread_out(values: NDArray[np.float64]) -> bool:
+    finite = values[np.isfinite(values)]
+    return len(finite) > 0 and finite.min() > 0 and finite.max() > 30 * float(np.median(finite))
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    """Six digits that count: what a screen can show, in half the bytes."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,0 +1,50 @@
+"""A long series as few points: what a plot shows of 100,000 steps.
+
+    values    3 1 4 1 5 9 2 6 5 3 5 8        12 points, 3 buckets of 4
+    kept      . 1 4 . . 9 2 . . 3 . 8        of each bucket the least and the greatest, and the two ends
+
+So a spike of one step is still there. A bucket without any finite value keeps one NaN, a gap in the line.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMOOTH_ABOVE = 200
+"""A series of more values than this gets a running mean."""
+
+MOST_POINTS = 1000
+"""Of one series on the page."""
+
+
+def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
+    """Which of the values [N] to show: rising indices, `most` at the most (and not less than 4)."""
+    assert most >= 4
+    if len(values) <= most:
+        return np.arange(len(values))
+    kept = {0, len(values) - 1}
+    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket less, for the two ends
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        bucket = values[begin:end]
+        if np.isnan(bucket).all():
+            kept.add(begin)
+        else:
+            kept |= {begin + int(np.nanargmin(bucket)), begin + int(np.nanargmax(bucket))}
+    return np.array(sorted(kept), dtype=np.int64)
+
+
+def mean_window(count: int) -> int:
+    """Values that a running mean of so many takes together: a fiftieth of them, odd."""
+    return count // 50 | 1
+
+
+def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int) -> NDArray[np.float64]:
+    """[len(at)]: the mean of the finite values among the `window` around each index; at the ends of those there are.
+
+    Each is summed by itself: a difference of cumulative sums would carry one huge value through all that follow.
+    """
+    assert window % 2 == 1
+    around = [values[max(index - window // 2, 0) : index + window // 2 + 1] for index in at.tolist()]
+    finite = [part[np.isfinite(part)] for part in around]
+    return np.array([part.mean() if len(part) else np.nan for part in finite])
