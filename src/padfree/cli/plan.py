@@ -1,0 +1,278 @@
+"""`padfree plan`: what a run would do with its data, before a GPU is rented.
+
+padfree plan --data train.jsonl --model Qwen/Qwen3-0.6B --max-tokens 8192 --ranks 8 --gpu H100 --html plan.html
+padfree plan recipes/sft.toml data.epochs=1 --ranks 8
+padfree plan --lengths lengths.npy --max-tokens 8192 --samples 512 --ranks 8
+padfree plan --calibrate --model Qwen/Qwen3-0.6B
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from padfree.config import Config, load_config
+
+if TYPE_CHECKING:
+    from padfree.planner import Plan, Suggestion
+
+USAGE = "padfree plan [recipe.toml] [section.name=value ...] [options]"
+SAMPLES, MEMORY, FIRST_CAP = 64, 80.0, 8192
+GIBIBYTE = 1 << 30
+NO_MODEL = "no model"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="plan an epoch: packs, balance, time and memory",
+        usage=USAGE,
+        description="Plans an epoch without loading weights: packs, balance, time, memory.",
+        epilog="example: padfree plan --data train.jsonl --model my-model --ranks 8 --suggest",
+        add_help=False,
+    )
+    add = command.add_argument
+    add("-h", "--help", action="help", help=argparse.SUPPRESS)
+    add("settings", nargs="*", help=argparse.SUPPRESS)
+    add("--data", action="append", metavar="PATH", help="file, folder or Hub id; may be repeated")
+    add("--rollouts", action="store_true", help="the data are rollouts: groups stay whole")
+    add("--lengths", metavar="FILE", help="instead of data: .npy or text, one length a sample")
+    add("--model", metavar="PATH", help="folder, Hub id or config; no weights are loaded")
+    add("--ranks", type=int, metavar="N", default=1, help="devices (default 1)")
+    add("--cp", type=int, metavar="N", help="context ranks that share a row (default 1)")
+    add("--max-tokens", type=int, metavar="N", help="of one device in one micro-batch")
+    add("--samples", type=int, metavar="N", help=f"of a step (default {SAMPLES})")
+    add("--tokens", type=int, metavar="N", help="of a step, instead of --samples")
+    add("--layout", metavar="KIND", help="contiguous, headtail or balanced")
+    add("--gpu", metavar="NAME", help="to plan for, such as H100 (default: that of here)")
+    add("--memory", type=float, metavar="GIB", help=f"of a device (default: its own, or {MEMORY:.0f})")
+    add("--exact-steps", metavar="N", default="128", help="steps to plan in full, or all (default 128)")
+    add("--html", metavar="FILE", help="write one page with figures")
+    add("--json", action="store_true", help="print the numbers as JSON")
+    add("--suggest", action="store_true", help="recommend max tokens, context and layout")
+    add("--calibrate", action="store_true", help="measure the cost model on this device")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    _check(settings)
+    config = _config(settings)
+    if config.model.path == NO_MODEL and (settings.suggest or settings.calibrate):
+        flag, why = ("--suggest", ", memory depends on it") if settings.suggest else ("--calibrate", "")
+        raise ValueError(f"{flag}: without a model; give --model{why}")
+    if settings.calibrate:
+        _calibrate(config, settings)
+        if not _has_data(settings):
+            return
+    plan, suggestion = _plan(config, settings)
+    if settings.json:
+        shown = plan.summary()
+        if suggestion is not None:
+            shown["suggestion"] = asdict(suggestion)
+        print(json.dumps(shown, indent=1))
+    else:
+        for line in plan.lines():
+            print(line)
+        if suggestion is not None:
+            print("\nsuggestion  " + (" ".join(suggestion.overrides()) or "none"))
+            for reason in suggestion.reasons:
+                print(f"  - {reason}")
+    if settings.html:
+        _write_page(plan, suggestion, config, settings)
+
+
+def _check(settings: argparse.Namespace) -> None:
+    """What concerns flags alone; the rest is checked with the settings of a run."""
+    for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory"):
+        value = getattr(settings, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: {value}; give {'more than 0' if name == 'memory' else '1 or more'}"
+            )
+    if settings.samples is not None and settings.tokens is not None:
+        raise ValueError(f"--tokens: {settings.tokens} with --samples {settings.samples}; give one of them")
+    if settings.lengths is not None and (settings.data or settings.rollouts):
+        raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
+    if settings.html is not None and Path(settings.html).is_dir():
+        raise ValueError(f"--html: {settings.html} is a folder; give the name of a file")
+    if settings.json and settings.calibrate:
+        raise ValueError("--json: with --calibrate; call padfree plan once for each")
+
+
+def _recipe(settings: argparse.Namespace) -> str | None:
+    """The first plain argument, unless it is an override."""
+    first = settings.settings[0] if settings.settings else None
+    return None if first is None or "=" in first else first
+
+
+def _overrides(settings: argparse.Namespace) -> list[str]:
+    return list(settings.settings[_recipe(settings) is not None :])
+
+
+def _says(settings: argparse.Namespace, name: str) -> bool:
+    """Whether an override names this setting."""
+    return any(override.partition("=")[0].strip() == name for override in _overrides(settings))
+
+
+def _has_data(settings: argparse.Namespace) -> bool:
+    return bool(settings.data or settings.lengths or _recipe(settings)) or _says(settings, "data.path")
+
+
+def _has_cap(settings: argparse.Namespace) -> bool:
+    return bool(settings.max_tokens or _recipe(settings)) or _says(settings, "batch.max_tokens")
+
+
+def _config(settings: argparse.Namespace) -> Config:
+    """The settings of the run that is planned: a recipe, then flags, then overrides."""
+    import torch
+
+    recipe = _recipe(settings)
+    flags: dict[str, Any] = {}
+    if recipe is None:
+        if not _has_data(settings) and not settings.calibrate:
+            raise ValueError("--data: missing; give --data, --lengths or a recipe")
+        if settings.data and settings.model is None and not _says(settings, "model.path"):
+            raise ValueError("--model: missing; give one, its tokenizer reads --data")
+        if _has_data(settings) and not settings.suggest and not _has_cap(settings):
+            raise ValueError("--max-tokens: missing; give the tokens of a micro-batch, or --suggest")
+        flags = {
+            "model.path": NO_MODEL,
+            "model.dtype": "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32",
+            "data.path": [settings.lengths or "no data"],
+            "batch.max_tokens": FIRST_CAP,
+            "run.folder": "runs",
+        }
+        if settings.tokens is None and not _says(settings, "batch.tokens"):
+            flags["batch.samples"] = SAMPLES
+    flags |= {
+        name: value
+        for name, value in {
+            "data.path": settings.data,
+            "model.path": settings.model,
+            "batch.max_tokens": settings.max_tokens,
+            "parallel.context": settings.cp,
+            "parallel.layout": settings.layout,
+            "loss.kind": "clip" if settings.rollouts else None,
+        }.items()
+        if value is not None
+    }
+    for name, other in (("samples", "tokens"), ("tokens", "samples")):
+        if getattr(settings, name) is not None:
+            flags |= {f"batch.{name}": getattr(settings, name), f"batch.{other}": None}
+    # JSON's strings, lists and numbers are TOML's as well
+    written = [
+        f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
+    ]
+    return load_config(recipe, [*written, *_overrides(settings)])
+
+
+def _calibrate(config: Config, settings: argparse.Namespace) -> None:
+    from padfree.planner import calibrate
+    from padfree.train.memory import skeleton
+
+    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    with _bar("measuring") as progress:
+        found = calibrate(model.config, config, max_tokens=settings.max_tokens, progress=progress)
+    print(
+        f"measured    on {found.device}, {config.model.dtype}, models of {_listed(found.layers)} layers, milliseconds"
+    )
+    for each in found.measurements:
+        lengths = f"{len(each.lengths)} x {each.lengths[0]:,}"
+        print(f"            {lengths:>12} tokens {each.seconds * 1e3:10.2f}  fitted {each.predicted * 1e3:10.2f}")
+    cost = found.cost
+    print(
+        f"cost        {cost.linear:.3e} s a token, {cost.quadratic:.3e} s a token squared, {cost.constant:.3e} s a "
+        f"micro-batch; no measurement is off by more than {found.worst:.2f} times"
+    )
+    print(f"stored      {found.path}")
+    print(f"            padfree plan uses it on this device; elsewhere, and in a run, set batch.cost={found.path}")
+
+
+def _plan(config: Config, settings: argparse.Namespace) -> tuple[Plan, Suggestion | None]:
+    from padfree.planner import DeviceMemory, Shape, choose_clock, load_steps, make_plan, suggest
+    from padfree.train.memory import skeleton
+
+    shape = Shape(
+        ranks=settings.ranks,
+        context=config.parallel.context,
+        replicate=config.parallel.replicate,
+        max_tokens=config.batch.max_tokens,
+    )
+    exact_steps = _exact_steps(settings.exact_steps)
+    need = None
+    if config.model.path != NO_MODEL:
+        need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code))
+    clock = choose_clock(config, need and need.model.config, settings.gpu)
+    data = load_steps(config, lengths=settings.lengths, progress=_is_terminal())
+    layout, suggestion = config.parallel.layout, None
+    if settings.suggest:
+        assert need is not None
+        suggestion = suggest(data.steps, shape, clock.cost, need=need, memory=_device_memory(settings))
+        if not _has_cap(settings) and suggestion.max_tokens is not None and suggestion.context is not None:
+            shape = replace(shape, max_tokens=suggestion.max_tokens, context=suggestion.context)
+            layout = suggestion.layout or layout
+    with _bar("planning") as progress:
+        plan = make_plan(data, shape, clock, layout=layout, need=need, exact_steps=exact_steps, progress=progress)
+    return plan, suggestion
+
+
+def _exact_steps(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--exact-steps: {text!r}; give 1 or more, or all")
+    return int(text)
+
+
+def _device_memory(settings: argparse.Namespace) -> float:
+    """Bytes: what was said, or this machine's GPU, or a usual one."""
+    import torch
+
+    if settings.memory is not None:
+        return float(settings.memory) * GIBIBYTE
+    if settings.gpu is None and torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return MEMORY * GIBIBYTE
+
+
+def _write_page(plan: Plan, suggestion: Suggestion | None, config: Config, settings: argparse.Namespace) -> None:
+    from padfree.planner import write_page
+
+    names = ", ".join(config.data.path)
+    title = f"Plan for {names}" if config.model.path == NO_MODEL else f"Plan for {config.model.path} on {names}"
+    try:
+        write_page(plan, settings.html, title=title, suggestion=suggestion)
+    except OSError as error:
+        raise ValueError(f"--html: {settings.html} cannot be written ({error.strerror}); give another file") from None
+    if not settings.json:
+        print(f"page        {settings.html}")
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, on the error stream so that the output can be piped; nothing elsewhere."""
+    if not _is_terminal():
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError as error:
+        raise ValueError("padfree: the package rich is missing; pip install rich") from error
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))

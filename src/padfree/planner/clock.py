@@ -1,0 +1,86 @@
+"""From the units of a cost model to seconds.
+
+    batch.cost, or measured on this device by `padfree plan --calibrate`     seconds already
+    a GPU whose peak is known, bfloat16                                      FLOPs / (SHARE · peak)
+    neither                                                                  FLOPs stay FLOPs
+
+What is predicted is forward and backward of the slowest rank of each micro-batch. The optimizer, communication between
+devices and reading data come on top.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padfree.config import Config
+from padfree.data import default_cache_folder
+from padfree.data.store import hash_of
+from padfree.packing import CostModel
+from padfree.packing.cost import FORWARD_AND_BACKWARD
+from padfree.train.costs import read_cost
+from padfree.train.flops import peak_tflops
+
+SHARE = 0.4
+"""Of a GPU's peak, what training a dense model reaches without much effort."""
+
+IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+"""Entries of a config that do not change what a model computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """A cost model, and how many of its units are a second."""
+
+    cost: CostModel
+    per_second: float | None  # None: nobody knows
+    source: str  # in words
+
+    def seconds(self, cost: float) -> float | None:
+        return None if self.per_second is None else cost / self.per_second
+
+
+def choose_clock(config: Config, model_config: Any | None, gpu: str | None) -> Clock:
+    """The best there is: a file that is named, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
+    if config.batch.cost is not None:
+        return Clock(cost=read_cost(config.batch.cost), per_second=1.0, source=f"measured, {config.batch.cost}")
+    if model_config is None:
+        return Clock(cost=CostModel.tokens(), per_second=None, source="tokens; --model gives FLOPs")
+    here = device_name(config.run.device)
+    is_here = gpu is None or gpu.lower() in here.lower()
+    stored = cost_path(here, model_config, config)
+    if is_here and stored.exists():
+        return Clock(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}")
+    cost = CostModel.from_config(model_config)
+    if config.lora.rank:  # the gradients of frozen weights are not needed
+        cost = replace(cost, linear=cost.linear * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD)
+    name = gpu or here
+    peak = peak_tflops(name)
+    if gpu is not None and peak is None:
+        raise ValueError(f"--gpu: {gpu!r} is not in the table; give one such as H100, H200, A100, B200, or L40S")
+    if peak is None:
+        return Clock(cost=cost, per_second=None, source="FLOPs; --gpu or --calibrate gives seconds")
+    if config.model.dtype != "bfloat16":
+        return Clock(cost=cost, per_second=None, source="FLOPs; peaks are known for bfloat16 only, see --dtype")
+    return Clock(
+        cost=cost, per_second=SHARE * peak * 1e12, source=f"{SHARE:.0%} of the {peak:,.0f} TFLOP/s of {name} assumed"
+    )
+
+
+def device_name(device: str) -> str:
+    """What `run.device` means here: the GPU by the name its driver gives, or "cpu"."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return torch.cuda.get_device_name()
+
+
+def cost_path(device: str, model_config: Any, config: Config) -> Path:
+    """Where the measurement for this device, model and way of computing is kept."""
+    values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
+    key = hash_of([device, values, config.model.dtype, config.parallel.checkpointing, config.lora.rank])
+    words = re.sub(r"[^a-z0-9]+", "-", f"{device} {model_config.model_type} {config.model.dtype}".lower())
+    return default_cache_folder() / "cost" / f"{words}-{key[:12]}.json"

@@ -1,0 +1,111 @@
+"""The optimizer steps of one pass over the data, as lengths alone: no token is needed to plan.
+
+    lengths of the data      7 3 9 4 5 ...            of a tokenised data set, of rollouts, or from a file of numbers
+    steps                    [9 3 4] [5 7 2] ...      the same samples in the same order as a run's
+
+The order comes from `run.seed` as it does in training; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.config import Config
+from padfree.data import Progress, SFTDataSettings, load_sft
+from padfree.packing import TokenBudgetBatcher
+from padfree.packing.source import shuffled
+from padfree.train.sources import load_source, load_tokenizer, make_batcher
+
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Steps:
+    """What a run would be given: the lengths of all samples, and those of each optimizer step of one pass over them."""
+
+    lengths: Lengths  # [n]
+    steps: list[Lengths]
+    over_budget: int = 0  # samples longer than `batch.tokens`, each a step of its own
+
+
+def load_steps(config: Config, *, lengths: str | Path | None = None, progress: bool | Progress = False) -> Steps:
+    """The steps of `config`'s data, or of a file of lengths."""
+    if lengths is not None:
+        return sft_steps(read_lengths(lengths), config)
+    if config.rollout.reward is not None:
+        raise ValueError(
+            f"rollout.reward: {config.rollout.reward!r} writes responses during the run, their lengths are not known; "
+            "plan rollout files, or --lengths"
+        )
+    tokenizer = load_tokenizer(config)
+    if config.loss.kind != "sft":
+        return rollout_steps(load_source(config, tokenizer).samples, config)
+    data = config.data
+    names = ("columns", "prompt_format", "append_eos", "max_length", "overlong", "on_bad_row", "loss_on")
+    settings = SFTDataSettings(**{name: getattr(data, name) for name in names})
+    return sft_steps(load_sft(list(data.path), tokenizer, settings, progress=progress).lengths, config)
+
+
+def read_lengths(path: str | Path) -> Lengths:
+    """[n] from a `.npy` file, or from a text file of whole numbers."""
+    path = Path(path)
+    try:
+        numbers = np.load(path) if path.suffix == ".npy" else np.array(path.read_text().split(), dtype=np.int64)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--lengths: {path} cannot be read ({reason}); give a .npy or a text file") from None
+    except (ValueError, UnicodeDecodeError):
+        raise ValueError(f"--lengths: {path} is not a file of whole numbers; give a .npy or a text file") from None
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
+        raise ValueError(
+            f"--lengths: {path} holds a {numbers.dtype} array of shape {numbers.shape}; give a flat list of lengths"
+        )
+    if numbers.min() < 1:
+        raise ValueError(f"--lengths: {path} has a length of {numbers.min()}; give 1 or more for every sample")
+    return np.asarray(numbers, dtype=np.int64)
+
+
+def sft_steps(lengths: Lengths, config: Config) -> Steps:
+    """The steps of the first epoch, `batch.samples` samples or at most `batch.tokens` tokens each."""
+    batch, seed = config.batch, config.run.seed
+    if batch.samples is not None:
+        order = shuffled(len(lengths), seed, 0) if config.data.shuffle else np.arange(len(lengths))
+        ordered = lengths[order]
+        steps = [ordered[start : start + batch.samples] for start in range(0, len(ordered), batch.samples)]
+        return Steps(lengths=lengths, steps=steps)
+    assert batch.tokens is not None
+    batcher = TokenBudgetBatcher(
+        lengths.tolist(),
+        budget=batch.tokens,
+        buffer_size=batch.buffer,
+        overlong="alone",
+        length=int,
+        shuffle=config.data.shuffle,
+        seed=seed,
+    )
+    steps = [np.array(taken, dtype=np.int64) for taken in batcher]
+    return Steps(lengths=lengths, steps=steps, over_budget=batcher.num_overlong)
+
+
+def rollout_steps(samples: Any, config: Config) -> Steps:
+    """The updates of one pass over the rollouts: whole groups, `loss.epochs` times, in `loss.mini_batches` parts."""
+    loss, steps = config.loss, []
+    once = replace(config, data=replace(config.data, epochs=1))
+    for number, groups in enumerate(make_batcher(once, samples), start=1):
+        batch = _lengths([sample for group in groups for sample in group])
+        for epoch in range(loss.epochs):
+            order = np.arange(len(batch))
+            if loss.mini_batches > 1:
+                order = shuffled(len(batch), config.run.seed, number * loss.epochs + epoch)
+            steps += [batch[part] for part in np.array_split(order, min(loss.mini_batches, len(batch)))]
+    return Steps(lengths=_lengths(samples), steps=steps)
+
+
+def _lengths(samples: Iterable[Sized]) -> Lengths:
+    return np.array([len(sample) for sample in samples], dtype=np.int64)

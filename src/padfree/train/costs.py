@@ -1,0 +1,28 @@
+"""Cost models that were measured on a device and kept in a file (`padfree plan --calibrate`, `batch.cost`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from padfree.packing import CostModel
+
+
+def read_cost(path: str | Path) -> CostModel:
+    """A file of `padfree plan --calibrate`."""
+    try:
+        cost = CostModel.from_json(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text"
+        raise ValueError(
+            f"batch.cost: {path} cannot be read ({reason}); make it with padfree plan --calibrate"
+        ) from None
+    except (ValueError, TypeError):
+        raise ValueError(f"batch.cost: {path} is not a cost model; make it with padfree plan --calibrate") from None
+    check_grows(cost, f"batch.cost: {path}")
+    return cost
+
+
+def check_grows(cost: CostModel, name: str) -> None:
+    """Costs that do not depend on tokens plan nothing; noise can make a measurement look like that."""
+    if not cost.linear and not cost.quadratic:
+        raise ValueError(f"{name}: the cost does not grow with tokens; measure again on an idle device")
