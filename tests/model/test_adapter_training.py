@@ -147,8 +147,8 @@ def test_compiled_layers_do_not_compile_again_for_every_batch(
         assert_same(run(model, batch), result)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
-    assert graphs[2:] == [graphs[1]] * 2, f"new graphs after the second length: {graphs}"
-    assert graphs[1] <= 2 * graphs[0], f"more than one recompilation of each graph: {graphs}"
+    # The second length makes the number of tokens a variable, the third at the latest the longest sample.
+    assert graphs[3] == graphs[2] <= 3 * graphs[0], f"more than two recompilations of each graph: {graphs}"
 
 
 # FSDP2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from train_cases import LOSSES, make_engine, make_samples, small_model, two_steps
 
 from padfree.dist import distributed, make_mesh
@@ -25,3 +27,40 @@ def test_bf16_steps_are_close_to_those_of_the_cpu(name: str) -> None:
             assert {weight.dtype for weight in weights.values()} == {torch.float32}, "the optimizer keeps float32"
             losses[device] = [report.loss for report in reports]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-2, abs=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["sft", "clip", "gspo"])
+@pytest.mark.parametrize("compile", ["none", "inductor"])
+def test_the_host_never_waits_within_a_step(name: str, compile: str) -> None:
+    """Preparing and beginning a step gives the device work and asks it nothing; only `finish` waits."""
+    samples = make_samples()
+    with distributed(device="cuda") as device:
+        mesh = make_mesh(device)
+        model = small_model(head_dim=64).to(device)
+        engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile)
+        old = None if name == "sft" else engine.scorer.logprobs(samples)
+        for _ in range(2):  # kernels are loaded and compiled
+            engine.step(samples, lr=1e-3, old_logprobs=old)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            pending = engine.begin(engine.prepare(samples, old), lr=1e-3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert pending.finish().num_samples == len(samples)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_varying_lengths_do_not_compile_again_and_again() -> None:
+    rng = np.random.default_rng(0)
+    with distributed(device="cuda") as device:
+        model = small_model(head_dim=64).to(device)
+        engine = make_engine(make_mesh(device), LOSSES["sft"], model, dtype=torch.bfloat16, compile="inductor")
+        counters.clear()
+        graphs = []
+        for step in range(200):
+            lengths = tuple(int(n) for n in rng.integers(2, 14, size=int(rng.integers(1, 6))))
+            engine.step(make_samples(lengths, seed=step), lr=1e-4)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] <= graphs[-1] <= graphs[0] + 2

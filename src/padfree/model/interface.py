@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
+from padfree.attention.operator import self_attention
 from padfree.batch import AttnContext
 from padfree.cp import attend
 
@@ -48,7 +49,6 @@ def is_attached(config: PreTrainedConfig) -> bool:
     return name == NAME or name.startswith(f"{NAME}_")
 
 
-@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def attention(
     module: nn.Module,
     query: Tensor,  # [1, H, T, d]
@@ -86,34 +86,28 @@ def attention(
     for argument, content in others.items():
         if content is not None and argument not in SILENT:
             raise ValueError(f"{argument}: reached {name} and padfree does not know it; leave it out of the call")
-    _check_row(query, key, attn_context)
-    if attn_context.backend == "auto" and backend != "auto":
-        attn_context = replace(attn_context, backend=backend)
-    output = attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        attn_context,
-        causal=True,
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    if query.shape[0] != 1:
+        raise ValueError(f"input_ids: {query.shape[0]} rows; lay the samples end to end in one row with padfree.pack")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; training needs no cache")
+    if attn_context.backend != "auto":
+        backend = attn_context.backend
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if torch.compiler.is_compiling() and attn_context.layout is None:
+        output = self_attention(
+            q, k, v, attn_context.segments, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
+            backend=backend,
+        )  # fmt: skip
+    else:
+        output = _attend(
+            q, k, v, attn_context, backend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
     return output.contiguous()[None], None  # HF's own functions return contiguous outputs, and some layers rely on it
 
 
-def _check_row(query: Tensor, key: Tensor, context: AttnContext) -> None:
-    rows, num_tokens = query.shape[0], query.shape[2]
-    if rows != 1:
-        raise ValueError(f"input_ids: {rows} rows; lay the samples end to end in one row with padfree.pack")
-    if key.shape[2] != num_tokens:
-        raise ValueError(f"past_key_values: {key.shape[2]} keys for {num_tokens} queries; training needs no cache")
-    expected = context.segments.num_tokens // context.world
-    if num_tokens != expected:
-        raise ValueError(
-            f"attn_context: made for {expected} tokens, input_ids has {num_tokens}; pass both from one LocalBatch"
-        )
+@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
+def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str, **options: Any) -> Tensor:
+    return attend(q, k, v, replace(context, backend=backend), **options)
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,6 +126,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext):
         raise ValueError(f"attn_context: missing in the call of {name}; pass what LocalBatch.model_inputs() gives")
+    _check_length(args, kwargs, context)
     if kwargs.get("position_ids") is None:
         raise ValueError("position_ids: missing, HF would count through the row; pass LocalBatch.model_inputs()")
     for argument, cure in _REFUSED.items():
@@ -146,6 +141,16 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ValueError(
             f"rope_parameters: {name} changes the frequencies of the whole row when a sample is longer than {limit} "
             f"tokens, and the longest here has {context.segments.max_seqlen}; keep samples and pad within {limit}"
+        )
+
+
+def _check_length(args: tuple[Any, ...], kwargs: dict[str, Any], context: AttnContext) -> None:
+    given = args[0] if args else kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    expected = context.segments.num_tokens // context.world
+    if isinstance(given, Tensor) and given.shape[1] != expected:
+        raise ValueError(
+            f"attn_context: made for {expected} tokens, input_ids has {given.shape[1]}; pass both from one LocalBatch"
         )
 
 

@@ -1,14 +1,19 @@
 """One optimizer step over a global batch of samples, for SFT and for policy losses alike.
 
     samples (all of them, on every rank)
-      -> plan            which sample is in which micro-batch of which data rank
-      -> token weights   from the masks of the whole global batch: losses of parts add up to the loss of the whole
-      -> for each micro-batch of this rank: row -> share -> hidden states -> loss -> backward
-      -> sums over ranks, gradient norm -> finite? -> clip -> AdamW
+      prepare -> plan            which sample is in which micro-batch of which data rank
+              -> token weights   from the masks of the whole global batch: losses of parts add up to that of the whole
+              -> rows            this rank's micro-batches on the device
+      begin   -> for each row: hidden states -> loss -> backward
+              -> sums over ranks, gradient norm -> clip -> AdamW, which does nothing if a number is not finite
+      finish  -> the numbers on the host
 
 How the samples are divided changes the order of additions and nothing else. A loss that is elementwise in the
-log-probabilities is fused with the head; the others (GSPO, OPSM) score first. A loss or gradient norm that is not
-finite stops before any weight has changed, with the samples to blame.
+log-probabilities is fused with the head; the others (GSPO, OPSM) score first.
+
+On a GPU `prepare` and `begin` never wait for the device: the host can prepare the next step while this one runs, and
+only `finish` waits. A loss or gradient norm that is not finite therefore keeps the optimizer from changing anything by
+a flag on the device; `finish` then raises, with the samples to blame.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.head import fused_loss, score
+from padfree.head.budget import Memory
 from padfree.losses import (
     LossInputs,
     Statistics,
@@ -40,8 +46,9 @@ from padfree.losses import (
 from padfree.model import hidden_states
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
+from padfree.train.clock import BusyClock
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
-from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate
+from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
 from padfree.train.parallelize import inside
 from padfree.train.scorer import Scorer, head_of
 
@@ -54,6 +61,7 @@ class LossSettings:
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     max_grad_norm: float | None = 1.0  # None: no clipping
+    head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,6 +76,7 @@ class StepReport:
     num_labels: int
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
+    busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
 
 class NonFiniteError(RuntimeError):
@@ -78,13 +87,22 @@ class NonFiniteError(RuntimeError):
         self.samples = samples
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PreparedStep:
+    """A global batch, planned and laid out: all that a step needs but the weights."""
+
+    samples: Sequence[Sample]
+    plan: StepPlan
+    rows: list[tuple[MicroBatch, Indices]]  # this rank's, with the samples in each
+
+
 @dataclass(slots=True, eq=False)
 class _Sums:
     """What the micro-batches of this rank add up to."""
 
     loss: Tensor
     statistics: Statistics
-    token_losses: list[tuple[MicroBatch, Indices, Tensor]]
+    token_losses: list[Tensor]
 
 
 class Engine:
@@ -93,6 +111,7 @@ class Engine:
     def __init__(self, scorer: Scorer, optimizer: torch.optim.Optimizer, settings: LossSettings) -> None:
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         self.model, self.mesh = scorer.model, scorer.mesh
+        self.clock = BusyClock.of(scorer.model, scorer.mesh)
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(
@@ -108,34 +127,11 @@ class Engine:
         `old_logprobs[i]` [n] are the trainer's own from before the first update with these samples
         (`Scorer.logprobs`), for losses with a ratio to them. `step` is only for messages.
         """
+        return self.begin(self.prepare(samples, old_logprobs), lr=lr, step=step).finish()
+
+    def prepare(self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None) -> PreparedStep:
+        """What a step does before it needs the weights."""
         plan = self.scorer.plan(samples)
-        sums = self._backward(samples, plan, old_logprobs)
-        total = gradient_norm(self.parameters, self.mesh)
-        loss, statistics, num_labels = self._reduced(sums)
-        norm = total.item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._blame(samples, sums, step, loss, norm)
-        if self.settings.max_grad_norm is not None:
-            scale_gradients(self.parameters, (self.settings.max_grad_norm / (total + 1e-6)).clamp(max=1.0))
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-        num_tokens, context = int(plan.tokens.sum()), self.mesh.context.size
-        computed = int((np.maximum(-(-plan.tokens // context), 1) * context).sum())
-        return StepReport(
-            loss=loss,
-            gradient_norm=norm,
-            statistics=statistics,
-            num_samples=len(samples),
-            num_tokens=num_tokens,
-            num_labels=num_labels,
-            padding_share=1.0 - num_tokens / computed,
-            plan=plan,
-        )
-
-    def _backward(self, samples: Sequence[Sample], plan: StepPlan, old_logprobs: Sequence[Floats] | None) -> _Sums:
-        """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
         settings = self.settings
         grouped = settings.weights == "group-mean"
         weights = token_weights(
@@ -144,17 +140,40 @@ class Engine:
             groups=[sample.group for sample in samples] if grouped else None,
             constant=settings.constant,
         )
+        rows = [
+            (
+                make_micro_batch(
+                    samples, indices, self.mesh, self.scorer.rows, weights=weights, old_logprobs=old_logprobs
+                ),
+                indices,
+            )
+            for indices in plan.micro_batches[self.mesh.data.rank]
+        ]
+        return PreparedStep(samples=samples, plan=plan, rows=rows)
+
+    def begin(self, prepared: PreparedStep, *, lr: float, step: int = 0) -> PendingStep:
+        """The update itself; its numbers come with `finish`, which must be called before the next one begins."""
+        sums = self.gradients(prepared)
+        norm = gradient_norm(self.parameters, self.mesh)
+        numbers = torch.cat([self._summed(prepared, sums), norm[None]])
+        finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
+        if self.settings.max_grad_norm is not None:
+            scale_gradients(self.parameters, (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        set_learning_rate(self.optimizer, lr)
+        step_if(self.optimizer, finite)
+        self.optimizer.zero_grad(set_to_none=True)
+        return PendingStep(self, prepared, sums, numbers, step)
+
+    def gradients(self, prepared: PreparedStep) -> _Sums:
+        """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
         self.optimizer.zero_grad(set_to_none=True)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
-        for indices in plan.micro_batches[self.mesh.data.rank]:
-            batch = make_micro_batch(
-                samples, indices, self.mesh, self.scorer.rows, weights=weights, old_logprobs=old_logprobs
-            )
+        for batch, _ in prepared.rows:
             loss, token_losses, statistics = inside(self.model, self._losses, batch)
             loss.backward()  # type: ignore[no-untyped-call]
             sums.loss += loss.detach()
             sums.statistics = merge_statistics(sums.statistics, statistics)
-            sums.token_losses.append((batch, indices, token_losses))
+            sums.token_losses.append(token_losses)
         return sums
 
     def _losses(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Statistics]:
@@ -167,6 +186,7 @@ class Engine:
             scores = score(
                 hidden, head.weight, labels, temperature=temperature, bias=head.bias, softcap=head.softcap,
                 logit_scale=head.logit_scale, entropy=entropy, num_labels=batch.num_labels,
+                memory=self.settings.head_memory,
             )  # fmt: skip
             output = compute_loss(
                 inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=self._reduce_context
@@ -177,6 +197,7 @@ class Engine:
                 hidden, head.weight, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
                 temperature=temperature, bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale,
                 entropy=entropy, num_labels=batch.num_labels,
+                memory=self.settings.head_memory,
             )  # fmt: skip
             with torch.no_grad():
                 output = compute_loss(
@@ -194,34 +215,59 @@ class Engine:
         dist.all_reduce(total, group=self.mesh.context.group)
         return total
 
-    def _reduced(self, sums: _Sums) -> tuple[float, dict[str, float], int]:
-        """Loss, means of the statistics and number of labels of the global batch: one sum over all ranks."""
-        names = sorted(sums.statistics)
-        num_labels = sum(batch.num_labels for batch, _, _ in sums.token_losses)
+    def _summed(self, prepared: PreparedStep, sums: _Sums) -> Tensor:
+        """Loss, number of labels, and (sum, count) of each statistic by name, of the global batch."""
+        num_labels = sum(batch.num_labels for batch, _ in prepared.rows)
         numbers = torch.stack(
             [
                 sums.loss,
-                sums.loss.new_tensor(num_labels),
-                *(number.to(sums.loss) for name in names for number in sums.statistics[name]),
+                torch.full_like(sums.loss, num_labels),
+                *(number.to(sums.loss) for name in sorted(sums.statistics) for number in sums.statistics[name]),
             ]
         )
         dist.all_reduce(numbers, group=self.mesh.loss.group)
-        loss, labels, *rest = numbers.tolist()
-        means = {name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)}
-        return loss, means, int(labels)
+        return numbers
 
-    def _blame(self, samples: Sequence[Sample], sums: _Sums, step: int, loss: float, norm: float) -> NonFiniteError:
+
+class PendingStep:
+    """An update that the device may still be busy with."""
+
+    def __init__(self, engine: Engine, prepared: PreparedStep, sums: _Sums, numbers: Tensor, step: int) -> None:
+        self._engine, self._prepared, self._sums, self._numbers, self._step = engine, prepared, sums, numbers, step
+
+    def finish(self) -> StepReport:
+        """Wait, and report. Raises `NonFiniteError` if the loss or the gradient norm was not finite."""
+        loss, num_labels, *rest, norm = self._numbers.tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._blame(loss, norm)
+        names = sorted(self._sums.statistics)
+        plan = self._prepared.plan
+        num_tokens, context = int(plan.tokens.sum()), self._engine.mesh.context.size
+        computed = int((np.maximum(-(-plan.tokens // context), 1) * context).sum())
+        return StepReport(
+            loss=loss,
+            gradient_norm=norm,
+            statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
+            num_samples=len(self._prepared.samples),
+            num_tokens=num_tokens,
+            num_labels=int(num_labels),
+            padding_share=1.0 - num_tokens / computed,
+            plan=plan,
+            busy_seconds=() if self._engine.clock is None else self._engine.clock.take(),
+        )
+
+    def _blame(self, loss: float, norm: float) -> NonFiniteError:
         """Who made it: samples with a token loss that is not finite, or, where all are finite, all samples."""
+        samples, mesh, step = self._prepared.samples, self._engine.mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)
-        for batch, indices, token_losses in sums.token_losses:
+        for (batch, indices), token_losses in zip(self._prepared.rows, self._sums.token_losses, strict=True):
             if batch.is_filler:
                 continue
             bad = batch.local.sample_index[~torch.isfinite(token_losses)].long().cpu()
-            found[torch.from_numpy(indices)[bad]] = self.mesh.loss.rank + 1
-        found = found.to(self.mesh.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.mesh.loss.group)
+            found[torch.from_numpy(indices)[bad]] = mesh.loss.rank + 1
+        found = found.to(mesh.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
         where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
-        self.optimizer.zero_grad(set_to_none=True)
         if not where:
             return NonFiniteError(
                 f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "

@@ -70,8 +70,9 @@ def make_micro_batch(
         if not is_filler:
             for i, place in zip(indices, packed.unpack(old_row), strict=True):
                 place[:-1] = torch.from_numpy(np.asarray(old_logprobs[i][1:], dtype=np.float32))
+    on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
     local = shard(
-        packed.to(mesh.device),
+        (packed.pin_memory() if on_cuda else packed).to(mesh.device),
         world=mesh.context.size,
         rank=mesh.context.rank,
         group=mesh.context.group if mesh.context.size > 1 else None,
@@ -80,7 +81,7 @@ def make_micro_batch(
         backend=settings.attention,
     )
     if old_row is not None:
-        old_row = old_row.to(mesh.device)
+        old_row = (old_row.pin_memory() if on_cuda else old_row).to(mesh.device, non_blocking=True)
         if local.context.layout is not None:
             old_row = old_row.index_select(0, local.context.plan.own)
     return MicroBatch(

@@ -1,0 +1,276 @@
+"""The ways to get the gradients of a batch that `bench/step.py` puts side by side.
+
+A `Way` builds a model of random weights and returns a function that leaves the gradients of all parameters in it and
+gives the loss back, a mean over tokens (policy loss: whatever it is). What others offer is used as their documentation
+says; nothing is switched off that would make it faster.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
+
+from padfree.batch import IGNORE, Sample
+from padfree.dist import Mesh
+from padfree.head.budget import Memory
+from padfree.losses import ClipSettings, PolicySettings, SFTSettings
+from padfree.packing import collate
+from padfree.train.engine import Engine, LossSettings
+from padfree.train.optimizer import make_optimizer
+from padfree.train.parallelize import parallelize, transformations
+from padfree.train.scorer import Scorer
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024},
+    "0.6b": {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+    "4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+}  # fmt: skip
+SEED = 8  # 14,918 tokens of 20 samples with a median of 490
+PADDED_TOKENS = 8_192  # of a padded micro-batch, so that its logits fit
+
+Gradients = Callable[[], float]
+POLICY = PolicySettings(objective=ClipSettings(low=0.2, high=0.28), entropy_coefficient=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every way is given."""
+
+    shape: str
+    device: torch.device
+    dtype: torch.dtype
+    samples: Sequence[Sample]
+    old_logprobs: Sequence[Any]
+    mesh: Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    name: str
+    kind: str  # hf, public or padfree
+    build: Callable[[Setting], Gradients]
+    checkpointing: bool = False
+    loss: str = "sft"
+
+
+def make_model(setting: Setting, attention: str) -> Any:
+    torch.manual_seed(0)
+    make_config, make = cast(Any, Qwen3Config), cast(Any, Qwen3ForCausalLM)
+    config = make_config(
+        **SHAPES[setting.shape], tie_word_embeddings=True, max_position_embeddings=8192, attn_implementation=attention
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(setting.dtype)
+    try:
+        with setting.device:
+            model = make(config)
+    finally:
+        torch.set_default_dtype(default)
+    model.config.use_cache = False
+    return model.train()
+
+
+@contextmanager
+def fresh() -> Any:
+    """What a way patches or leaves behind is gone afterwards."""
+    kept = dict(vars(modeling_qwen3))
+    try:
+        yield
+    finally:
+        vars(modeling_qwen3).update(kept)
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+# Transformers as it comes
+
+
+def hf_padded(setting: Setting) -> Gradients:
+    """Rows padded to the longest of all, in micro-batches that fit."""
+    model = make_model(setting, "sdpa")
+    samples = setting.samples
+    longest = max(len(sample) for sample in samples)
+    count = sum(sample.num_labels for sample in samples)
+    rows = max(1, PADDED_TOKENS // longest)
+    batches = [_padded(samples[i : i + rows], longest, setting.device) for i in range(0, len(samples), rows)]
+
+    def gradients() -> float:
+        model.zero_grad(set_to_none=True)
+        total = 0.0
+        for inputs in batches:
+            loss = model(**inputs, use_cache=False, num_items_in_batch=count).loss
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    return gradients
+
+
+def _padded(samples: Sequence[Sample], longest: int, device: torch.device) -> dict[str, Tensor]:
+    input_ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+    labels, mask = torch.full_like(input_ids, IGNORE), torch.zeros_like(input_ids)
+    for row, sample in enumerate(samples):
+        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+        input_ids[row, : len(sample)] = tokens
+        mask[row, : len(sample)] = 1
+        labels[row, : len(sample)] = torch.where(torch.from_numpy(sample.mask.copy()), tokens, IGNORE)
+    return {"input_ids": input_ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+
+
+def hf_packed(setting: Setting, attention: str) -> Gradients:
+    """One row, samples told apart by position ids that restart; transformers' own loss, mean over labelled tokens."""
+    return _packed_by_hf(make_model(setting, attention), setting)
+
+
+def _packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
+    batch = collate(setting.samples).to(setting.device)
+    labels = batch.labels[None]
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], **more}
+
+    def gradients() -> float:
+        model.zero_grad(set_to_none=True)
+        # Labels are shifted per sample already: transformers takes them as they are in `shift_labels`.
+        loss = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return gradients
+
+
+# The best of public parts
+
+
+def public(setting: Setting, *, attention: str, compile: bool, checkpointing: bool) -> Gradients:
+    """HF packed, Liger's kernels, variable-length attention by cumulative lengths, layers compiled one by one."""
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+    batch = collate(setting.samples).to(setting.device)
+    cu, longest = batch.segments.cu_seqlens, batch.segments.max_seqlen
+    call = torch._dynamo.disable(  # type: ignore[no-untyped-call]
+        _fa4 if attention == "fa4" else _built_in
+    )
+    name = f"public_{attention}"
+    AttentionInterface.register(name, partial(_public_attention, call))
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    model = make_model(setting, name)
+    apply_liger_kernel_to_qwen3(
+        rope=not compile, rms_norm=not compile, swiglu=not compile, cross_entropy=False,
+        fused_linear_cross_entropy=True, model=model,
+    )  # fmt: skip
+    if compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return _packed_by_hf(model, setting, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=longest, max_length_k=longest)
+
+
+def _public_attention(
+    call: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    parts = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    return call(*parts, kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("scaling"))[None], None
+
+
+def _fa4(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float) -> Tensor:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out: Any = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=True,
+        softmax_scale=scale,
+    )  # fmt: skip
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+def _built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float) -> Tensor:
+    from torch.nn.attention import varlen
+
+    attention: Any = varlen.varlen_attn
+    known = inspect.signature(attention).parameters
+    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}  # without it grouped heads are taken as they are
+    out: Tensor = attention(q, k, v, cu, cu, longest, longest, **causal, **grouped)
+    return out
+
+
+# padfree
+
+
+def padfree_gradients(
+    setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none", attention: str = "auto"
+) -> Gradients:
+    """The gradients of a step, weights in the compute type as for the others: no master weights, no optimizer."""
+    model = make_model(setting, "sdpa")
+    steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)  # type: ignore[arg-type]
+    parallelize(model, steps)
+    engine = make_engine(model, setting, loss, memory="low" if checkpointing != "none" else "speed")
+    prepared = engine.prepare(setting.samples, setting.old_logprobs if loss == "rl" else None)
+    for fewer in (1, 2):  # other lengths first: what is timed is compiled for any length, as it would be in a run
+        old = setting.old_logprobs[fewer:] if loss == "rl" else None
+        engine.gradients(engine.prepare(setting.samples[fewer:], old))
+    return lambda: float(engine.gradients(prepared).loss)
+
+
+def padfree_update(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Gradients:
+    """A whole update: FSDP2 with float32 masters, clipping, AdamW."""
+    engine = update_engine(setting, loss=loss, compile=compile, checkpointing=checkpointing)
+    old = setting.old_logprobs if loss == "rl" else None
+    return lambda: engine.begin(engine.prepare(setting.samples, old), lr=1e-6).finish().loss
+
+
+def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Engine:
+    model = make_model(setting, "sdpa").float()
+    steps = transformations(
+        setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype  # type: ignore[arg-type]
+    )  # fmt: skip
+    parallelize(model, steps)
+    return make_engine(model, setting, loss)
+
+
+def make_engine(model: Any, setting: Setting, loss: str, memory: Memory = "speed") -> Engine:
+    longest = sum(len(sample) for sample in setting.samples)
+    scorer = Scorer(model, setting.mesh, max_tokens=longest)
+    settings = LossSettings(loss=SFTSettings() if loss == "sft" else POLICY, head_memory=memory)
+    return Engine(scorer, make_optimizer(model, lr=1e-6), settings)
+
+
+# Samples
+
+
+def log_normal_samples(
+    count: int, median: int, longest: int, vocabulary: int, prompt_share: float = 0.0
+) -> list[Sample]:
+    """Log-normal lengths, sigma 1; the first `prompt_share` of each is not trained on."""
+    rng = np.random.default_rng(SEED)
+    lengths = np.clip(rng.lognormal(np.log(median), 1.0, count), 16, longest).astype(np.int64)
+    return [
+        Sample(
+            tokens=rng.integers(0, vocabulary, n),
+            loss_mask=np.arange(n) >= prompt_share * n,
+            advantages=np.full(n, rng.normal()),
+            uid=index,
+        )
+        for index, n in enumerate(lengths)
+    ]
+
+
+def near_uniform_logprobs(samples: Sequence[Sample], vocabulary: int) -> list[Any]:
+    """Old log-probabilities of an untrained model, so that ratios are near 1."""
+    return [np.full(len(sample), -np.log(vocabulary), dtype=np.float32) for sample in samples]

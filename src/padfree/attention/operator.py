@@ -1,0 +1,156 @@
+"""Packed self-attention as an operator, for `torch.compile`: a layer around it stays one graph.
+
+    self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
+    self_attention_backward   dout [T, H, dv], and all of these                            -> dq, dk, dv, dsinks
+
+The compiler sees shapes and a name, and calls the same kernels as `varlen_attention`. All that the kernels must know of
+the batch is among the arguments, so that recomputation and a second model are right here, too. Queries and keys are the
+same segments: rows that are split over context ranks take another way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from padfree.attention import flex
+from padfree.attention.capability import choose_backend
+from padfree.attention.function import RAW_BACKENDS
+from padfree.attention.sinks import apply_sinks, sinks_gradient
+from padfree.attention.spec import AttentionSpec
+from padfree.batch import Segments
+
+SELF_ATTENTION = "padfree::self_attention"
+BACKWARD = "padfree::self_attention_backward"
+ON_HOST = ("reference", "cpu", "flex")
+"""Backends that ask for the lengths on the host."""
+
+_OPTIONS = "Tensor cu_seqlens, SymInt max_seqlen, float scale, int? window, float? softcap, str backend"
+
+torch.library.define(SELF_ATTENTION, f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)")
+torch.library.define(
+    BACKWARD,
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def self_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """Causal `varlen_attention` of the samples of a row to themselves, for use inside a compiled region."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    out, _ = torch.ops.padfree.self_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.max_seqlen, scale, window,
+        softcap, backend,
+    )  # fmt: skip
+    result: Tensor = out
+    return result
+
+
+class _Call(NamedTuple):
+    """What a kernel is called with besides tensors."""
+
+    backend: str
+    segments: Segments
+    spec: AttentionSpec
+
+
+def _call(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
+    softcap: float | None, backend: str,
+) -> _Call:  # fmt: skip
+    name = choose_backend(
+        q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
+    )
+    # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
+    on_host = cu_seqlens.cpu().numpy().astype(np.int64) if name in ON_HOST else np.zeros(0, np.int64)
+    segments = Segments(cu_seqlens=cu_seqlens, offsets=on_host, max_seqlen=max_seqlen)
+    if window is not None and window >= max_seqlen:
+        window = None  # no query has as many keys
+    return _Call(name, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+    out, lse = flex.attention(q, k, v, call.segments, call.segments, call.spec)
+    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+
+
+@torch.library.impl(SELF_ATTENTION, ("cpu", "cuda"))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+    window: int | None, softcap: float | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
+    if call.backend == "flex":
+        out, lse = _flex(q, k, v, sinks, call)
+    else:
+        out, lse = RAW_BACKENDS[call.backend].forward(q, k, v, call.segments, call.segments, call.spec)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+    return out.contiguous(), lse.T.contiguous()
+
+
+@torch.library.register_fake(SELF_ATTENTION)  # type: ignore[untyped-decorator]
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=lse_dtype)
+
+
+@torch.library.impl(BACKWARD, ("cpu", "cuda"))
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    max_seqlen: int, scale: float, window: int | None, softcap: float | None, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
+    dout = dout.contiguous()
+    if call.backend == "flex":  # which has no backward of its own to call: the forward pass is done again
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            sinks = None if sinks is None else sinks.detach().requires_grad_()
+            again, _ = _flex(q, k, v, sinks, call)
+            leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+            dq, dk, dv, *rest = torch.autograd.grad(again, leaves, dout)
+        dsinks = rest[0] if rest else q.new_empty(0)
+    else:
+        kernels = RAW_BACKENDS[call.backend]
+        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)
+        dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse.T, sinks)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
+
+
+@torch.library.register_fake(BACKWARD)  # type: ignore[untyped-decorator]
+def _backward_shapes(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, cu_seqlens, *options = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens)
+    ctx.options = options
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
+    *gradients, dsinks = torch.ops.padfree.self_attention_backward(
+        dout, q, k, v, sinks, out, lse, cu_seqlens, *ctx.options
+    )
+    return *gradients, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
+
+
+torch.library.register_autograd(SELF_ATTENTION, _gradients, setup_context=_save)

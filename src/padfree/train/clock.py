@@ -1,0 +1,63 @@
+"""A rank's own time in a step: what its layers take going forward, waiting for weights left out.
+
+    FSDP2's hook before the layer   waits for its weights       | our hook: a mark
+    the layer                       this rank's own work        |
+                                                                | our hook: a mark
+    FSDP2's hook behind the layer   frees the weights
+
+Under FSDP2 every layer is a meeting of all ranks, so the time of a whole step says nothing about who was slow. On a GPU
+marks are events, for which nobody waits before the step's numbers are read. The hooks would cut the graphs of compiled
+layers, so those are not timed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from padfree.dist import Mesh
+from padfree.train.parallelize import layers_of
+
+
+class BusyClock:
+    """The layers of a model, timed."""
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"
+        self._marks: list[Any] = []
+        for layer in layers_of(model):
+            layer.register_forward_pre_hook(self._mark)
+            layer.register_forward_hook(self._mark, prepend=True)
+
+    @staticmethod
+    def of(model: PreTrainedModel, mesh: Mesh) -> BusyClock | None:
+        """None where there is nothing to compare, or where timing would cost."""
+        if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
+            return None
+        return BusyClock(model, mesh)
+
+    def _mark(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return  # computed again in backward, where a layer may stop half-way; or only scored
+        if self._on_cuda:
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def take(self) -> tuple[float, ...]:
+        """Seconds of each data rank since the last call. Every rank calls it, when the device is done with the step."""
+        marks, self._marks = self._marks, []
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
+        mesh = self._mesh
+        every = torch.zeros(mesh.loss.size, dtype=torch.float64, device=mesh.device)
+        every[mesh.loss.rank] = own
+        dist.all_reduce(every, group=mesh.loss.group)
+        slowest = every.view(mesh.data.size, mesh.context.size).amax(dim=1)  # a row takes as long as its slowest share
+        return tuple(slowest.tolist())
