@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from models import save_with_tokenizer
 from transformers import AutoModelForCausalLM
 
 from padfree.cli.main import main
-from padfree.config import load_config
+from padfree.cli.train import Bars, progress
+from padfree.config import config_from_dict, load_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -28,10 +31,18 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         for answer in (row["response"], "1", "22")
     ]
     (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    questions = [{"question": row["prompt"], "answer": f"#### {row['response']}"} for row in rows]
+    (folder / "rl-local.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
+    short = {"rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"]}
     return {
-        name: [*small, f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}", "run.device=cpu"]
-        for name in ("sft", "rl")
+        name: [
+            *small,
+            *short.get(name, []),
+            f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
+            "run.device=cpu",
+        ]
+        for name in ("sft", "rl", "rl-local")
     }
 
 
@@ -41,27 +52,50 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a Hub id that is not there, without asking
 
 
-def test_there_is_a_recipe_for_each_command() -> None:
-    assert sorted(path.stem for path in RECIPES.glob("*.toml")) == ["rl", "sft"]
-    for path in RECIPES.glob("*.toml"):
-        assert (load_config(path).loss.kind == "sft") == (path.stem == "sft")
+def test_a_missing_tracker_is_said_before_anything_else(
+    overrides: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("padfree.train.trackers.find_spec", lambda name: None)
+    changes = ["track.wandb=mine", "model.path=no/where"]
+    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes]) == 1
+    assert "track.wandb: 'mine', but the package wandb is missing; pip install" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["sft", "rl"])
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def test_every_recipe_is_tried_and_named_after_its_command(overrides: dict[str, list[str]]) -> None:
+    assert sorted(overrides) == NAMES
+    for name in NAMES:
+        kind = load_config(RECIPES / f"{name}.toml").loss.kind
+        assert name.partition("-")[0] == ("sft" if kind == "sft" else "rl")
+
+
+def test_every_setting_is_in_the_docs() -> None:
+    page = (RECIPES.parent / "docs" / "training.md").read_text()
+    for section, values in load_config(RECIPES / "sft.toml").to_dict().items():
+        for name in values:
+            assert f"`{section}.{name}`" in page, f"{section}.{name}"
+    for name in NAMES:
+        assert f"`recipes/{name}.toml`" in page
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs_and_exports(
     name: str, overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main([name, str(RECIPES / f"{name}.toml"), *overrides[name], f"run.folder={run}"]) == 0
+    arguments = [name.partition("-")[0], str(RECIPES / f"{name}.toml"), *overrides[name], f"run.folder={run}"]
+    assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "step 1  loss" in shown
     assert "done after 2 steps" in shown
-    assert ("reward" in shown) == (name == "rl")
+    assert ("reward" in shown) == (name != "sft")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1]
     AutoModelForCausalLM.from_pretrained(run / "model")
     # Once more: the run is done, and says so without a further step.
-    assert main([name, str(RECIPES / f"{name}.toml"), *overrides[name], f"run.folder={run}"]) == 0
+    assert main(arguments) == 0
     assert "done after 2 steps" in capsys.readouterr().out
 
 
@@ -71,11 +105,70 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     run = tmp_path / "run"
     assert main(["rl", str(RECIPES / "rl.toml"), *overrides["rl"], f"run.folder={run}", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "  kind = clip" in shown
-    assert "layout: 1 processes = 1 replicate x 1 shard x 1 context" in shown
-    assert "memory: " in shown
-    assert "first step: 6 samples, " in shown
+    settings, _, rest = shown.partition("\nlayout: ")
+    asked = load_config(RECIPES / "rl.toml", [*overrides["rl"], f"run.folder={run}"])
+    assert config_from_dict(tomllib.loads(settings)) == asked, "the settings are shown as a recipe"
+    assert rest.startswith("1 processes = 1 replicate x 1 shard x 1 context\nmemory: about ")
+    assert "first step: 6 samples, " in rest
     assert not run.exists()
+
+
+def test_a_dry_run_of_rollouts_shows_the_sampler_and_the_longest_responses(
+    overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["lora.rank=2", "parallel.offload=true", "rollout.max_new_tokens=20"]
+    assert main(["rl", str(RECIPES / "rl-local.toml"), *overrides["rl-local"], *changes, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "sampler" in shown
+    assert "cache" in shown
+    assert "of the CPU's memory" in shown
+    assert "data: 16 prompts" in shown
+    first = shown[shown.index("first step, if every response is as long as it may be: 6 samples") :]
+    assert int(first.split(" tokens")[0].rsplit(" ", 1)[1]) >= 6 * 21
+
+
+def test_bad_rows_are_skipped_when_the_flag_says_so(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+2="}\n{"prompt": "2+2=", "response": "4"}\n')
+    arguments = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"data.path={file}", "--dry-run"]
+    assert main(arguments) == 1
+    assert "rows.jsonl line 2: no 'response'" in capsys.readouterr().err
+    assert main([*arguments, "--on-bad-row", "skip"]) == 0
+    assert "data: 2 samples; 1 rows are skipped or dropped" in capsys.readouterr().out
+
+
+METRICS = {"step": 4, "loss": 1.5, "gradient_norm": 0.5, "lr": 1e-5, "tokens_per_second": 1234.5}
+
+
+def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(10, shown=True) as shown:
+        for done in range(0, 101, 5):
+            shown.tokenising(done, 100)
+        shown.step({**METRICS, "reward": 0.25, "mfu": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [f"tokenising {tenth} %" for tenth in range(10, 101, 10)]
+    assert lines[-1] == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  reward 0.250  1,234 tokens/s  mfu 50.0%"
+    with progress(10, shown=False) as shown:
+        shown.tokenising(100, 100)
+        shown.step(METRICS)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("steps", "count"), [(10, "5/10"), (None, "5")])
+def test_progress_bars_on_a_terminal(
+    steps: int | None, count: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with progress(steps, shown=True) as shown:
+        assert isinstance(shown, Bars)
+        shown.tokenising(50, 100)
+        shown.step(METRICS)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert re.search(r"tokenising 50% ", text)
+    assert re.search(rf"step +{count} .*loss 1.5000  norm 0.500  lr 1.00e-05  1,234 tokens/s", text)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +187,9 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
             "parallel.context: 2 times parallel.replicate 1 does not divide 1",
         ),
         ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
+        ("sft", ["lora.rank=4", "lora.targets=no_proj", "--dry-run"], "lora.targets: the model has no 'no_proj'"),
+        ("sft", ["batch.max_tokens=2", "--dry-run"], "max_tokens: 2 is less than"),
+        ("sft", ["batch.cost=nowhere.json", "--dry-run"], "batch.cost: nowhere.json cannot be read"),
         ("sft", ["model.path=no/where"], "model.path: 'no/where' has no tokenizer to load"),
         ("sft", ["model.path=no/where", "--dry-run"], "model.path: 'no/where' has no tokenizer to load"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch.distributed.fsdp import fully_shard
 
-from padfree.dist import distributed, init_distributed, make_mesh
+from padfree.dist import PeerLostError, distributed, init_distributed, make_mesh
+from padfree.dist.mesh import fresh_store
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +90,19 @@ def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="torch sees no GPU; choose cpu"):
         init_distributed(device="cuda")
+
+
+def test_a_second_start_finds_nothing_of_the_first_in_the_store() -> None:
+    """Two starts of three processes each, after one that died before it was answered."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    for rank in (1, 2):
+        store.set(f"padfree/word/{rank}", f"of a dead process {rank}")
+    for start in range(2):
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda rank: fresh_store(store, rank, 3, timeout=20.0), range(3)))
+        assert not any(own.check(["address"]) for own in found)
+        found[0].set("address", str(start))
+        assert [own.get("address") for own in found] == [str(start).encode()] * 3
+    with pytest.raises(PeerLostError, match=r"^rank 0: ranks \[1, 2\] did not start within 0 s$"):
+        fresh_store(store, 0, 3, timeout=0.2)

@@ -425,16 +425,39 @@ def test_damage_is_found_and_the_previous_checkpoint_resumes(
         checkpointer.load(tmp_path / "step-00000002", model=model, optimizer=optimizer)
     message = str(caught.value)
     assert message.startswith(f"checkpoint: {tmp_path / 'step-00000002' / file} {what}")
-    assert message.endswith(f"; resume from {tmp_path / 'step-00000001'} instead")
+    assert message.endswith(f"; remove step-00000002 to resume from {tmp_path / 'step-00000001'}")
     assert "\n" not in message
     assert_same(whole(model, optimizer), before)
     assert_same(loaded(checkpointer, tmp_path / "step-00000001")[1], states[0])
 
 
+def test_without_the_damaged_one_the_one_before_is_the_latest(tmp_path: Path) -> None:
+    checkpointer, states = saved(tmp_path, 1, 2)
+    shutil.rmtree(tmp_path / "step-00000002")
+    assert_same(loaded(checkpointer)[1], states[0])
+
+
+def test_tensors_that_all_ranks_share_are_in_extra(tmp_path: Path) -> None:
+    model, optimizer = make()
+    tensors = {"found/a": torch.arange(5), "found/b": torch.empty(0), "mask": torch.tensor([True, False])}
+    for asynchronous in (False, True):
+        checkpointer = Checkpointer(tmp_path, asynchronous=asynchronous)
+        extra = {"step": 1, **tensors}
+        checkpointer.save(1, model=model, optimizer=optimizer, extra=extra, rank_state={})
+        checkpointer.wait()
+        path = checkpointer.latest()
+        assert path is not None
+        found, _ = checkpointer.load(path, model=model, optimizer=optimizer)
+        assert found.keys() == extra.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(found[key], tensor)
+            assert found[key].dtype == tensor.dtype
+
+
 def test_a_single_damaged_checkpoint_says_so(tmp_path: Path) -> None:
     checkpointer, _ = saved(tmp_path, 1)
     flip(tmp_path / "step-00000001" / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="no other checkpoint is there, start anew"):
+    with pytest.raises(CheckpointError, match="; remove step-00000001 to start anew"):
         loaded(checkpointer)
     with pytest.raises(CheckpointError, match=r"step-00000007 is not there or not complete"):
         loaded(checkpointer, tmp_path / "step-00000007")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,24 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from models import ARCHITECTURES, build
-from train_cases import VOCABULARY, alone, make_samples, weights_of
+from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from train_cases import alone, weights_of
 
-from padfree.batch import Sample
-from padfree.config import Config, config_from_dict
+from padfree.config import Config
 from padfree.dist import Mesh, make_mesh
-from padfree.train.engine import Engine, NonFiniteError, StepReport
-from padfree.train.loop import Loop, RunResult
-from padfree.train.setup import build_engine, build_reference
+from padfree.train.engine import Engine, PendingStep
+from padfree.train.loop import RunResult, deterministic
 from padfree.train.sources import make_batcher
-
-SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
-RL: dict[str, Any] = {
-    "batch": {"samples": 6, "max_tokens": 16},
-    "loss": {"kind": "clip", "epochs": 2, "mini_batches": 2, "weights": "sample-mean", "kl_coefficient": 0.1},
-}
-TIMES = ("seconds", "tokens_per_second", "fill", "imbalance", "micro_batches", "padding_share")
-"""What depends on the machine or on the layout."""
 
 
 @pytest.fixture(scope="module")
@@ -42,49 +31,7 @@ def mesh() -> Iterator[Mesh]:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config without weights: load_model initialises them from the seed, tied embeddings among them."""
-    assert "llama_tied" in ARCHITECTURES
-    folder = tmp_path_factory.mktemp("model")
-    build("llama_tied", hidden_size=32, intermediate_size=32, vocab_size=VOCABULARY).config.save_pretrained(folder)
-    return folder
-
-
-def samples() -> list[Sample]:
-    """12 samples of 4 groups."""
-    found = make_samples((5, 9, 4, 12, 7, 6, 3, 8, 10, 6, 5, 4), seed=3)
-    return [
-        Sample(
-            tokens=sample.tokens,
-            loss_mask=sample.mask,
-            ref_logprobs=sample.ref_logprobs,
-            reward=float(index % 3),
-            group=index // 3,
-            uid=sample.uid,
-        )
-        for index, sample in enumerate(found)
-    ]
-
-
-def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
-    values: dict[str, Any] = {
-        "model": {"path": str(model_path)},
-        "data": {"path": ["in memory"], "epochs": 3},
-        "optimizer": {"lr": 5e-3, "eps": 1e-3},
-        "run": {"folder": str(folder), "steps": 6, "device": "cpu"},
-    }
-    for section, changes in sections.items():
-        values[section] = {**values.get(section, {}), **changes}
-    return config_from_dict(values)
-
-
-def make_loop(config: Config, mesh: Mesh) -> Loop:
-    batcher = make_batcher(config, samples())
-    return Loop(config, build_engine(config, mesh), batcher, reference=build_reference(config, mesh))
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+    return save_config(tmp_path_factory.mktemp("model"))
 
 
 def ranks(rank: int, world: int, layouts: list[tuple[int, Config]]) -> list[RunResult]:
@@ -98,7 +45,7 @@ def test_metrics_do_not_depend_on_the_layout_nor_on_a_resume(mesh: Mesh, model_f
         config = make_config(tmp_path / name, model_folder, **sections)
         newest = tmp_path / name / "checkpoints" / "step-00000006"
         assert make_loop(config, mesh).run() == RunResult(step=6, stopped=False, checkpoint=newest)
-        begun = {**sections, "run": {"steps": 4}}
+        begun = {**sections, "run": {"steps": 3}}  # inside a rollout batch
         elsewhere.append((1, make_config(tmp_path / f"{name} data", model_folder, **sections)))
         elsewhere.append((2, make_config(tmp_path / f"{name} resumed", model_folder, **begun)))
     run_ranks(2, ranks, elsewhere, timeout=180.0)
@@ -119,11 +66,32 @@ def test_metrics_do_not_depend_on_the_layout_nor_on_a_resume(mesh: Mesh, model_f
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     whole = make_loop(make_config(tmp_path / "whole", model_folder, **sections), mesh)
     whole.run()
-    for steps in (2, 4, 6) if sections is not RL else (4, 6):
+    for steps in (2, 4, 6) if sections is not RL else (1, 3, 4, 6):  # a rollout batch has 4 updates
         run = {"steps": steps}
         part = make_loop(make_config(tmp_path / "parts", model_folder, **sections, run=run), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    for name, weight in weights_of(whole.engine.model).items():
+        assert torch.equal(weight, weights_of(part.engine.model)[name]), name
+
+
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_resume_with_a_reference_that_is_refreshed_is_bitwise(
+    refresh: int, mesh: Mesh, model_folder: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {**RL, "reference": {"path": str(model_folder), "refresh": refresh}}
+    steps = {"steps": 11}
+    whole = make_loop(make_config(tmp_path / "whole", model_folder, **sections, run=steps), mesh)
+    whole.run()
+    for stop in (3, 4, 6, 9, 11):  # batches end after 4 and 8 steps
+        part = make_loop(make_config(tmp_path / "parts", model_folder, **sections, run={"steps": stop}), mesh)
+        part.run()
+    found = lines(tmp_path / "whole")
+    assert lines(tmp_path / "parts") == found
+    # A new reference is the policy itself before the next update.
+    assert found[3]["loss/kl"] > 1e-6
+    assert (found[4]["loss/kl"] < 1e-9) == (refresh == 1)
+    assert found[8]["loss/kl"] < 1e-9
     for name, weight in weights_of(whole.engine.model).items():
         assert torch.equal(weight, weights_of(part.engine.model)[name]), name
 
@@ -144,53 +112,53 @@ def test_lines_of_steps_that_were_not_saved_are_written_again(mesh: Mesh, model_
 
 
 def crash(engine: Engine, at: int) -> None:
-    step = engine.step
+    begin = engine.begin
 
-    def crashing(*args: Any, **kwargs: Any) -> StepReport:
+    def crashing(*args: Any, **kwargs: Any) -> PendingStep:
         if kwargs["step"] == at:
             raise KeyboardInterrupt
-        return step(*args, **kwargs)
+        return begin(*args, **kwargs)
 
-    engine.step = crashing  # type: ignore[method-assign]
+    engine.begin = crashing  # type: ignore[method-assign]
 
 
-def test_a_signal_ends_the_run_after_the_batch_with_a_checkpoint(
+def test_a_signal_ends_the_run_after_the_update_with_a_checkpoint(
     mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path, model_folder, **RL)
     loop = make_loop(config, mesh)
-    step = loop.engine.step
+    begin = loop.engine.begin
 
-    def signalling(*args: Any, **kwargs: Any) -> StepReport:
+    def signalling(*args: Any, **kwargs: Any) -> PendingStep:
         if kwargs["step"] == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args, **kwargs)
+        return begin(*args, **kwargs)
 
-    loop.engine.step = signalling  # type: ignore[method-assign]
+    loop.engine.begin = signalling  # type: ignore[method-assign]
     before = signal.getsignal(signal.SIGTERM)
     result = loop.run()
-    assert (result.step, result.stopped) == (4, True)
-    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000004"
+    assert (result.step, result.stopped) == (2, True)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000002"
     assert signal.getsignal(signal.SIGTERM) is before
     assert make_loop(config, mesh).run().step == 6
 
 
-def test_nan_names_the_samples_and_writes_them(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False})
-    loop = make_loop(config, mesh)
-    token = int(samples()[6].tokens[0])
-    with torch.no_grad():
-        loop.engine.model.get_input_embeddings().weight[token] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"step \d+: loss nan on rank 0, .* written to .*nonfinite-step"):
-        loop.run()
-    (path,) = tmp_path.glob("nonfinite-step-*.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows
-    by_uid = {sample.uid: sample for sample in samples()}
-    for row in rows:
-        assert row["tokens"] == by_uid[row["uid"]].tokens.tolist()
-        # tied: the row of the head is NaN as well, so every scored sample is
-        assert row["loss_mask"] == by_uid[row["uid"]].mask.astype(int).tolist()
+def test_deterministic_is_for_the_run_alone(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def on_step(_: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+
+    for wanted in (True, False):
+        folder = tmp_path / str(wanted)
+        config = make_config(folder, model_folder, **SFT, run={"steps": 2, "deterministic": wanted})
+        make_loop(config, mesh, on_step=on_step).run()
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [True, True, False, False]
+    assert lines(tmp_path / "True") == lines(tmp_path / "False")
+    with pytest.raises(KeyboardInterrupt), deterministic(True):
+        raise KeyboardInterrupt
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_rl_uses_whole_groups_and_the_reference(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from train_cases import make_samples
+import pytest
+import torch
+from train_cases import make_samples, small_model
 
 from padfree.data import read_rollouts
-from padfree.packing import plan_step
+from padfree.packing import CostModel, plan_step
 from padfree.train.engine import StepReport
-from padfree.train.metrics import MetricsFile, reward_metrics, step_metrics, write_samples
+from padfree.train.flops import Flops, peak_tflops
+from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
+
+CPU = torch.device("cpu")
 
 
 def steps(path: Path) -> list[int]:
@@ -35,8 +41,8 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_numbers_of_a_step() -> None:
-    report = StepReport(
+def make_report() -> StepReport:
+    return StepReport(
         loss=2.0,
         gradient_norm=0.5,
         statistics={"nll": 2.5},
@@ -46,6 +52,10 @@ def test_numbers_of_a_step() -> None:
         padding_share=0.25,
         plan=plan_step([10, 10, 10], ranks=1, max_tokens=20),
     )
+
+
+def test_numbers_of_a_step() -> None:
+    report = make_report()
     found = step_metrics(7, report, lr=1e-3, seconds=2.0)
     assert (found["step"], found["tokens_per_second"], found["loss/nll"]) == (7, 15.0, 2.5)
     assert (found["fill"], found["micro_batches"], found["padding_share"]) == (0.75, 2, 0.25)
@@ -53,12 +63,83 @@ def test_numbers_of_a_step() -> None:
     json.dumps(found)
 
 
+def test_measured_imbalance_flops_and_memory_are_there_when_known() -> None:
+    report = make_report()
+    assert not {"imbalance_measured", "tflops_per_device", "mfu", "memory_gib"} & set(
+        step_metrics(7, report, lr=1e-3, seconds=2.0)
+    )
+    flops = Flops(cost=CostModel(linear=1e12), head=0.5e12, devices=2, peak=None)
+    found = step_metrics(
+        7, report, lr=1e-3, seconds=2.0, flops=flops, busy_seconds=(1.0, 3.0), memory_gib=peak_memory_gib(CPU)
+    )
+    assert found["imbalance_measured"] == 1.5
+    assert found["tflops_per_device"] == (30 - 0.5 * 10) / 2 / 2
+    assert "mfu" not in found
+    assert 0.05 < found["memory_gib"] < 1000
+    json.dumps(found)
+    known = replace(flops, peak=100.0).metrics([10, 10, 10], 20, 2.0)
+    assert known["mfu"] == known["tflops_per_device"] / 100.0
+    assert flops.metrics([10], 10, 0.0) == {}
+
+
+def test_every_metric_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table = page[page.index("## Metrics") : page.index("## Many machines")]
+    flops = Flops(cost=CostModel(linear=1.0), head=0.0, devices=1, peak=1.0)
+    found = step_metrics(0, make_report(), lr=0.1, seconds=1.0, flops=flops, busy_seconds=(1.0,), memory_gib=1.0)
+    found |= reward_metrics(make_samples(), end_tokens=(1,))
+    for name in found:
+        assert f"`{name.removeprefix('loss/')}`" in table, name
+
+
+def test_flops_of_a_model_are_six_for_each_weight_that_a_token_meets() -> None:
+    model = small_model()
+    flops = Flops.of(model.config, devices=1, device=CPU, dtype=torch.bfloat16)
+    assert flops.peak is None
+    matrices = {name: parameter.numel() for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    embeddings, head = matrices["model.embed_tokens.weight"], matrices["lm_head.weight"]
+    layers = sum(matrices.values()) - embeddings - head
+    pairs = 6 * 2 * model.config.num_attention_heads * model.config.head_dim * 7 * 7
+    # 2 layers; a (query, key) pair multiplies 2 d numbers per head, half of the n² pairs are causal, 6 FLOPs each
+    assert flops.step([7], 7) == 6 * 7 * (layers + head) + pairs
+    assert flops.step([7], 3) == 6 * (7 * layers + 3 * head) + pairs
+    frozen = Flops.of(model.config, devices=1, device=CPU, dtype=torch.bfloat16, adapters=True)
+    assert frozen.step([7], 3) == pytest.approx(4 * (7 * layers + 3 * head) + pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_by_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
 def test_rewards() -> None:
     samples = make_samples()
     found = reward_metrics(samples)
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     assert found["reward"] == np.mean(rewards)
-    assert found["response_length_max"] == 10.0
+    assert found["reward_std"] == pytest.approx(np.std(rewards))
+    assert (found["reward_min"], found["reward_max"]) == (min(rewards), max(rewards))
+    assert (found["response_length_min"], found["response_length_max"]) == (0.0, 10.0)
+    assert "response_cut" not in found
+    last = {int(sample.tokens[-1]) for sample in samples[:6]}
+    rest = sum(int(sample.tokens[-1]) not in last for sample in samples)
+    assert reward_metrics(samples, end_tokens=last)["response_cut"] == rest / len(samples)
+    assert rest > 0
 
 
 def test_written_samples_can_be_read_as_rollouts(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ torchrun --nproc-per-node 8 -m padfree sft recipes/sft.toml
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 from padfree.config import Config, load_config
 
 if TYPE_CHECKING:
-    from padfree.train.loop import OnStep
+    from padfree.train.memory import MemoryEstimate
 
 HELP = {
     "sft": "fine-tune on chat, prompt/response or plain text",
-    "rl": "update a policy on rollout files",
+    "rl": "update a policy on rollout files, or on responses it writes itself (rollout.reward)",
 }
-BYTES_PER_PARAMETER = 16  # float32 weight and gradient, and AdamW's two moments
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,20 +30,32 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         command = commands.add_parser(
             name,
             help=text,
-            description=f"{text[0].upper()}{text[1:]}: settings from a TOML recipe, changed by section.name=value.",
+            description=f"{text[0].upper()}{text[1:]}. Settings: a TOML recipe, changed by section.name=value.",
             epilog=f"example: padfree {name} recipes/{name}.toml model.path=my-model optimizer.lr=2e-6 --dry-run",
         )
         command.add_argument("recipe", help="TOML file; recipes/ has one to start from")
         command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
-        command.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
+        command.add_argument(
+            "--dry-run", action="store_true", help="show settings, layout, memory and first step; stop"
+        )
+        command.add_argument(
+            "--on-bad-row", choices=("error", "skip"), help="a row that cannot be used; short for data.on_bad_row=..."
+        )
         command.set_defaults(run=run)
 
 
 def run(settings: argparse.Namespace) -> None:
-    config = load_config(settings.recipe, settings.overrides)
+    overrides = list(settings.overrides)
+    if settings.on_bad_row is not None:
+        overrides.append(f"data.on_bad_row={settings.on_bad_row}")
+    config = load_config(settings.recipe, overrides)
     if (config.loss.kind == "sft") != (settings.command == "sft"):
         other = "rl" if settings.command == "sft" else "sft"
         raise ValueError(f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {other} for it")
+
+    from padfree.train.trackers import require_trackers
+
+    require_trackers(config.track)
     first = int(os.environ.get("RANK", "0")) == 0
     if settings.dry_run:
         for line in description(config) if first else ():
@@ -55,8 +67,8 @@ def run(settings: argparse.Namespace) -> None:
     from padfree.train.loop import train
 
     try:
-        with _progress(config.run.steps) if first else _silence() as on_step:
-            result = train(config, on_step=on_step)
+        with progress(config.run.steps, shown=first) as shown:
+            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising)
     except (NonFiniteError, PeerLostError) as error:
         raise ValueError(str(error)) from error
     if first:
@@ -64,54 +76,90 @@ def run(settings: argparse.Namespace) -> None:
         print(f"{end} after {result.step} steps; everything is in {config.run.folder}")
 
 
-@contextmanager
-def _silence() -> Iterator[OnStep | None]:
-    yield None
+# Progress
+
+
+class Lines:
+    """A line a step, and one for every tenth of the tokenising: what a log file wants."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown, self._tenths = shown, 0
+
+    def tokenising(self, done: int, total: int) -> None:
+        tenths = done * 10 // total if total else 10
+        if self._shown and tenths > self._tenths:
+            self._tenths = tenths
+            print(f"tokenising {tenths * 10} %", flush=True)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        if self._shown:
+            print(f"step {metrics['step'] + 1}  {summary(metrics)}", flush=True)
+
+
+class Bars(Lines):
+    """A bar of the tokenising, if there is any to do, and one of the steps, on a terminal."""
+
+    def __init__(self, bars: Any, steps: int | None) -> None:
+        super().__init__(shown=True)
+        self._bars, self._steps = bars, steps
+        self._tasks: dict[str, Any] = {}
+
+    def _show(self, name: str, done: int, total: int | None, count: str, text: str = "") -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, count=count, text=text)
+        self._bars.update(self._tasks[name], completed=done, total=total, count=count, text=text)
+
+    def tokenising(self, done: int, total: int) -> None:
+        self._show("tokenising", done, total, f"{done / total:.0%}" if total else "")
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        done = metrics["step"] + 1
+        count = f"{done}" if self._steps is None else f"{done}/{self._steps}"
+        self._show("step", done, self._steps, count, summary(metrics))
 
 
 @contextmanager
-def _progress(steps: int | None) -> Iterator[OnStep]:
-    """A bar on a terminal, a line a step elsewhere."""
+def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
+    """Bars on a terminal, lines elsewhere, nothing where not `shown`."""
+    if not shown:
+        yield Lines(shown=False)
+        return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ModuleNotFoundError as error:
         raise ValueError("padfree: the package rich is missing; pip install rich") from error
     console = Console()
     if not console.is_terminal:
-        yield lambda metrics: print(f"step {metrics['step'] + 1}  {_shown(metrics)}", flush=True)
+        yield Lines(shown=True)
         return
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda metrics: bar.update(task, completed=metrics["step"] + 1, description=_shown(metrics))
+    columns = ("{task.description}", "{task.fields[count]}", BarColumn(bar_width=20), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as bars:
+        yield Bars(bars, steps)
 
 
-def _shown(metrics: Mapping[str, Any]) -> str:
+def summary(metrics: Mapping[str, Any]) -> str:
+    """The numbers of a step that are worth a line."""
     parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")
-    return "  ".join([*parts, f"{metrics['tokens_per_second']:,.0f} tokens/s"])
+    parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in metrics:
+        parts.append(f"mfu {metrics['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+# Dry run
 
 
 def description(config: Config) -> Iterator[str]:
-    """The settings, the layout, the memory the weights take, and the plan of the first step."""
+    """The settings as a recipe, the layout, the memory a device needs, and the plan of the first step."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from padfree.packing import CostModel, plan_step
+    from padfree.train.costs import read_cost
+    from padfree.train.memory import estimate_memory, skeleton
     from padfree.train.sources import load_source, load_tokenizer, make_batcher
-
-    tokenizer = load_tokenizer(config)
-    for section, values in config.to_dict().items():
-        yield f"[{section}]"
-        yield from (f"  {name} = {value}" for name, value in values.items())
 
     processes, context, replicate = (
         int(os.environ.get("WORLD_SIZE", "1")),
@@ -124,29 +172,95 @@ def description(config: Config) -> Iterator[str]:
             "change one of them"
         )
     data = processes // context
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
-
-    hf_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(hf_config)  # type: ignore[no-untyped-call]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    shards = processes // replicate
-    gibibytes = parameters * BYTES_PER_PARAMETER / shards / 2**30
-    yield f"memory: {parameters:,} parameters, {gibibytes:.2f} GiB a device for weights, gradients and optimizer state"
-
+    tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer)
     groups = next(make_batcher(config, source.samples), None)
     if groups is None:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
+    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
     lengths = [len(sample) for group in groups for sample in group]
     plan = plan_step(
         lengths,
         ranks=data,
         max_tokens=config.batch.max_tokens * context,
-        cost=CostModel.from_config(hf_config),
+        cost=cost,
         overlong=config.batch.overlong,
     )
-    yield (
-        f"first step: {len(lengths)} samples, {sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each "
-        f"of {data} data ranks, {plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
+    sampled = config.rollout.reward is not None
+    device_type = config.run.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = estimate_memory(
+        config,
+        model,
+        processes=processes,
+        device_type=device_type,
+        longest=-(-int(plan.tokens.max()) // context),
+        prompt_tokens=max(len(sample.tokens) for sample in source.samples) if sampled else 0,
     )
+
+    yield from recipe_lines(config.to_dict())
+    yield ""
+    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
+    yield from memory_lines(memory, config)
+    dropped = len(source.report.skipped) + len(source.report.dropped)
+    left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
+    yield f"data: {len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
+    yield (
+        f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
+        f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
+        f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
+    )
+
+
+def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Settings as TOML. Those that are off have no value there, and are comments."""
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and name != "columns"}
+    for name, value in values.items():
+        if name in tables:
+            continue
+        yield f"# {name} = none" if value is None else f"{name} = {_toml(value)}"
+    for name, table in tables.items():
+        yield f"[{prefix}{name}]"
+        yield from recipe_lines(table, f"{prefix}{name}.")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)  # strings, numbers, true and false, and lists read the same in TOML
+
+
+def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
+    """What `estimate_memory` found, part by part."""
+    yield (
+        f"memory: about {_gib(memory.device)} on each device (an estimate, without what the allocator, collectives and "
+        "the driver take)"
+    )
+    where = ", on the CPU" if memory.offloaded else ""
+    trained = f"{memory.trained:,} trained" if memory.trained != memory.parameters else "all trained"
+    parts = [
+        ("weights", memory.weights, f"{memory.parameters:,} parameters, {trained}{where}"),
+        ("gradients", memory.gradients, f"float32{where}"),
+        ("optimizer", memory.optimizer, f"AdamW's two moments{where}"),
+        ("gathered", memory.gathered, "layers while they compute"),
+        (
+            "activations",
+            memory.activations,
+            f"micro-batches of {memory.tokens:,} tokens, checkpointing {config.parallel.checkpointing}",
+        ),
+        ("working", memory.working, "the head's logits, or one layer's backward"),
+        ("reference", memory.reference, "on the CPU while it is not asked" if memory.reference_offloaded else "frozen"),
+        ("sampler", memory.sampler, "a whole copy of the model"),
+        ("cache", memory.cache, "keys and values while it writes, not at the same time as activations"),
+    ]
+    for name, size, meaning in parts:
+        if size:
+            yield f"  {name:<12}{_gib(size):>12}  {meaning}"
+    if memory.host:
+        yield f"  and {_gib(memory.host)} of the CPU's memory for each process"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size / 2**20:.2f} MiB"

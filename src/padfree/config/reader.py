@@ -115,6 +115,8 @@ def _converted(hint: Any, value: Any) -> Any:
                 return found
         return _WRONG
     if origin is Literal:
+        if value is None and "none" in arguments:
+            return "none"
         return value if isinstance(value, str) and value in arguments else _WRONG
     if origin is tuple:
         entries = list(value) if isinstance(value, (list, tuple)) else [value]

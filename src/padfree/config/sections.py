@@ -156,6 +156,7 @@ class ParallelConfig:
     method: Literal["allgather", "ring", "ulysses"] = "allgather"
     checkpointing: Literal["none", "full", "selective"] = "none"
     compile: Literal["none", "inductor", "aot_eager"] = "none"
+    head_memory: Literal["speed", "low"] = "speed"  # low: about 1 GiB for the head, some of it computed twice
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
 
     def __post_init__(self) -> None:

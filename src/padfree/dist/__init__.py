@@ -1,6 +1,14 @@
 """Processes, their groups, and moving rows between them."""
 
-from padfree.dist.collectives import PeerLostError, Ring, all_gather_rows, exchange_rows, reduce_scatter_rows, watching
+from padfree.dist.collectives import (
+    PeerLostError,
+    Ring,
+    all_gather_rows,
+    exchange_rows,
+    failing_together,
+    reduce_scatter_rows,
+    watching,
+)
 from padfree.dist.mesh import Axis, Mesh, distributed, init_distributed, make_mesh
 
 __all__ = [
@@ -11,6 +19,7 @@ __all__ = [
     "all_gather_rows",
     "distributed",
     "exchange_rows",
+    "failing_together",
     "init_distributed",
     "make_mesh",
     "reduce_scatter_rows",

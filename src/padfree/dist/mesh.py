@@ -18,6 +18,8 @@ downstream is the same code.
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +29,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from padfree.dist.collectives import PeerLostError, failing_together
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds."""
@@ -81,11 +87,43 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     limit = timedelta(seconds=timeout)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+            store.set_timeout(limit)
+            store = fresh_store(store, rank, world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
     return chosen
+
+
+def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
+    """A part of the store with nothing in it of an earlier start of the processes. Every process calls it.
+
+    torchrun keeps its store when it starts the processes again (PyTorch's issue 135712), and the new ones would wait
+    for the addresses of dead ones. So nothing is believed that does not answer a word that was chosen just now:
+
+        rank r   says its word, waits for the answer to it, the name of this start, and confirms the name
+        rank 0   answers whatever word each rank has said last, again and again, until all have confirmed
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"padfree/word/{rank}", word)
+        name = store.get(f"padfree/answer/{word}").decode()
+        store.set(f"padfree/confirmed/{name}/{rank}", "")
+        return PrefixStore(name, store)
+    missing, deadline = set(range(1, world)), time.monotonic() + timeout
+    while missing:
+        if time.monotonic() > deadline:
+            raise PeerLostError(f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s")
+        for other in sorted(missing):
+            if store.check([f"padfree/confirmed/{word}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"padfree/word/{other}"]):
+                store.set(f"padfree/answer/{store.get(f'padfree/word/{other}').decode()}", word)
+        time.sleep(0.05)
+    return PrefixStore(word, store)
 
 
 def make_mesh(
@@ -134,11 +172,12 @@ def _axis(groups: NDArray[np.int64], timeout: float) -> Axis:
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """`init_distributed` for the length of a block; the group is taken down at the end."""
+    """`init_distributed` for the length of a block; the group is taken down at the end. Ranks fail together in it."""
     already = dist.is_initialized()
     chosen = init_distributed(device=device, timeout=timeout)
     try:
-        yield chosen
+        with failing_together():
+            yield chosen
     finally:
         if not already:
             dist.destroy_process_group()

@@ -151,7 +151,7 @@ class TokenBudgetBatcher(_Batcher[T]):
             if self._source.epochs is None and fruitless > (self._source.length or 0):
                 raise ValueError(
                     f"source: none of its {self._source.length} samples gives a token (overlong={self.overlong!r}); "
-                    f"raise budget or give other samples"
+                    f"raise budget (in a recipe: batch.tokens) or give other samples"
                 )
 
     def _admitted(self, position: int, sample: T, *, again: bool = False) -> _Waiting[T] | None:
@@ -165,7 +165,8 @@ class TokenBudgetBatcher(_Batcher[T]):
             trained = f" ({counted} trained)" if self.count == "trained" else ""
             raise ValueError(
                 f"{field}: {getattr(self, field)} is less than sample {index} of the source needs: "
-                f"{tokens} tokens{trained}; raise it or set overlong to truncate, drop or alone"
+                f"{tokens} tokens{trained}; raise it or set overlong to truncate, drop or alone "
+                f"(in a recipe: batch.tokens and batch.overlong)"
             )
         self.num_overlong += not again
         if self.overlong == "drop":

@@ -11,7 +11,8 @@
 
 Every rank writes the pieces it holds, as safetensors with their offsets in the whole tensor, and reads the pieces that
 overlap what it holds; so any number of ranks can resume. A copy that several ranks hold is written once. Optimizer
-state goes by the names of the parameters, not by their order.
+state goes by the names of the parameters, not by their order. Of a model with adapters only these are saved. A
+reference model that has been refreshed is at no other place any more, so it is saved as well.
 
 Why not the files of torch.distributed.checkpoint: reading them unpickles their `.metadata`, which can run code, and its
 safetensors storage has no place for what is not a tensor. This format is JSON and safetensors, and a checksum of every
@@ -32,11 +33,13 @@ import json
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,15 +58,19 @@ from padfree.train.manifest import (
     MANIFEST,
     CheckpointError,
     Reader,
+    base_bits,
     check_file,
     check_json,
     check_model,
+    check_reference,
     class_name,
+    describe_adapters,
     describe_optimizer,
     hash_of,
     join_manifest,
     load_optimizer,
     read_manifest,
+    saved_tensors,
     state_tensors,
     write_safetensors,
     write_text,
@@ -100,6 +107,7 @@ class Checkpointer:
         self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._fingerprints: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
     # Saving
 
@@ -111,25 +119,30 @@ class Checkpointer:
         optimizer: Optimizer | None,
         extra: Mapping[str, Any],
         rank_state: Mapping[str, Any],
+        reference: Mapping[str, Tensor] | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder, which with `asynchronous` is complete after `wait`.
 
-        `extra` (the same on every rank) holds what JSON can hold, `rank_state` tensors besides. Lists come back as
-        lists, also where they were tuples.
+        `extra` (the same on every rank) and `rank_state` hold what JSON can hold, and tensors at their top level.
+        Lists come back as lists, also where they were tuples. `reference` holds the tensors of a model besides.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
-        check_json(dict(extra), "extra")
+        shared = {key: value for key, value in extra.items() if not isinstance(value, Tensor)}
+        check_json(shared, "extra")
         check_json(host_state, "rank_state")
         content = {
             "format": FORMAT,
             "step": step,
             "world": self._world,
             "model": class_name(model),
+            "adapters": describe_adapters(model, self._fingerprint(model)),
             "optimizer": None if optimizer is None else describe_optimizer(model, optimizer),
-            "extra": copy.deepcopy(dict(extra)),  # the thread may still write what the run has gone on to change
+            "extra": copy.deepcopy(shared),  # the thread may still write what the run has gone on to change
         }
         whole = state_tensors(model, optimizer)
+        whole |= {f"reference/{name}": tensor for name, tensor in (reference or {}).items()}
+        whole |= {f"extra/{key}": value for key, value in extra.items() if isinstance(value, Tensor)}
         tensors: dict[str, Tensor] = {}
         offsets: dict[str, list[int]] = {}
         for key, tensor in whole.items():
@@ -165,6 +178,17 @@ class Checkpointer:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """A block after which no save is under way. Where the block fails, what failed it is what is raised."""
+        try:
+            yield
+        except BaseException:
+            if self._thread is not None:
+                self._thread.join()  # it may still become whole: the other ranks' threads write as well
+            raise
+        self.wait()
 
     def _run(self, job: _Job) -> None:
         try:
@@ -250,27 +274,42 @@ class Checkpointer:
         complete = self._complete()
         return complete[-1] if complete else None
 
+    def agreed_latest(self) -> Path | None:
+        """The `latest` of the first rank, on every rank: a shared file system may show them different moments."""
+        path: Path | None = self._exchange(self.latest() if self._rank == 0 else None)[0]
+        return path
+
     def load(
-        self, path: str | Path, *, model: nn.Module, optimizer: Optimizer | None
+        self,
+        path: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        reference: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill model and optimizer; `extra`, and this rank's `rank_state`, which is None on another number of ranks.
 
+        `reference` is filled if the checkpoint holds one, and left as it is if not.
         Nothing is changed before all that can be wrong with the checkpoint has been looked for.
         """
         path = Path(path)
         cure = self._cure(path)
         content: dict[str, Any] = {}
+        base, refreshed = self._fingerprint(model), False
         with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
             content = read_manifest(path, cure)
-            check_model(content, path, model, optimizer)
+            check_model(content, path, model, optimizer, base)
+            refreshed = reference is not None and check_reference(content, path, reference)
         with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
             files = sorted(content["files"])
             for file in files[self._rank :: self._world]:
                 check_file(path / file, content["files"][file], cure)
         reader = Reader(path, content["tensors"])
         with torch.no_grad():
-            for name, tensor in named_tensors(model).items():
+            for name, tensor in saved_tensors(model).items():
                 reader.fill(f"model/{name}", local_part(tensor), local_region(tensor))
+            for name, tensor in (reference or {}).items() if refreshed else ():
+                reader.fill(f"reference/{name}", local_part(tensor), local_region(tensor))
             if optimizer is not None:
                 load_optimizer(model, optimizer, content["optimizer"], reader)
         rank_state: dict[str, Any] | None = None
@@ -280,7 +319,7 @@ class Checkpointer:
                 for key in file.keys():  # noqa: SIM118  a file, not a mapping
                     if key.startswith("rank/"):
                         rank_state[key.removeprefix("rank/")] = file.get_tensor(key)
-        return content["extra"], rank_state
+        return {**content["extra"], **reader.whole("extra/")}, rank_state
 
     def _complete(self) -> list[Path]:
         """All complete checkpoints, the last saved one last."""
@@ -291,7 +330,7 @@ class Checkpointer:
 
     def _cure(self, path: Path) -> str:
         others = [other for other in self._complete() if other.resolve() != path.resolve()]
-        return f"resume from {others[-1]} instead" if others else "no other checkpoint is there, start anew"
+        return f"remove {path.name} to {f'resume from {others[-1]}' if others else 'start anew'}"
 
     def _unwritten(self) -> str:
         latest = self.latest()
@@ -299,6 +338,16 @@ class Checkpointer:
         return f"cannot be written; free space or give another folder{stays}"
 
     # Ranks
+
+    def _fingerprint(self, model: nn.Module) -> str | None:
+        """Of the weights below adapters, which do not change; None for a model without adapters."""
+        if model not in self._fingerprints:
+            bits, whole = base_bits(model), named_tensors(model)
+            total: Counter[str] = Counter()
+            for told in self._exchange({name: number for name, number in bits.items() if self._writes(whole[name])}):
+                total.update(told)
+            self._fingerprints[model] = hash_of(total) if bits else None
+        return self._fingerprints[model]
 
     def _exchange(self, value: Any) -> list[Any]:
         if self._group is None:

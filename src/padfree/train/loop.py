@@ -5,43 +5,48 @@
                                                 batch first; then `loss.epochs` passes over it in `loss.mini_batches`
                                                 parts, every part an optimizer step
             -> engine.step -> metrics.jsonl
-            -> after the last update of a batch: a checkpoint if it is due, the end if it is time
+            -> after every update: the end if a signal asks for it, a checkpoint if it is due
 
-A checkpoint stands between two global batches. It holds weights, optimizer state, the place in the data and the random
-state of every rank; the schedule follows from the step. So a resumed run sees the batches that an undisturbed one
-would have seen, on any number of ranks. A signal is obeyed at the same place. When `run.steps` are done within a
-rollout batch, the rest of its updates is not made.
+A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
+state of every rank and, inside a rollout batch, that batch as its further updates need it (see
+`padfree.train.rollout_batch`); the schedule follows from the step. So a resumed run makes the steps that an undisturbed
+one would have made, on any number of ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from padfree.batch import Sample
 from padfree.config import Config
+from padfree.data.prepare import Progress
 from padfree.dist import distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
-from padfree.model.export import export_model
-from padfree.packing.source import shuffled
+from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.credit import with_advantages
-from padfree.train.engine import Engine, NonFiniteError
-from padfree.train.metrics import MetricsFile, reward_metrics, step_metrics, write_samples
-from padfree.train.microbatch import Floats
+from padfree.train.engine import Engine, NonFiniteError, PreparedStep
+from padfree.train.events import Events, environment
+from padfree.train.flops import Flops
+from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
+from padfree.train.reference import Reference
+from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
+from padfree.train.rollouts import make_sampling
 from padfree.train.schedule import learning_rate_factor
-from padfree.train.scorer import Scorer
-from padfree.train.setup import build_engine, build_reference
+from padfree.train.setup import build_engine, build_reference, export
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
+from padfree.train.trackers import Trackers, require_trackers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +58,6 @@ class RunResult:
     checkpoint: Path | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Update:
-    """What one optimizer step is made with."""
-
-    samples: Sequence[Sample]
-    old_logprobs: Sequence[Floats] | None = None
-
-
 MakeSamples = Callable[[Sequence[Any]], list[Sample]]
 """From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say."""
 
@@ -68,9 +65,13 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
 
 
-def train(config: Config, *, on_step: OnStep | None = None) -> RunResult:
+def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progress | None = None) -> RunResult:
     """A whole run, as one of the processes that torchrun started, or alone."""
-    with distributed(device=config.run.device, timeout=config.run.timeout) as device:
+    require_trackers(config.track)
+    with (
+        deterministic(config.run.deterministic),
+        distributed(device=config.run.device, timeout=config.run.timeout) as device,
+    ):
         mesh = make_mesh(
             device,
             context=config.parallel.context,
@@ -78,15 +79,19 @@ def train(config: Config, *, on_step: OnStep | None = None) -> RunResult:
             timeout=config.run.timeout,
         )
         tokenizer = load_tokenizer(config)
-        source = load_source(config, tokenizer)
+        source = load_source(config, tokenizer, progress=on_tokenising)
         batcher = make_batcher(config, source.samples)
-        engine, reference = build_engine(config, mesh), build_reference(config, mesh)
-        loop = Loop(config, engine, batcher, reference=reference, on_step=on_step)
+        engine = build_engine(config, mesh)
+        reference = build_reference(config, mesh, engine)
+        sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
+        loop = Loop(config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step)
+        if sampling is not None:
+            loop.end_tokens = stop_tokens(tokenizer, engine.model)
         if mesh.loss.rank == 0:
             source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
         result = loop.run()
         if config.checkpoint.export and not result.stopped:
-            export_model(loop.engine.model, loop.folder / "model", tokenizer)
+            export(config, engine.model, loop.folder / "model", tokenizer)
         return result
 
 
@@ -99,16 +104,21 @@ class Loop:
         engine: Engine,
         batcher: Batcher,
         *,
-        reference: Scorer | None = None,
+        reference: Reference | None = None,
         make_samples: MakeSamples | None = None,
         on_step: OnStep | None = None,
     ) -> None:
         self.make_samples = make_samples or _flat
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_step = on_step
+        self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
         self.step = 0
+        self._batch: RolloutBatch | None = None  # with updates that are still to be made
+        self._following: RolloutBatch | None = None  # what comes behind it, if that was looked at already,
+        self._cursor: dict[str, Any] | None = None  # and the place in the data before it
+        self._ahead: PreparedStep | None = None  # the next update, laid out while the device was busy with the last
         self._saved: Path | None = None
         self._saved_step = 0
         self.checkpointer = Checkpointer(
@@ -117,12 +127,27 @@ class Loop:
             asynchronous=config.checkpoint.asynchronous,
         )
         torch.manual_seed(config.run.seed + self.mesh.loss.rank)
-        newest = self.checkpointer.latest() if config.checkpoint.resume else None
+        newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
         if newest is not None:
             self._resume(newest)
-        self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
-        if self.mesh.loss.rank == 0:
-            (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
+        with _writing(self.folder):
+            self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
+            if self.mesh.loss.rank == 0:
+                (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
+            self.events = Events(self.folder, rank=self.mesh.loss.rank)
+            self.events.write("start", step=self.step, **environment(self.mesh, replicate=config.parallel.replicate))
+            if newest is not None:
+                self.events.write("resume", step=self.step, checkpoint=newest.name)
+            self.trackers = Trackers(
+                config.track, self.folder, config.to_dict(), rank=self.mesh.loss.rank, step=self.step
+            )
+        self.flops = Flops.of(
+            engine.model.config,
+            devices=self.mesh.loss.size,
+            device=self.mesh.device,
+            dtype=getattr(torch, config.model.dtype),
+            adapters=config.lora.rank > 0,
+        )
 
     def finished(self) -> bool:
         return self.config.run.steps is not None and self.step >= self.config.run.steps
@@ -130,16 +155,23 @@ class Loop:
     def run(self) -> RunResult:
         """Until the steps are done, the data ends, or a signal comes."""
         stopped = False
-        with StopSignals() as signals:
+        with (
+            StopSignals() as signals,
+            deterministic(self.config.run.deterministic),
+            closing(self.trackers),
+            self.checkpointer.finishing(),
+        ):
             while not self.finished() and not stopped:
-                groups = next(self.batcher, None)
-                if groups is None:
-                    break
-                batch = _distinct(self.make_samples(groups))
-                for update, metrics in self._updates(batch):
-                    self._update(update, metrics)
-                    if self.finished():
+                if self._batch is None:
+                    self._batch = self._following or self._next_batch()
+                    self._following = self._cursor = None
+                    if self._batch is None:
                         break
+                self._update(self._batch)
+                if self._batch.finished:
+                    self._batch = None
+                    if self.reference is not None:
+                        self.reference.after_batch(self.engine.model)
                 stopped = agreed(signals.received, self.mesh)
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
@@ -148,81 +180,169 @@ class Loop:
                 raise ValueError("data.path: it gave no batch; give files with at least one sample")
             if self.step > self._saved_step:
                 self.save()
-            self.checkpointer.wait()
+        self.events.write("stop" if stopped else "end", step=self.step)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
     # Updates
 
-    def _updates(self, batch: list[Sample]) -> Iterator[tuple[Update, dict[str, Any]]]:
-        """The optimizer steps of a batch, each with what is to be written of it besides."""
-        loss, settings = self.config.loss, self.engine.settings.loss
-        if not isinstance(settings, PolicySettings):
-            yield Update(samples=batch), {}
+    def _next_batch(self) -> RolloutBatch | None:
+        groups = next(self.batcher, None)
+        return None if groups is None else self._prepared(_distinct(self.make_samples(groups)))
+
+    def _look_ahead(self, batch: RolloutBatch) -> None:
+        """Lay the next update out, if it needs nothing that the present one may change.
+
+        The next batch of RL does: its responses, or their old log-probabilities, come from the updated model.
+        """
+        self._ahead = None
+        if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
             return
-        metrics = reward_metrics(batch)
-        batch = with_advantages(batch, loss.advantage)
+        following, part = batch, batch.done + 1
+        if part == len(batch.parts):
+            if isinstance(self.engine.settings.loss, PolicySettings):
+                return
+            cursor = self.batcher.state_dict()
+            self._following = self._next_batch()
+            if self._following is None:
+                return
+            following, part, self._cursor = self._following, 0, cursor
+        self._ahead = self.engine.prepare(*following.samples_of(part))
+
+    def _prepared(self, batch: list[Sample]) -> RolloutBatch:
+        """A global batch with everything that its updates need besides the model as it is then."""
+        settings = self.engine.settings.loss
+        if not isinstance(settings, PolicySettings):
+            return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._course()))
+        metrics = reward_metrics(batch, end_tokens=self.end_tokens)
+        batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
             found = self.reference.logprobs(batch)
             batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
         unasked = isinstance(settings.objective, ReinforceSettings) and not settings.corrections
         old = self.engine.scorer.logprobs(batch) if settings.old_policy == "trainer" and not unasked else None
-        for epoch in range(loss.epochs):
-            order = np.arange(len(batch))
-            if loss.mini_batches > 1:
-                order = shuffled(len(batch), self.config.run.seed, self.batcher.step * loss.epochs + epoch)
-            for part in np.array_split(order, min(loss.mini_batches, len(batch))):
-                yield (
-                    Update(
-                        samples=[batch[i] for i in part],
-                        old_logprobs=None if old is None else [old[i] for i in part],
-                    ),
-                    {**metrics, "epoch": epoch},
-                )
+        return RolloutBatch(
+            samples=batch,
+            parts=update_parts(len(batch), **self._course()),
+            epochs=self.config.loss.epochs,
+            old_logprobs=old,
+            metrics=metrics,
+        )
 
-    def _update(self, update: Update, metrics: dict[str, Any]) -> None:
+    def _course(self) -> dict[str, int]:
+        """What says which samples of the present batch are in which of its updates."""
+        loss = self.config.loss
+        return {
+            "epochs": loss.epochs,
+            "mini_batches": loss.mini_batches,
+            "seed": self.config.run.seed,
+            "number": self.batcher.step,
+        }
+
+    def _update(self, batch: RolloutBatch) -> None:
+        """The next optimizer step of a batch."""
+        metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
         schedule = self.config.schedule
         lr = self.config.optimizer.lr * learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
         begin = time.perf_counter()
         try:
-            report = self.engine.step(update.samples, lr=lr, step=self.step, old_logprobs=update.old_logprobs)
+            prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done))
+            pending = self.engine.begin(prepared, lr=lr, step=self.step)
+            self._look_ahead(batch)
+            report = pending.finish()
         except NonFiniteError as error:
             path = self.folder / f"nonfinite-step-{self.step:08d}.jsonl"
             if self.mesh.loss.rank == 0:
                 write_samples(path, error.samples)
+            self.events.write("nonfinite", step=self.step, file=path.name)
             raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
         seconds = time.perf_counter() - begin
-        if self.mesh.device.type == "cuda":
-            metrics = {**metrics, "memory_gib": torch.cuda.max_memory_allocated(self.mesh.device) / 2**30}
-        written = {**step_metrics(self.step, report, lr=lr, seconds=seconds), **metrics}
-        self.metrics.write(written)
+        numbers = step_metrics(
+            self.step,
+            report,
+            lr=lr,
+            seconds=seconds,
+            flops=self.flops,
+            busy_seconds=report.busy_seconds,
+            memory_gib=peak_memory_gib(self.mesh.device),
+        )
+        written = {**numbers, **metrics}
+        with _writing(self.folder):
+            self.metrics.write(written)
+            self.trackers.log(self.step, written)
         self.step += 1
+        batch.done += 1
         if self.on_step is not None:
             self.on_step(written)
 
     # Checkpoints
 
     def save(self) -> None:
-        """A checkpoint of this moment, which must be between two batches."""
+        """A checkpoint of this moment, which must be between two updates."""
+        extra = {"step": self.step, "batcher": self._cursor or self.batcher.state_dict()}
+        if self._batch is not None:
+            extra |= self._batch.state()
+        if self.reference is not None:
+            extra["reference"] = self.reference.state_dict()
         self._saved = self.checkpointer.save(
             self.step,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
-            extra={"step": self.step, "batcher": self.batcher.state_dict()},
+            extra=extra,
             rank_state=_random_state(),
+            reference=None if self.reference is None else self.reference.saved(),
         )
         self._saved_step = self.step
 
     def _resume(self, path: Path) -> None:
-        extra, rank_state = self.checkpointer.load(path, model=self.engine.model, optimizer=self.engine.optimizer)
+        extra, rank_state = self.checkpointer.load(
+            path,
+            model=self.engine.model,
+            optimizer=self.engine.optimizer,
+            reference=None if self.reference is None else self.reference.tensors(),
+        )
         self.batcher.load_state_dict(extra["batcher"])
+        if self.reference is not None and "reference" in extra:
+            self.reference.load_state_dict(extra["reference"])
+        if KEY in extra:
+            self._batch = RolloutBatch.restored(extra, **self._course())
         self.step = self._saved_step = int(extra["step"])
         self._saved = path
         if rank_state is None:  # another number of ranks: no rank's state is this one's
             torch.manual_seed(self.config.run.seed + self.step * self.mesh.loss.size + self.mesh.loss.rank)
         else:
             _restore_random_state(rank_state)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Only algorithms that give the same bits again for the length of a block; an error where there is none."""
+    if not wanted:
+        yield
+        return
+    # cuBLAS reads it when its first handle is made; torch refuses matrix products without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """One line for what a disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"run.folder: {error.filename or folder} cannot be written ({error.strerror or error}); free space or give "
+            "another folder"
+        ) from error
 
 
 def _flat(groups: Sequence[Any]) -> list[Sample]:

@@ -6,6 +6,9 @@
             ["rank-00001.safetensors", [3], [2]]]}, ...},
         "files": {"rank-00000.safetensors": {"bytes": 412, "sha256": ...}, ...}}}
 
+A model with adapters is saved without the weights below them, which every start reads from where they came from; what
+is kept of them is a fingerprint, so that the adapters are not put on other weights.
+
 Nothing here talks to other ranks; `padfree.train.checkpoint` does.
 """
 
@@ -26,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from padfree.model.load import Region, local_part, local_region, named_tensors
+from padfree.model.lora import ADAPTER, is_adapter
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -54,10 +58,37 @@ class CheckpointError(ValueError):
 # What a checkpoint holds
 
 
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model is saved, by name: its adapters if it has any, and else everything."""
+    tensors = named_tensors(model)
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+
+
+def base_bits(model: nn.Module) -> dict[str, int]:
+    """For each tensor below adapters the sum of the bits of this rank's part; empty for a model without adapters.
+
+    Rounded to bfloat16 first, so that the dtype that the weights are held in does not show.
+    """
+    tensors, saved = named_tensors(model), saved_tensors(model)
+    return {
+        name: int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
+        for name, tensor in tensors.items()
+        if name not in saved and tensor.is_floating_point()
+    }
+
+
+def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
+    """What of adapters is no tensor; `base` is the fingerprint of the weights below them."""
+    if base is None:
+        return None
+    config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types it as a tensor or a module
+    return {"scale": config.lora_alpha / config.r, "base": base}
+
+
 def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Whole tensors by key: `model/<name>` and `optimizer/<kind of state>/<name of the parameter>`."""
     parameters = named_tensors(model)
-    tensors = {f"model/{name}": tensor for name, tensor in parameters.items()}
+    tensors = {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
     states = {} if optimizer is None else optimizer.state
     for name, parameter in parameters.items():
         for kind, value in states.get(parameter, {}).items():
@@ -143,22 +174,27 @@ def class_name(model: nn.Module) -> str:
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
-def check_model(content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
-    saved = {
-        key.removeprefix("model/"): (about["shape"], about["dtype"])
-        for key, about in content["tensors"].items()
-        if key.startswith("model/")
-    }
-    wanted = {name: (list(tensor.shape), DTYPES[tensor.dtype]) for name, tensor in named_tensors(model).items()}
-    differs = None
+def check_model(
+    content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None, base: str | None = None
+) -> None:
+    """Refuse a checkpoint of another model; `base` is the fingerprint of the weights below its adapters, if it has."""
+    there, here = content.get("adapters"), describe_adapters(model, base)
+    differs, cure = None, "give the folder of this run"
     if content["model"] != class_name(model):
         differs = f"it is a {content['model']}, not a {class_name(model)}"
-    elif saved != wanted:
-        name = min(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
-        there, here = (" ".join(map(str, table[name])) if name in table else "missing" for table in (saved, wanted))
-        differs = f"{name} is {there} there and {here} here"
+    elif there and not here:
+        differs, cure = "it has adapters", "set lora.rank, or give another run.folder"
+    elif here and not there:
+        differs, cure = "it has no adapters, this run has", "set lora.rank to 0, or give another run.folder"
+    elif unlike := _different(content["tensors"], "model/", saved_tensors(model)):
+        differs = unlike
+    elif there and here and there["scale"] != here["scale"]:
+        differs, cure = "its adapters were trained with another alpha / rank", "keep lora.alpha"
+    elif there != here:
+        differs = "its adapters were trained with other weights below them"
+        cure = "keep model.path and what is there, and run.seed for random weights"
     if differs:
-        raise CheckpointError(f"checkpoint: {path} is of another model ({differs}); give the folder of this run")
+        raise CheckpointError(f"checkpoint: {path} is of another model ({differs}); {cure}")
     if optimizer is None:
         return
     if content["optimizer"] is None:
@@ -168,6 +204,33 @@ def check_model(content: dict[str, Any], path: Path, model: nn.Module, optimizer
         raise CheckpointError(
             f"checkpoint: {path} was saved with other groups of parameters in the optimizer; keep its settings"
         )
+
+
+def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
+    """Whether the checkpoint holds the weights of a reference model, which must then be of this one's shapes."""
+    if not any(key.startswith("reference/") for key in content["tensors"]):
+        return False
+    if differs := _different(content["tensors"], "reference/", reference):
+        raise CheckpointError(
+            f"checkpoint: {path} has another reference model ({differs}); keep reference.path and lora, "
+            "or give another run.folder"
+        )
+    return True
+
+
+def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
+    """The first of the tensors below `prefix` that has not the shape and dtype that is wanted."""
+    saved = {
+        key.removeprefix(prefix): (about["shape"], about["dtype"])
+        for key, about in tensors.items()
+        if key.startswith(prefix)
+    }
+    asked = {name: (list(tensor.shape), DTYPES[tensor.dtype]) for name, tensor in wanted.items()}
+    if saved == asked:
+        return None
+    name = min(name for name in saved.keys() | asked.keys() if saved.get(name) != asked.get(name))
+    there, here = (" ".join(map(str, table[name])) if name in table else "missing" for table in (saved, asked))
+    return f"{name} is {there} there and {here} here"
 
 
 # Files
@@ -224,6 +287,16 @@ class Reader:
             local[here].copy_(piece)
             filled += piece.numel()
         assert filled == local.numel(), f"{key}: {filled} of {local.numel()} entries are in the checkpoint"
+
+    def whole(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose keys begin so, by the rest of their keys."""
+        found = {}
+        for key, about in self.tensors.items():
+            if key.startswith(prefix):
+                tensor = torch.empty(about["shape"], dtype=DTYPE_OF[about["dtype"]])
+                self.fill(key, tensor, local_region(tensor))
+                found[key.removeprefix(prefix)] = tensor
+        return found
 
 
 def join_manifest(content: dict[str, Any], told: list[Any]) -> dict[str, Any]:

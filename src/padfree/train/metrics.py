@@ -8,19 +8,33 @@ A resumed run drops the lines of steps that will be done again, so that the file
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.train.engine import StepReport
+from padfree.train.flops import Flops
 
 FILE = "metrics.jsonl"
 
 
-def step_metrics(step: int, report: StepReport, *, lr: float, seconds: float) -> dict[str, Any]:
-    """The numbers of one step, by name."""
-    return {
+def step_metrics(
+    step: int,
+    report: StepReport,
+    *,
+    lr: float,
+    seconds: float,
+    flops: Flops | None = None,
+    busy_seconds: Sequence[float] = (),
+    memory_gib: float | None = None,
+) -> dict[str, Any]:
+    """The numbers of one step, by name. `busy_seconds` are the data ranks' own, without waiting for each other."""
+    found = {
         "step": step,
         "loss": report.loss,
         "gradient_norm": report.gradient_norm,
@@ -36,17 +50,45 @@ def step_metrics(step: int, report: StepReport, *, lr: float, seconds: float) ->
         "padding_share": report.padding_share,
         **{f"loss/{name}": value for name, value in report.statistics.items()},
     }
+    if sum(busy_seconds) > 0:
+        found["imbalance_measured"] = max(busy_seconds) * len(busy_seconds) / sum(busy_seconds)
+    if flops is not None:
+        found |= flops.metrics(report.plan.lengths, report.num_labels, seconds)
+    if memory_gib is not None:
+        found["memory_gib"] = memory_gib
+    return found
 
 
-def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What a rollout batch earned, and how long its responses are."""
+def peak_memory_gib(device: torch.device) -> float:
+    """The most that this process has held so far: of the GPU's memory, or of the machine's where there is no GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere
+
+
+def reward_metrics(samples: Sequence[Sample], *, end_tokens: Collection[int] = ()) -> dict[str, float]:
+    """What a rollout batch earned, and how long its responses are, in trained tokens.
+
+    Given the tokens that end a response, also the share of responses that were cut before one.
+    """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]
-    found = {"response_length": sum(lengths) / len(lengths), "response_length_max": float(max(lengths))}
+    found = {
+        "response_length": sum(lengths) / len(lengths),
+        "response_length_min": float(min(lengths)),
+        "response_length_max": float(max(lengths)),
+    }
     if rewards:
-        found["reward"] = sum(rewards) / len(rewards)
-        found["reward_max"] = max(rewards)
+        mean = sum(rewards) / len(rewards)
+        found["reward"] = mean
+        found["reward_std"] = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         found["reward_min"] = min(rewards)
+        found["reward_max"] = max(rewards)
+    if end_tokens:
+        found["response_cut"] = sum(int(sample.tokens[-1]) not in end_tokens for sample in samples) / len(samples)
     return found
 
 

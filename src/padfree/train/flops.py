@@ -1,0 +1,107 @@
+"""How much of the hardware a step uses: the model's FLOPs over time, and over what the devices could do.
+
+    FLOPs of a step = forward and backward of all samples (`CostModel.from_config`), the head only of scored tokens
+    tflops_per_device = FLOPs / seconds / devices / 1e12
+    mfu = tflops_per_device / peak of the device        only where the peak is known and the model computes in bfloat16
+
+What is computed a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
+pads: these are the FLOPs that training needs, not those that were spent. With adapters the gradients of the frozen
+weights are not needed: two thirds are left of their products.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import ArrayLike
+
+from padfree.packing import CostModel
+from padfree.packing.cost import FORWARD_AND_BACKWARD
+
+# Dense bfloat16 TFLOP/s with float32 sums, without sparsity, at the boost clock: the makers' data sheets, where those
+# that only print the figure with sparsity count half. The words of an entry must all be in the device's name; the
+# first entry that fits is taken, so the more precise stand first.
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GH200", 989.0),
+    ("H20", 148.0),
+    ("B100", 1750.0),
+    ("B200", 2250.0),
+    ("GB200", 2500.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("A6000", 154.8),
+    ("RTX 6000 Ada", 364.2),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("MI300X", 1307.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bfloat16 TFLOP/s of a device by the name its driver gives; None: not known here."""
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if "mig" in words:  # a slice of a device
+        return None
+    for name, peak in PEAKS:
+        if words.issuperset(name.lower().split()):
+            return peak
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """What a model's steps cost, and what the devices that share them could do."""
+
+    cost: CostModel  # of forward and backward, in FLOPs
+    head: float  # of them, what one token costs in the output head
+    devices: int
+    peak: float | None  # TFLOP/s of one device
+
+    @staticmethod
+    def of(
+        model_config: Any, *, devices: int, device: torch.device, dtype: torch.dtype, adapters: bool = False
+    ) -> Flops:
+        """From an HF config, the number of processes and what they compute with."""
+        cost, text = CostModel.from_config(model_config), model_config.get_text_config()
+        head = FORWARD_AND_BACKWARD * 2.0 * text.hidden_size * text.vocab_size
+        if adapters:
+            needed = (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
+            cost = CostModel(linear=cost.linear * needed, quadratic=cost.quadratic)
+            head *= needed
+        peak = None
+        if device.type == "cuda" and dtype == torch.bfloat16:
+            peak = peak_tflops(torch.cuda.get_device_name(device))
+        return Flops(cost=cost, head=head, devices=devices, peak=peak)
+
+    def step(self, lengths: ArrayLike, num_labels: int) -> float:
+        """FLOPs of a step over samples of these lengths, of whose tokens `num_labels` are scored."""
+        costs = self.cost(lengths)
+        tokens = self.cost.tokens()(lengths).sum()
+        return float(costs.sum() - self.head * (tokens - num_labels))
+
+    def metrics(self, lengths: ArrayLike, num_labels: int, seconds: float) -> dict[str, float]:
+        """`tflops_per_device`, and `mfu` where the peak is known."""
+        if seconds <= 0:
+            return {}
+        reached = self.step(lengths, num_labels) / seconds / self.devices / 1e12
+        found = {"tflops_per_device": reached}
+        if self.peak is not None:
+            found["mfu"] = reached / self.peak
+        return found

@@ -1,0 +1,131 @@
+"""Metrics to TensorBoard, W&B and trackio: what `[track]` asks for, by the first rank alone.
+
+    track.tensorboard = true        run folder/tensorboard       a resumed run hides the points that it will make again
+    track.wandb = "project"         run folder/wandb             one run, resumed under the id in trackers.json
+    track.trackio = "project"       trackio's own folder         one run, resumed under the name in trackers.json
+
+`metrics.jsonl` is written always and holds the same numbers. W&B reads its own variables: WANDB_MODE=offline keeps
+everything here. W&B and trackio cannot take points back, so that steps which a resumed run makes again are there twice;
+`step` is logged with them and is W&B's axis.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from padfree.config import TrackConfig
+
+FILE = "trackers.json"
+"""In the run folder: under which names the run is known elsewhere."""
+
+Log = Callable[[int, Mapping[str, float]], None]
+Close = Callable[[], Any]
+
+
+def require_trackers(config: TrackConfig) -> None:
+    """Refuse, before any work is done, a tracker whose package is missing."""
+    for name in ("tensorboard", "wandb", "trackio"):
+        found = find_spec(name) if getattr(config, name) else None
+        # A folder of that name, such as W&B makes where it is started, is found too; but it comes from no file.
+        if getattr(config, name) and (found is None or found.origin is None):
+            raise ValueError(
+                f"track.{name}: {getattr(config, name)!r}, but the package {name} is missing; "
+                "pip install 'padfree[track]', or leave the setting out"
+            )
+
+
+class Trackers:
+    """The trackers that the settings name; on ranks other than the first none."""
+
+    def __init__(
+        self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
+    ) -> None:
+        """`settings` are shown beside the run; `step` is the next one to be logged."""
+        self._targets: list[tuple[Log, Close]] = []
+        if rank:
+            return
+        require_trackers(config)
+        if config.tensorboard:
+            self._targets.append(_tensorboard(folder / "tensorboard", settings, step))
+        if config.wandb is not None:
+            self._targets.append(_wandb(config.wandb, folder, settings))
+        if config.trackio is not None:
+            self._targets.append(_trackio(config.trackio, folder, settings))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The numbers among the metrics."""
+        numbers = {
+            name: float(value)
+            for name, value in metrics.items()
+            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        for log, _ in self._targets:
+            log(step, numbers)
+
+    def close(self) -> None:
+        """Write out what is still in memory. Nothing can be logged after it."""
+        for _, close in self._targets:
+            close()
+        self._targets.clear()
+
+
+def _tensorboard(folder: Path, settings: Mapping[str, Any], step: int) -> tuple[Log, Close]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(folder), purge_step=step)
+    writer.add_text("config", f"```json\n{json.dumps(settings, indent=1)}\n```", step)
+
+    def log(step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def _wandb(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Log, Close]:
+    import wandb
+
+    try:
+        run = wandb.init(
+            project=project,
+            name=folder.resolve().name,
+            id=_name_of(folder, "wandb"),
+            resume="allow",
+            dir=str(folder),
+            config=dict(settings),
+        )
+    except wandb.Error as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"track.wandb: {project!r} cannot be used ({reason}); log in with wandb login, or set WANDB_MODE=offline"
+        ) from error
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return lambda step, numbers: run.log({"step": step, **numbers}), run.finish
+
+
+def _trackio(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Log, Close]:
+    import trackio
+
+    trackio.init(project=project, name=_name_of(folder, "trackio"), resume="allow", config=dict(settings))
+    return lambda step, numbers: trackio.log(dict(numbers), step=step), trackio.finish
+
+
+def _name_of(folder: Path, tracker: str) -> str:
+    """The name under which a tracker knows this run: made at its first start, the same after every restart."""
+    path = folder / FILE
+    names: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if tracker not in names:
+        # W&B's ids must not hold some characters that a folder's name may hold.
+        readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
+        names[tracker] = f"{readable}{secrets.token_hex(4)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".writing")
+        beside.write_text(json.dumps(names, indent=1), encoding="utf-8")
+        beside.replace(path)
+    return names[tracker]

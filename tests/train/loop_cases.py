@@ -1,0 +1,80 @@
+"""Settings, samples and loops of tiny runs, for the tests of whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from models import build
+from train_cases import VOCABULARY, make_samples
+
+from padfree.batch import Sample
+from padfree.config import Config, config_from_dict
+from padfree.dist import Mesh
+from padfree.train.loop import Loop
+from padfree.train.setup import build_engine, build_reference
+from padfree.train.sources import make_batcher
+
+SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
+RL: dict[str, Any] = {
+    "batch": {"samples": 6, "max_tokens": 16},
+    "loss": {"kind": "clip", "epochs": 2, "mini_batches": 2, "weights": "sample-mean", "kl_coefficient": 0.1},
+}
+TIMES = (
+    "seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+    "memory_gib",
+    "imbalance_measured",
+    "fill",
+    "imbalance",
+    "micro_batches",
+    "padding_share",
+)
+"""What depends on the machine or on the layout."""
+
+
+def save_config(folder: Path) -> Path:
+    """A config without weights: load_model initialises them from the seed, tied embeddings among them."""
+    build("llama_tied", hidden_size=32, intermediate_size=32, vocab_size=VOCABULARY).config.save_pretrained(folder)
+    return folder
+
+
+def samples() -> list[Sample]:
+    """12 samples of 4 groups."""
+    found = make_samples((5, 9, 4, 12, 7, 6, 3, 8, 10, 6, 5, 4), seed=3)
+    return [
+        Sample(
+            tokens=sample.tokens,
+            loss_mask=sample.mask,
+            ref_logprobs=sample.ref_logprobs,
+            reward=float(index % 3),
+            group=index // 3,
+            uid=sample.uid,
+        )
+        for index, sample in enumerate(found)
+    ]
+
+
+def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": str(model_path)},
+        "data": {"path": ["in memory"], "epochs": 3},
+        "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "run": {"folder": str(folder), "steps": 6, "device": "cpu"},
+    }
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return config_from_dict(values)
+
+
+def make_loop(config: Config, mesh: Mesh, found: list[Sample] | None = None, **options: Any) -> Loop:
+    batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)
+    return Loop(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]

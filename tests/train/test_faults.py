@@ -1,0 +1,554 @@
+"""Runs that are killed, stopped, starved, or fed with what they cannot use."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_ranks
+from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from models import save_with_tokenizer
+from safetensors.torch import save_file
+from train_cases import alone as alone_mesh
+from train_cases import weights_of
+
+import padfree.dist.collectives as collectives
+from padfree.batch import Sample
+from padfree.cli.main import main
+from padfree.config import Config
+from padfree.dist import Mesh, failing_together, make_mesh
+from padfree.train.checkpoint import Checkpointer
+from padfree.train.engine import Engine, NonFiniteError, StepReport
+from padfree.train.manifest import CheckpointError
+from padfree.train.metrics import MetricsFile
+from padfree.train.signals import SAME
+from padfree.train.sources import make_batcher
+
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield alone_mesh()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_config(tmp_path_factory.mktemp("model"))
+
+
+# Processes to kill: forked from one that has imported everything, has one thread and no process group
+
+
+def alone(function: str, folder: Path) -> Any:
+    """The result of one of the functions below in such a process."""
+    result = subprocess.run(
+        [sys.executable, __file__, function, str(folder)],
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def environment(folder: Path) -> dict[str, str]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PADFREE_CACHE": str(folder / "cache")}
+
+
+def forked(function: Callable[[int], int], output: Path) -> tuple[int, int]:
+    """A child that runs this and ends with the code it returns: its process id, and what it writes to its argument."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            with output.open("a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            code = function(write)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)  # noqa: T201
+        sys.stdout.flush()
+        os._exit(code)
+    os.close(write)
+    return child, read
+
+
+def ended(child: int) -> int:
+    """Its exit code, or less than 0: what killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int | None = None) -> int:
+    """A run whose saves take long. It halts after `most` updates, and dies at the `die_at`-th wait for the disk."""
+    made, waits, real = 0, 0, os.fsync
+
+    def fsync(descriptor: int) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+        real(descriptor)
+
+    def on_step(_: Any) -> None:
+        nonlocal made
+        made += 1
+        if made == most:
+            os.write(pipe, b"halted")
+            time.sleep(300)
+
+    os.fsync = fsync
+    loop = make_loop(config, alone_mesh(), on_step=on_step)
+    os.write(pipe, b"ready")
+    loop.run()
+    save_file(weights_of(loop.engine.model), Path(config.run.folder) / "final.safetensors")
+    return 0
+
+
+def killed_often(folder: Path) -> dict[str, Any]:
+    """A run that is killed again and again, at random or within a save, and then left to end; and one in peace."""
+    model, output = save_config(folder / "model"), folder / "output"
+    rng = np.random.default_rng(0)
+    num_steps = KILLS + 4  # of which each attempt saves one at most
+
+    def config(name: str, *, asynchronous: bool = False) -> Config:
+        checkpoint = {"every": 1, "asynchronous": asynchronous}
+        return make_config(folder / name, model, **RL, checkpoint=checkpoint, run={"steps": num_steps})
+
+    def in_peace(name: str) -> float:
+        begin = time.monotonic()
+        child, read = forked(lambda pipe: slow_run(config(name), pipe), output)
+        assert ended(child) == 0, output.read_text()
+        os.close(read)
+        return time.monotonic() - begin
+
+    def kill(number: int) -> None:
+        settings = config("often", asynchronous=number % 4 >= 2)
+        die_at = int(rng.integers(1, 8)) if number % 2 else None
+        child, read = forked(lambda pipe: slow_run(settings, pipe, most=2, die_at=die_at), output)
+        assert os.read(read, 5) == b"ready", output.read_text()
+        if die_at is None:
+            time.sleep(rng.uniform(0, 2 * a_step))
+        else:
+            os.read(read, 6)  # it is dead by now, or has halted
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == -signal.SIGKILL, output.read_text()
+        os.close(read)
+
+    a_step = in_peace("whole") / num_steps
+    torn, steps = 0, set()
+    for number in range(KILLS):
+        kill(number)
+        torn += any((folder / "often" / "checkpoints").glob("*.partial"))
+        latest = Checkpointer(folder / "often" / "checkpoints").latest()
+        steps.add(0 if latest is None else int(latest.name[5:13]))
+    in_peace("often")
+    weights = [(folder / name / "final.safetensors").read_bytes() for name in ("whole", "often")]
+    return {
+        "torn": torn,
+        "steps": sorted(steps),
+        "weights": weights[0] == weights[1],
+        "lines": lines(folder / "whole") == lines(folder / "often"),
+    }
+
+
+def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
+    found = alone("killed_often", tmp_path)
+    assert found["torn"] >= 4, "some were in the middle of a save"
+    assert len(found["steps"]) >= 5, "it went on between them"
+    assert found["weights"]
+    assert found["lines"]
+
+
+# Signals, through the command line
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe of 8 steps with a model and data of its own, everything in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_with_tokenizer(folder / "model")
+    rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.toml").write_text(f"""
+        model.path = "{folder / "model"}"
+        data = {{ path = ["{folder / "sft.jsonl"}"], epochs = 9 }}
+        batch = {{ samples = 4, max_tokens = 32 }}
+        optimizer = {{ lr = 1e-3, eps = 1e-4 }}
+        checkpoint.every = 2
+        run = {{ folder = "{folder / "run"}", steps = 8, device = "cpu", deterministic = true }}
+    """)
+    return folder / "recipe.toml"
+
+
+def before_step(number: int, action: Callable[[], object]) -> None:
+    """Do something once, in the step of this number."""
+    real = Engine.step
+
+    def step(self: Engine, *args: Any, **options: Any) -> StepReport:
+        if options["step"] == number:
+            action()
+        return real(self, *args, **options)
+
+    Engine.step = step  # type: ignore[method-assign]
+
+
+def stuck() -> None:
+    """In a call from which no handler of Python's is run."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
+def signalled(folder: Path) -> list[Any]:
+    """[exit code, newest checkpoint] of a run that gets signals in its steps 1 and 3, two in step 4, and none."""
+    recipe, output = write_recipe(folder), folder / "output"
+
+    def started(name: str, step: int, halt: Callable[[], object]) -> tuple[int, int]:
+        def run(pipe: int) -> int:
+            before_step(step, lambda: (os.write(pipe, b"x"), halt()))
+            return main(["sft", str(recipe), f"run.folder={folder / name}"])
+
+        return forked(run, output)
+
+    def newest() -> str:
+        return (folder / "often" / "checkpoints" / "latest").read_text()
+
+    found: list[Any] = []
+    for step, number in ((1, signal.SIGTERM), (3, signal.SIGINT)):
+        child, read = started("often", step, lambda: time.sleep(0.5))
+        assert os.read(read, 1) == b"x", output.read_text()
+        os.kill(child, number)
+        found.append([ended(child), newest()])
+    child, read = started("often", 4, stuck)
+    assert os.read(read, 1) == b"x", output.read_text()
+    os.kill(child, signal.SIGTERM)
+    time.sleep(SAME + 0.3)
+    begin = time.monotonic()
+    os.kill(child, signal.SIGTERM)
+    found.append([ended(child), newest()])
+    assert time.monotonic() - begin < 5
+    found += [[ended(started(name, -1, int)[0]), newest()] for name in ("often", "whole")]
+    weights = [(folder / name / "model" / "model.safetensors").read_bytes() for name in ("often", "whole")]
+    return [*found, weights[0] == weights[1], output.read_text()]
+
+
+def test_a_signal_finishes_the_step_saves_and_exits_0_and_a_second_one_exits_at_once(tmp_path: Path) -> None:
+    *found, same, output = alone("signalled", tmp_path)
+    assert found == [
+        [0, "step-00000002"],
+        [0, "step-00000004"],
+        [128 + signal.SIGTERM, "step-00000004"],
+        [0, "step-00000008"],
+        [0, "step-00000008"],
+    ]
+    assert same
+    assert "stopped by a signal after 2 steps" in output
+    assert "Traceback" not in output
+
+
+# Several ranks
+
+
+def worker(folder: Path, kill_at: int) -> int:
+    """What torchrun starts: a run with slow steps, whose second rank dies once."""
+    mark = folder / "killed"
+
+    def die() -> None:
+        if os.environ["RANK"] == "1" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for step in range(8):
+        before_step(step, lambda: time.sleep(0.3))
+    before_step(kill_at, die)
+    return main(["sft", str(folder / "recipe.toml")])
+
+
+def torchrun(folder: Path, kill_at: int) -> subprocess.Popen[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    return subprocess.Popen(
+        [sys.executable, *launch, __file__, "worker", str(folder), str(kill_at)],
+        env={**environment(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def to_the_end(rank: int, world: int, folder: Path, name: str) -> int:
+    os.environ["PADFREE_CACHE"] = str(folder / "cache")
+    return main(["sft", str(folder / "recipe.toml"), f"run.folder={folder / name}"])
+
+
+def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    launched = torchrun(tmp_path, kill_at=3)
+    deadline = time.monotonic() + 240
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:  # the fourth line is of the second start
+        assert time.monotonic() < deadline
+        assert launched.poll() is None, launched.communicate()[0]
+        time.sleep(0.05)
+    launched.terminate()
+    output = launched.communicate(timeout=120)[0]
+    assert (tmp_path / "killed").exists()
+    assert "rank 0: a peer is gone or stuck" in output, output
+    assert "stopped by a signal after" in output, output
+    step = int(output.split("stopped by a signal after ")[1].split()[0])
+    assert 4 <= step < 8
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{step:08d}"
+    assert not (tmp_path / "run" / "model").exists()
+
+    for name in ("run", "whole"):
+        assert run_ranks(2, to_the_end, tmp_path, name, timeout=120.0) == [0, 0]
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+
+
+def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
+    """Leave behind what this rank ended with, and when."""
+    collectives.PATIENCE = 1.0
+
+    def make(groups: Any) -> list[Sample]:
+        if rank == 1 and how == "reward":
+            raise ValueError("reward: mine:score raised ZeroDivisionError; mend it")
+        if rank == 1 and how == "bug":
+            raise KeyError("missing")
+        if rank == 1 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [sample for group in groups for sample in group]
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    if how == "disk":
+        MetricsFile.write = write if rank == 0 else MetricsFile.write  # type: ignore[method-assign]
+    if how == "stuck" and rank == 1:
+        before_step(0, lambda: 1 / 0)
+    if how == "stuck" and rank == 0:
+        before_step(0, stuck)
+    with (folder / f"error{rank}").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    begin = time.monotonic()
+    try:
+        with failing_together():
+            make_loop(config, make_mesh("cpu"), make_samples=make).run()
+    except Exception as error:
+        print(type(error).__name__, error, file=sys.stderr, flush=True)  # noqa: T201
+    assert time.monotonic() - begin < 30
+    os._exit(3)  # its connections close as those of a process that ends with an error
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [
+        ("reward", ["stopped, because rank 1 failed: reward: mine:score raised", "ValueError reward: mine:score"]),
+        ("bug", ["stopped, because rank 1 failed: KeyError: 'missing'", "KeyError 'missing'"]),
+        ("disk", ["ValueError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
+        ("kill", ["PeerLostError rank 0: a peer is gone or stuck; look at what the other ranks logged", None]),
+        ("stuck", ["stopped, because rank 1 failed: ZeroDivisionError: division by zero", "ZeroDivisionError"]),
+    ],
+)
+def test_what_fails_on_one_rank_ends_all_with_its_line(
+    how: str, messages: list[str | None], model_folder: Path, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", model_folder, **SFT)
+    run_ranks(2, one_fails, how, config, tmp_path, dying={0, 1}, timeout=60.0)
+    for rank, message in enumerate(messages):
+        said = (tmp_path / f"error{rank}").read_text()
+        if message is None:
+            assert said == ""
+            continue
+        assert message in said
+        assert said.count("\n") == 1
+
+
+# Data and disks
+
+
+def quiet(mesh: Mesh, config: Config, found: list[Sample]) -> list[dict[str, Any]]:
+    make_loop(config, mesh, found).run()
+    return lines(Path(config.run.folder))
+
+
+def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, **SFT)
+    with pytest.raises(ValueError, match=r"^data.path: in memory has no samples; give files with at least one$"):
+        make_loop(config, mesh, [])
+    loop = make_loop(config, mesh)
+    loop.batcher = make_batcher(config, samples())
+    loop.batcher.load_state_dict({**loop.batcher.state_dict(), "position": 36})
+    with pytest.raises(ValueError, match=r"^data.path: it gave no batch; give files with at least one sample$"):
+        loop.run()
+
+
+def test_data_that_ends_before_the_steps_do(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, **SFT, data={"epochs": 1}, run={"steps": 99})
+    result = make_loop(config, mesh).run()
+    assert (result.step, result.stopped) == (3, False)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
+    assert make_loop(config, mesh).run().step == 3, "nothing is left to do, which is no error"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_one_sample(tokens: int, mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    only = Sample(tokens=np.arange(tokens), uid="only")
+    found = quiet(mesh, make_config(tmp_path, model_folder, **SFT, run={"steps": 2}), [only])
+    assert [line["samples"] for line in found] == [1, 1]
+    assert [line["scored_tokens"] for line in found] == [tokens - 1] * 2
+    assert (found[0]["loss"] > 0) == (tokens > 1)
+
+
+def test_masked_samples_change_nothing(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    masked = [Sample(tokens=np.arange(5), loss_mask=np.zeros(5), uid=i, reward=1.0 * i, group=0) for i in range(4)]
+    for name, sections in (("sft", SFT), ("rl", {**RL, "loss": {"kind": "clip"}})):
+        config = make_config(tmp_path / name, model_folder, **sections, run={"steps": 2})
+        loop = make_loop(config, mesh, masked)
+        before = weights_of(loop.engine.model)
+        loop.run()
+        for line in lines(tmp_path / name):
+            assert (line["loss"], line["gradient_norm"], line["scored_tokens"]) == (0, 0, 0)
+        for key, weight in weights_of(loop.engine.model).items():
+            assert torch.equal(weight, before[key]), key
+
+
+def test_a_sample_above_the_caps(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^max_tokens: 8 is less than the 12 tokens of sample"):
+        make_loop(make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8}), mesh).run()
+    budget = make_config(tmp_path, model_folder, batch={"tokens": 8, "max_tokens": 16})
+    with pytest.raises(ValueError, match=r"^budget: 8 is less than sample \d+ .*\(in a recipe: batch.tokens and batch"):
+        make_loop(budget, mesh).run()
+    for batch in ({"samples": 4, "max_tokens": 8}, {"tokens": 8, "max_tokens": 8}):
+        folder = tmp_path / next(iter(batch))
+        config = make_config(folder, model_folder, batch={**batch, "overlong": "alone"}, data={"epochs": 1})
+        found = quiet(mesh, config, samples()[:4])
+        assert sum(line["samples"] for line in found) == 4
+        assert sum(line["tokens"] for line in found) == 30
+
+
+def test_nan_stops_before_the_update_and_leaves_everything_behind(
+    mesh: Mesh, model_folder: Path, tmp_path: Path
+) -> None:
+    """Token 39, of the sixth sample alone, is embedded as NaN: in the second batch."""
+    clean = [Sample(tokens=np.minimum(sample.tokens, 38), uid=sample.uid) for sample in samples()]
+    clean[5].tokens[2] = 39
+    config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 1})
+    loop = make_loop(config, mesh, clean)
+    after_one: dict[str, torch.Tensor] = {}
+    loop.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
+    embeddings = loop.engine.model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
+    with pytest.raises(NonFiniteError) as caught:
+        loop.run()
+    path = tmp_path / "nonfinite-step-00000001.jsonl"
+    assert str(caught.value) == (
+        f"step 1: loss nan on rank 0, before the update; look at sample {clean[5].uid}, or lower optimizer.lr; "
+        f"they are written to {path}"
+    )
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (row["uid"], row["tokens"]) == (clean[5].uid, clean[5].tokens.tolist())
+    for name, weight in weights_of(loop.engine.model).items():
+        assert torch.equal(weight, after_one[name]), name
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+    again = make_loop(config, mesh, clean)
+    assert again.step == 1
+    assert again.run().step == 6, "without the fault it goes on"
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
+    mesh: Mesh, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_loop(make_config(tmp_path / "whole", model_folder, **RL), mesh)
+    whole.run()
+    config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
+    for step, place in ((1, "checkpoint.write_safetensors"), (3, "metrics.MetricsFile.write")):
+        loop = make_loop(config, mesh)
+
+        def fill(_: Any, step: int = step, place: str = place, loop: Any = loop) -> None:
+            if loop.step == step:
+                monkeypatch.setattr(f"padfree.train.{place}", refuse)
+
+        loop.on_step = fill
+        with pytest.raises(
+            ValueError, match=r"^[a-z.]+: /.* cannot be written \(No space left on device\); free space"
+        ):
+            loop.run()
+        monkeypatch.undo()
+    loop = make_loop(config, mesh)
+    assert loop.step == 3
+    loop.run()
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    for name, weight in weights_of(whole.engine.model).items():
+        assert torch.equal(weight, weights_of(loop.engine.model)[name]), name
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
+    mesh: Mesh, model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"^run.folder: .*file/run cannot be written \(Not a directory\); free space or"
+    ):
+        make_loop(make_config(tmp_path / "file" / "run", model_folder, **SFT), mesh)
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
+    mesh: Mesh, model_folder: Path, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
+    whole = make_loop(config, mesh)
+    whole.run()
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    shard = newest / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged .*; remove step-00000006 to resume from .*step-00000005$"):
+        make_loop(config, mesh)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=r"is missing; remove step-00000006 to resume from .*step-00000005$"):
+        make_loop(config, mesh)
+    shutil.rmtree(newest)
+    loop = make_loop(config, mesh)
+    assert loop.step == 5
+    loop.run()
+    for name, weight in weights_of(whole.engine.model).items():
+        assert torch.equal(weight, weights_of(loop.engine.model)[name]), name
+
+    hidden = json.loads((model_folder / "config.json").read_text()) | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(hidden))
+    with pytest.raises(CheckpointError, match=r"is of another model \(.* is \[40, 32\] .* there and \[40, 64\]"):
+        make_loop(make_config(tmp_path / "run", tmp_path / "config.json", **RL), mesh)
+    longer = {"batch": RL["batch"], "loss": {**RL["loss"], "epochs": 3}}
+    with pytest.raises(ValueError, match=r"^loss.epochs: 3 with .* stands inside a rollout batch"):
+        make_loop(make_config(tmp_path / "run", model_folder, **longer), mesh)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "worker":
+        sys.exit(worker(Path(sys.argv[2]), int(sys.argv[3])))
+    print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]))))  # noqa: T201
