@@ -5,12 +5,13 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: help demo test check format bench install clean
+.PHONY: help demo test check docs format bench install clean
 
 help:
-	@echo "make demo    pack a data set and compare with padding"
+	@echo "make demo    plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
 	@echo "make test    run the tests"
 	@echo "make check   lint, format and type check"
+	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make format  apply the formatter and the linter's safe fixes"
 	@echo "make bench   run the CPU benchmarks"
 
@@ -39,6 +40,9 @@ check: $(DEV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+docs: $(DEV)
+	$(PY) -m sphinx -W --keep-going --quiet docs docs/_build/html
+
 format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -52,4 +56,4 @@ bench: $(DEV)
 	$(PY) bench/sft.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api

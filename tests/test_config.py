@@ -69,12 +69,14 @@ def test_overrides_alone_and_none_and_lists() -> None:
             "batch.max_tokens=100",
             "run.folder=f",
             "optimizer.max_grad_norm=none",
+            "parallel.compile=none",
             "data.columns.question=prompt",
         ],
     )
     assert config.data.path == ("a", "b")
     assert config.batch.samples is None
     assert config.optimizer.max_grad_norm is None
+    assert config.parallel.compile == "none"
     assert config.data.columns == {"question": "prompt"}
 
 

@@ -1,26 +1,125 @@
-"""`padfree demo` at a small size: what it shows is computed, and its gradients agree."""
+"""`padfree demo` at a tiny size: every stage leaves what it says, the losses agree, and a stopped demo goes on."""
 
 from __future__ import annotations
 
-import re
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from models import build
 
+from padfree.batch import Sample
 from padfree.cli import demo
 from padfree.cli.main import main
 
+TINY = demo.Sizes(
+    rows=60,
+    prompts=8,
+    hidden=32,
+    samples=6,
+    sft_steps=5,
+    compared=3,
+    responses=8,
+    group=4,
+    rl_steps=2,
+    max_new_tokens=6,
+)
 
-def test_the_demo_runs_and_its_gradients_agree(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SIZES", TINY)
+
+
+def test_a_demo_that_is_stopped_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "GRADIENT_SAMPLES", 3)
-    assert main(["demo", "--samples", "60", "--max-tokens", "512", "--ranks", "2"]) == 0
+    """Ctrl-C within the packed run, then --resume: the run goes on from its checkpoint, the rest follows."""
+    folder = tmp_path / "demo"
+    plain_bar = demo.Demo.bar
+
+    @contextmanager
+    def interrupted(self: demo.Demo, total: int | None) -> Iterator[Callable[[int, str], None]]:
+        with plain_bar(self, total) as bar:
+
+            def update(done: int, text: str) -> None:
+                bar(done, text)
+                if total == TINY.sft_steps and done == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            yield update
+
+    with monkeypatch.context() as patched:
+        patched.setattr(demo.Demo, "bar", interrupted)
+        with pytest.raises(SystemExit) as end:
+            main(["demo", "--folder", str(folder)])
+    assert end.value.code == 130
     shown = capsys.readouterr().out
-    losses = re.findall(r"^(?:one at a time|padded|packed) +[\d.]+ +(\d+\.\d+) +\S+$", shown, re.MULTILINE)
-    assert len(losses) == 3
-    assert len({round(float(loss), 4) for loss in losses}) == 1
+    assert f"go on with: padfree demo --folder {folder} --resume" in shown
+    assert sorted(json.loads((folder / "demo.json").read_text())) == ["check", "data", "padded", "plan"]
+    assert not (folder / "rl").exists()
+
+    before = os.environ.get("PADFREE_CACHE")
+    assert main(["demo", "--folder", str(folder), "--resume"]) == 0
+    assert os.environ.get("PADFREE_CACHE") == before
+    shown = capsys.readouterr().out
+    assert shown.count("done before") == 4
+    found = json.loads((folder / "demo.json").read_text())
+    assert list(found) == [name for name, _, _ in demo.STAGES]
+    assert found["packed"]["difference"] <= demo.SAME_LOSS
+    assert found["packed"]["faster"] > 0
+    assert found["check"]["gradients"] < 1e-4
+    assert 0 <= found["reward"]["before"] <= 1
+    for name in ("plan.html", "report.html", "check.json", "sft/model/config.json", "rl/rollouts.jsonl", "cache"):
+        assert (folder / name).exists(), name
+    steps = [json.loads(line)["step"] for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(TINY.sft_steps))
+    table = shown[shown.index("packed against padded") :]
+    assert "times as fast" in table
+    assert " -> " in table
+    assert str(folder / "report.html") in table
 
 
-def test_padded_tokens_are_those_of_the_longest_of_each_batch() -> None:
-    assert demo.padded_tokens(np.array([5, 3, 7, 1, 2]), 2) == 2 * 5 + 2 * 7 + 2
+def test_a_wrong_loss_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "demo"
+    made = demo.Demo(folder, demo._console(), TINY, resume=False)
+    made.keep("padded", {"losses": [5.0, 5.0, 5.0], "seconds": [1.0, 1.0, 1.0]})
+    (folder / "sft").mkdir()
+    lines = [json.dumps({"step": step, "loss": 5.0001, "seconds": 1.0}) + "\n" for step in range(4)]
+    (folder / "sft" / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"demo: losses differ by 1\.0e-04 from the padded ones; "):
+        demo.compared(made)
+
+
+def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    assert main(["demo", "--folder", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"padfree demo: --folder: {tmp_path} holds other things; give a new folder or an empty one\n"
+    )
+    assert main(["demo", "--folder", str(tmp_path / "mine.txt")]) == 1
+    assert "mine.txt holds other things" in capsys.readouterr().err
+    assert main(["demo", "--folder", str(tmp_path / "none"), "--resume"]) == 1
+    assert "--resume: " in capsys.readouterr().err
+    folder = tmp_path / "old"
+    demo.Demo(folder, demo._console(), TINY, resume=False).keep("data", {})
+    assert demo.Demo(folder, demo._console(), TINY, resume=True).found == {"data": {}}
+    assert demo.Demo(folder, demo._console(), TINY, resume=False).found == {}
+
+
+def test_padded_loss_is_the_mean_over_scored_tokens() -> None:
+    model: Any = build("qwen3").eval()
+    samples = [Sample(tokens=[5, 6, 7], loss_mask=[0, 0, 1]), Sample(tokens=[8, 9, 10, 11])]
+    count = sum(sample.num_labels for sample in samples)
+    together = demo.padded_loss(model, [samples], count)
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    apart = demo.padded_loss(model, [[sample] for sample in samples], count)
+    assert together == pytest.approx(apart, abs=1e-5)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient, atol=1e-5, rtol=1e-4)

@@ -181,7 +181,11 @@ def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words:
     [
         ([], {}, r"data: no rows in a\.jsonl; give a file that has some"),
         ([b"", b"  "], {}, r"data: no rows in a\.jsonl"),
-        ([b"x", b"y"], {"on_bad_row": "skip"}, r"none of 2 rows can be used, the first \(a\.jsonl:1\): not JSON"),
+        (
+            [b"x", b"y"],
+            {"on_bad_row": "skip"},
+            r"none of 2 rows can be used, the first \(a\.jsonl:1\): not JSON",
+        ),
         ([b"x", b"y"], {}, r"a\.jsonl line 1: not JSON"),
         ([{"a": 1}], {"on_bad_row": "skip"}, r"columns: a\.jsonl has \['a'\]; expected 'messages'"),
         ([{"text": "a", "messages": []}], {}, r"columns: a\.jsonl has 'messages' and also 'text'"),
@@ -275,7 +279,7 @@ def test_a_bar_needs_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     path.write_text(json.dumps(GOOD) + "\n")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "rich.progress", None)
-        with pytest.raises(ValueError, match="progress: True shows a bar, which needs rich: pip install rich"):
+        with pytest.raises(ValueError, match="progress: True shows a bar, which needs rich; pip install rich"):
             load_sft(path, CHAT, cache=tmp_path / "cache", progress=True)
     pytest.importorskip("rich", reason="the bar needs rich")
     assert len(load_sft(path, CHAT, cache=tmp_path / "cache", progress=True)) == 1

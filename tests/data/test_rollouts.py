@@ -207,7 +207,11 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
     ("rows", "changes", "words"),
     [
         ([], {}, r"data: no rows in r\.jsonl; give a file that has some"),
-        ([b"x"], {"on_bad_row": "skip"}, r"none of 1 rows can be used, the first \(r\.jsonl:1\): not JSON"),
+        (
+            [b"x"],
+            {"on_bad_row": "skip"},
+            r"none of 1 rows can be used, the first \(r\.jsonl:1\): not JSON",
+        ),
         ([{"reward": 1}], {}, r"columns: r\.jsonl has \['reward'\]; expected 'tokens', or 'prompt_tokens' and"),
         ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"has 'tokens' and also 'prompt_tokens' and 'resp"),
         ([ROW], {"columns": {"rewrd": "reward"}}, r"columns: 'rewrd' \(for 'reward'\) is not in r\.jsonl"),

@@ -185,10 +185,10 @@ def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"a\.parquet is Parquet, which needs pyarrow: pip install pyarrow"):
+    with pytest.raises(ValueError, match=r"a\.parquet is Parquet, which needs pyarrow; pip install pyarrow"):
         open_sources(tmp_path / "a.parquet")[0].columns()
     with pytest.raises(
-        ValueError, match=r"openai/gsm8k is not on this disk; a Hub id, which needs datasets: pip install"
+        ValueError, match=r"openai/gsm8k is not on this disk, so a Hub id, which needs datasets; pip install"
     ):
         open_sources("openai/gsm8k")
 

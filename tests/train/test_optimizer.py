@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from padfree.dist import Mesh, distributed, make_mesh
-from padfree.train.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate
+from padfree.train.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate, step_if
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +90,22 @@ def test_norm_counts_every_number_once() -> None:
         for norm, scaled in by_layout:
             assert norm == pytest.approx(expected, rel=1e-6)
             assert scaled == pytest.approx(expected / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
+    """Neither weights, nor moments, nor the count of steps; and the next one is as if it had not been tried."""
+    results = []
+    for tries in (["finite", "nan", "finite"], ["finite", "finite"]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = (
+            make_optimizer(model, lr=0.1) if kind == "fused" else torch.optim.Adagrad(model.parameters(), lr=0.1)
+        )
+        for number in tries:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 if number == "finite" else torch.nan)
+            step_if(optimizer, torch.tensor(number == "finite"))
+        results.append([*model.parameters(), *(state["step"] for state in optimizer.state.values())])
+    for mine, expected in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0)

@@ -6,16 +6,19 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from train_cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
 from transformers import PreTrainedModel
 
+from padfree.attention import cpu
 from padfree.dist import Mesh, make_mesh
 from padfree.train.engine import StepReport
 from padfree.train.parallelize import checkpoint_layers, inside, layers_of, parallelize, transformations
@@ -24,8 +27,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "full": {"checkpointing": "full"},
     "selective": {"checkpointing": "selective"},
     "compiled, full": {"compile": "eager", "checkpointing": "full"},
+    "compiled, selective": {"compile": "aot_eager", "checkpointing": "selective"},
 }
-SHARDED = ("selective", "compiled, full")
+SHARDED = ("selective", "compiled, full", "compiled, selective")
 
 Outcome = tuple[list[StepReport], dict[str, Tensor]]
 
@@ -92,6 +96,53 @@ def test_checkpointing_computes_layers_again(mesh: Mesh) -> None:
             layer.mlp.register_forward_pre_hook(lambda *_, mode=mode: calls.append(mode))
         engine.step(make_samples(), lr=0.0)
     assert (calls.count("none"), calls.count("full")) == (2, 4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selective checkpointing holds fewer bytes than none, and never attends twice."""
+    calls: list[str] = []
+    held: dict[str, int] = {}
+    attend = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args: calls.append(mode) or attend(*args))
+    for mode in ("none", "selective"):
+        torch._dynamo.reset()
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+        engine = make_engine(
+            mesh, LOSSES["sft"], compile="aot_eager_decomp_partition", checkpointing=mode, max_tokens=1000
+        )
+        prepared = engine.prepare(make_samples())
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, kept=kept: kept.append(tensor.nbytes) or tensor,  # type: ignore[func-returns-value]
+            lambda tensor: tensor,
+        ):
+            engine.gradients(prepared)
+        held[mode] = sum(kept)
+    assert held["selective"] < 0.5 * held["none"]
+    assert (calls.count("none"), calls.count("selective")) == (2, 2), "once for each of the two layers"
+
+
+def test_varying_lengths_compile_twice_at_most(mesh: Mesh) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    engine = make_engine(mesh, LOSSES["sft"], compile="aot_eager", max_tokens=1000)
+    rng = np.random.default_rng(0)
+    graphs = []
+    for step in range(40):
+        lengths = tuple(int(n) for n in rng.integers(2, 14, size=int(rng.integers(1, 6))))
+        engine.step(make_samples(lengths, seed=step), lr=0.0)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] < graphs[-1] <= graphs[0] + 2
+    assert not counters["graph_break"]
+
+
+def test_bfloat16_rounds_the_model_and_not_the_batch(mesh: Mesh) -> None:
+    """FSDP2 could cast what a forward is given; token weights and log-probabilities must stay float32."""
+    engine = make_engine(mesh, LOSSES["sft"], tied_model(), dtype=torch.bfloat16)
+    ((batch, _),) = engine.prepare(make_samples((30,))).rows
+    assert inside(engine.model, lambda model, given: {given.local.weights.dtype}, batch) == {torch.float32}
 
 
 def test_bfloat16_has_float32_master_weights(mesh: Mesh, reference: Outcome) -> None:

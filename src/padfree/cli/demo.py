@@ -1,186 +1,351 @@
-"""`padfree demo`: what packing saves on a synthetic data set, and that it changes nothing.
+"""`padfree demo`: the whole job at a small size, in one folder, on two CPU cores, without a network.
 
-Three tables on one screen: the tokens a padded and a packed pass over the data compute, how evenly a step lies on the
-ranks, and one gradient step of a small random Qwen3 three ways (one sample at a time, padded, packed) with its time and
-the largest difference of any parameter's gradient.
+    stage     does                                                              leaves in the folder
+    data      writes problems with answers, trains a tokenizer, makes a model   data/, model/
+    plan      plans an epoch                                                    plan.html
+    check     compares packed training with one sample at a time                check.json
+    padded    the first steps of fine-tuning, plain transformers, padded rows
+    packed    the same steps and more, packed: the losses must be the same      sft/
+    reward    RL with rollouts written in the process                           rl/
+    report    both runs on one page                                             report.html
+
+What a stage found is in `demo.json` once it is done. With `--resume` the demo goes on behind the last of these, and the
+two training runs go on from their checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from padfree.batch import IGNORE, Sample
-from padfree.packing import CostModel, pack, plan_step
+from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
+from padfree.config import Config, config_from_dict
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-VOCABULARY = 1024
-GRADIENT_SAMPLES = 24
+STATE = "demo.json"
+SAME_LOSS = 1e-5
+"""Losses of the padded and the packed way may differ by so much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much is done."""
+
+    rows: int = 4000
+    prompts: int = 512
+    hidden: int = 64
+    samples: int = 40  # of a step of fine-tuning
+    sft_steps: int = 200
+    compared: int = 12  # of them padded, too
+    responses: int = 128  # of a step of RL
+    group: int = 8
+    rl_steps: int = 20
+    max_new_tokens: int = 64
+
+
+SIZES = Sizes()
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "demo",
-        help="pack a synthetic data set and compare with padding",
-        description="Packs a synthetic data set and compares it with padding: tokens, balance, time and gradients.",
-        epilog="example: padfree demo --samples 4000 --max-tokens 8192",
+        help="plan, check, fine-tune and reinforce a tiny model; a few minutes on a CPU",
+        description="Makes a small data set and a tiny model, then plans, checks, fine-tunes packed and padded side by "
+        "side, and trains by rewards. Ends with a table and a report page. Needs no GPU and no network.",
+        epilog="example: padfree demo --folder runs/demo",
     )
-    command.add_argument("--samples", type=int, default=4000, help="number of samples (default %(default)s)")
-    command.add_argument("--max-tokens", type=int, default=8192, help="tokens per micro-batch (default %(default)s)")
-    command.add_argument("--ranks", type=int, default=8, help="devices to plan for (default %(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="of the data and the model (default %(default)s)")
+    command.add_argument(
+        "--folder",
+        default="padfree-demo",
+        help="for everything; an earlier demo in it is replaced (default %(default)s)",
+    )
+    command.add_argument("--resume", action="store_true", help="go on with a demo that was stopped")
     command.set_defaults(run=run)
 
 
-def synthetic_samples(count: int, longest: int, rng: np.random.Generator) -> list[Sample]:
-    """Samples of log-normal length (median 490, sigma 1), of which the first third is a prompt."""
-    lengths = np.clip(rng.lognormal(np.log(490), 1.0, count), 4, longest).astype(np.int64)
-    return [
-        Sample(tokens=rng.integers(0, VOCABULARY, n), loss_mask=np.arange(n) >= n // 3, uid=index)
-        for index, n in enumerate(lengths)
-    ]
-
-
 def run(settings: argparse.Namespace) -> None:
+    demo = Demo(Path(settings.folder), _console(), SIZES, resume=settings.resume)
+    begin = time.perf_counter()
     try:
-        from rich.console import Console
-    except ModuleNotFoundError as error:
-        raise ValueError("demo: the package rich is missing; pip install rich") from error
-    for name, least in (("samples", 1), ("max_tokens", 64), ("ranks", 1)):
-        if getattr(settings, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag}: {getattr(settings, name)}; give {least} or more")
-    console = Console()
-    rng = np.random.default_rng(settings.seed)
-    samples = synthetic_samples(settings.samples, settings.max_tokens, rng)
-    lengths = np.array([len(sample) for sample in samples])
-    console.print(
-        f"{len(samples):,} samples of {lengths.min()} to {lengths.max():,} tokens, "
-        f"{lengths.sum():,} in all, micro-batches of {settings.max_tokens:,} tokens\n"
+        with _cache(demo.folder / "cache"):
+            for number, (name, title, stage) in enumerate(STAGES, start=1):
+                demo.console.print(f"{number}/{len(STAGES)}  {title}", style="bold", highlight=False)
+                if name in demo.found:
+                    demo.say("done before")
+                    continue
+                demo.keep(name, stage(demo))
+    except KeyboardInterrupt:
+        print(f"\nstopped; go on with: padfree demo --folder {settings.folder} --resume")
+        raise SystemExit(130) from None
+    show_result(demo, time.perf_counter() - begin)
+
+
+class Demo:
+    """The folder of a demo, what its stages have found so far, and where to show it."""
+
+    def __init__(self, folder: Path, console: Console, sizes: Sizes, *, resume: bool) -> None:
+        self.folder, self.console, self.sizes = folder, console, sizes
+        self.found: dict[str, Any] = {}
+        state = folder / STATE
+        if resume:
+            if not state.exists():
+                raise ValueError(f"--resume: {folder} holds no demo; leave --resume out, or give the demo's --folder")
+            self.found = json.loads(state.read_text(encoding="utf-8"))
+            return
+        if folder.exists() and not state.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"--folder: {folder} holds other things; give a new folder or an empty one")
+        if state.exists():
+            shutil.rmtree(folder)  # an earlier demo
+        folder.mkdir(parents=True, exist_ok=True)
+        state.write_text("{}", encoding="utf-8")
+
+    def keep(self, stage: str, found: Mapping[str, Any]) -> None:
+        self.found[stage] = found
+        beside = self.folder / f"{STATE}.writing"
+        beside.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
+        beside.replace(self.folder / STATE)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self.console.print(f"     {text}", style=style, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def bar(self, total: int | None) -> Iterator[Callable[[int, str], None]]:
+        """A bar on a terminal, now and then a line elsewhere: the function takes what is done, and a text."""
+        if not self.console.is_terminal:
+            often = max((total or 1) // 5, 1)
+            yield lambda done, text: self.say(f"{done}/{total}  {text}") if total and done % often == 0 else None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        counted = (MofNCompleteColumn(),) if total else ()
+        columns = (TextColumn("    "), BarColumn(), *counted, TimeElapsedColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task("", total=total)
+            yield lambda done, text: progress.update(task, completed=done, description=text)
+
+    @property
+    def sft(self) -> Config:
+        """The settings of the fine-tuning run."""
+        sizes = self.sizes
+        return config_from_dict(
+            {
+                "model": {"path": str(self.folder / "model")},
+                "data": {"path": [str(self.folder / "data" / "train.jsonl")], "epochs": None},
+                "batch": {"samples": sizes.samples, "max_tokens": 8192},
+                "optimizer": {"lr": 8e-3, "eps": 1e-6},
+                "schedule": {"kind": "linear", "warmup": sizes.sft_steps // 20, "final": 0.1},
+                "checkpoint": {"every": 25},
+                "run": {"folder": str(self.folder / "sft"), "steps": sizes.sft_steps, "device": "cpu"},
+            }
+        )
+
+    @property
+    def rl(self) -> Config:
+        """The settings of the run with rewards; it begins with the fine-tuned model."""
+        sizes = self.sizes
+        return config_from_dict(
+            {
+                "model": {"path": str(self.folder / "sft" / "model")},
+                "data": {"path": [str(self.folder / "data" / "prompts.jsonl")], "epochs": None},
+                "batch": {"samples": sizes.responses, "max_tokens": 8192},
+                "rollout": {
+                    "reward": "number_after_hashes",
+                    "group": sizes.group,
+                    "max_new_tokens": sizes.max_new_tokens,
+                },
+                "loss": {"kind": "clip", "advantage": "grpo"},
+                "optimizer": {"lr": 1e-3},
+                "checkpoint": {"every": 5},
+                "run": {"folder": str(self.folder / "rl"), "steps": sizes.rl_steps, "device": "cpu"},
+            }
+        )
+
+
+def make_data(demo: Demo) -> dict[str, Any]:
+    sizes, data = demo.sizes, demo.folder / "data"
+    with demo.bar(4) as bar:
+        bar(0, "problems")
+        rows = write_rows(data / "train.jsonl", problems(sizes.rows, seed=0))
+        short = problems(sizes.prompts, seed=1, most_steps=3)
+        asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in short)
+        write_rows(data / "prompts.jsonl", asked)
+        bar(2, "tokenizer")
+        tokenizer = train_tokenizer(rows)
+        bar(3, "model")
+        parameters = write_model(demo.folder / "model", tokenizer, sizes.hidden)
+        bar(4, "")
+    demo.say(f"{len(rows):,} problems with answers, {sizes.prompts} without; {len(tokenizer)} tokens in the vocabulary")
+    demo.say(f"a random Qwen3 of {parameters:,} parameters; a problem, and its answer worked out:")
+    worked = next(row for row in rows if row["response"].count("=") == 2)
+    for line in (worked["prompt"] + worked["response"]).splitlines():
+        demo.say(f"  {line}", style="dim")
+    return {"rows": len(rows), "parameters": parameters}
+
+
+def make_plan(demo: Demo) -> dict[str, Any]:
+    from padfree import planner
+    from padfree.train.memory import skeleton
+
+    config = demo.sft
+    with demo.bar(None) as bar:
+        bar(0, "tokenising and planning")
+        need = planner.DeviceMemory(config, skeleton(config.model.path))
+        clock = planner.choose_clock(config, need.model.config, None)
+        shape = planner.Shape(ranks=1, max_tokens=config.batch.max_tokens)
+        plan = planner.make_plan(planner.load_steps(config), shape, clock, need=need)
+        planner.write_page(plan, demo.folder / "plan.html", title="Plan of the demo's fine-tuning")
+    summary = plan.summary()
+    shortest, longest = (summary["length"][name] for name in ("shortest", "longest"))
+    demo.say(
+        f"{summary['tokens']:,} tokens in samples of {shortest} to {longest}; "
+        f"padded, {summary['padding_avoided']:.0%} of what is computed would be pads"
     )
-    _show_waste(console, samples, lengths, settings.max_tokens)
-    _show_plan(console, lengths, settings.ranks, settings.max_tokens)
-    _show_gradients(console, settings.seed, rng)
+    demo.say(f"more in {demo.folder / 'plan.html'}")
+    return {"padding": summary["padding_avoided"]}
 
 
-def padded_tokens(lengths: NDArray[np.int64], rows: int) -> int:
-    """Tokens computed when every batch of `rows` samples is padded to its longest."""
-    batches = [lengths[i : i + rows] for i in range(0, len(lengths), rows)]
-    return int(sum(len(batch) * batch.max() for batch in batches))
+def check(demo: Demo) -> dict[str, Any]:
+    from padfree.check import check_model, chosen_samples
+
+    config = demo.sft
+    with demo.bar(None) as bar:
+        bar(0, "samples")
+        samples = chosen_samples(list(config.data.path), 6, tokenizer=config.model.path, max_length=256)
+        report = check_model(
+            config.model.path, samples, origin="of the demo's data", device="cpu", on_progress=lambda text: bar(0, text)
+        )
+    (demo.folder / "check.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+    demo.say(report.verdict)
+    if not report.passed:
+        raise ValueError("demo: padfree check failed; run padfree check for the table, this torch cannot be trusted")
+    gradients = max(row.difference for row in report.rows if row.quantity == "gradients")
+    demo.say(f"gradients of all parameters differ by at most {gradients:.1e}")
+    return {"gradients": gradients}
 
 
-def _show_waste(console: Console, samples: list[Sample], lengths: NDArray[np.int64], max_tokens: int) -> None:
-    start = time.perf_counter()
-    packs = pack(samples, max_tokens=max_tokens)
-    seconds = time.perf_counter() - start
-    real = int(lengths.sum())
-    rows = [("padded, batches of 8", padded_tokens(lengths, 8)), ("padded, batches of 32", padded_tokens(lengths, 32))]
-    rows.append(("packed", sum(batch.num_tokens for batch in packs)))
-    table = _table("what is computed", "tokens", "of them real", "times packed")
-    for name, tokens in rows:
-        table.add_row(name, f"{tokens:,}", f"{real / tokens:.1%}", f"{tokens / real:.2f}")
-    console.print(table)
-    fill = real / (len(packs) * max_tokens)
-    console.print(f"packed into {len(packs):,} micro-batches, {fill:.2%} full, in {seconds * 1e3:.0f} ms\n")
+def train_padded(demo: Demo) -> dict[str, Any]:
+    """The first steps by plain transformers code: each batch padded to its longest sample, one optimizer step."""
+    from transformers import AutoModelForCausalLM
 
+    from padfree.train.optimizer import make_optimizer, set_learning_rate
+    from padfree.train.schedule import learning_rate_factor
+    from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
-def _show_plan(console: Console, lengths: NDArray[np.int64], ranks: int, max_tokens: int) -> None:
-    # A small model's ratio of attention to the rest: the quadratic part is what makes equal tokens unequal work.
-    cost = CostModel(linear=1.0, quadratic=1e-4, constant=0.0)
-    start = time.perf_counter()
-    plan = plan_step(lengths, ranks=ranks, max_tokens=max_tokens, cost=cost)
-    seconds = time.perf_counter() - start
-    console.print(
-        f"one step over {ranks} ranks: {plan.num_micro_batches} micro-batches each, "
-        f"the slowest rank's work is {plan.imbalance:.3f} times the mean (planned in {seconds * 1e3:.0f} ms)\n"
+    config = demo.sft
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path).train()
+    chosen = config.optimizer
+    optimizer = make_optimizer(
+        model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
     )
+    batcher = make_batcher(config, load_source(config, load_tokenizer(config)).samples)
+    course: dict[str, Any] = asdict(config.schedule)  # kind, warmup, final
+    losses, seconds = [], []
+    with demo.bar(demo.sizes.compared) as bar:
+        for step in range(demo.sizes.compared):
+            samples: list[Any] = [sample for group in next(batcher) for sample in group]
+            begin = time.perf_counter()
+            set_learning_rate(optimizer, chosen.lr * learning_rate_factor(step, steps=config.run.steps, **course))
+            losses.append(padded_loss(model, [samples], sum(sample.num_labels for sample in samples)))
+            assert chosen.max_grad_norm is not None
+            torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            seconds.append(time.perf_counter() - begin)
+            bar(step + 1, f"loss {losses[-1]:.4f}")
+    return {"losses": losses, "seconds": seconds}
 
 
-def _show_gradients(console: Console, seed: int, rng: np.random.Generator) -> None:
-    """One gradient of a small model three ways; the first is the definition of right."""
-    samples = synthetic_samples(GRADIENT_SAMPLES, 1024, rng)
-    model = _small_model(seed)
-    ways = {
-        "one at a time": _gradient_of(model, _loss_one_at_a_time, samples),
-        "padded": _gradient_of(model, _loss_padded, samples),
-        "packed": _gradient_of(model, _loss_packed, samples),
-    }
-    _, exact_loss, exact = ways["one at a time"]
-    scale = max(float(gradient.abs().max()) for gradient in exact)
-    table = _table(f"a gradient step of {len(samples)} samples", "seconds", "loss", "largest gradient difference")
-    for name, (seconds, loss, gradients) in ways.items():
-        difference = max(float((a - b).abs().max()) for a, b in zip(gradients, exact, strict=True)) / scale
-        table.add_row(name, f"{seconds:.2f}", f"{loss:.6f}", f"{difference:.1e}")
-        if not np.isclose(loss, exact_loss, rtol=1e-4) or difference > 1e-3:
-            raise ValueError(
-                f"demo: the {name} gradient differs by {difference:.1e}; this build of torch is not to be trusted"
-            )
-    console.print(table)
-    faster = ways["padded"][0] / ways["packed"][0]
-    console.print(f"packed is {faster:.1f} times as fast as padded here, with the same loss and the same gradients")
+def train_packed(demo: Demo) -> dict[str, Any]:
+    _train(demo, demo.sft, lambda metrics: f"loss {metrics['loss']:.4f}")
+    found = compared(demo)
+    demo.say(f"the first {demo.sizes.compared} losses differ by at most {found['difference']:.1e} from the padded ones")
+    demo.say(f"and these steps were {found['faster']:.1f} times as fast")
+    return found
 
 
-def _small_model(seed: int) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def compared(demo: Demo) -> dict[str, Any]:
+    """The steps that both ways have made: their losses, which must be the same, and their time."""
+    padded, both = demo.found["padded"], demo.sizes.compared
+    steps = _metrics(demo.folder / "sft")[:both]
+    difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
+    if difference > SAME_LOSS:
+        raise ValueError(f"demo: losses differ by {difference:.1e} from the padded ones; this torch cannot be trusted")
+    # the first step of either way pays for set-up
+    faster = sum(padded["seconds"][1:]) / sum(step["seconds"] for step in steps[1:])
+    return {"difference": difference, "faster": faster}
 
-    torch.manual_seed(seed)
-    config: Any = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+
+def train_by_reward(demo: Demo) -> dict[str, Any]:
+    _train(demo, demo.rl, lambda metrics: f"reward {metrics['reward']:.2f}")
+    rewards = [step["reward"] for step in _metrics(demo.folder / "rl")]
+    last = rewards[-5:]
+    found = {"before": rewards[0], "after": sum(last) / len(last)}
+    demo.say(f"the fine-tuned model earned {found['before']:.2f}; in the last {len(last)} steps {found['after']:.2f}")
+    return found
+
+
+def make_report(demo: Demo) -> dict[str, Any]:
+    from padfree.report import write_report
+
+    path = demo.folder / "report.html"
+    with demo.bar(None) as bar:
+        bar(0, "plots")
+        write_report([demo.folder / "sft", demo.folder / "rl"], path, names=["fine-tuning", "rewards"])
+    return {"path": str(path)}
+
+
+Stage = Callable[[Demo], dict[str, Any]]
+STAGES: tuple[tuple[str, str, Stage], ...] = (
+    ("data", "data, tokenizer and model", make_data),
+    ("plan", "plan an epoch", make_plan),
+    ("check", "check that packing changes nothing", check),
+    ("padded", "fine-tune, padded, by plain transformers", train_padded),
+    ("packed", "fine-tune, packed", train_packed),
+    ("reward", "train by rewards", train_by_reward),
+    ("report", "report", make_report),
+)
+
+
+def show_result(demo: Demo, seconds: float) -> None:
+    found = demo.found
+    rows = (
+        ("packed against padded", f"{found['packed']['faster']:.1f} times as fast"),
+        ("their losses", f"the same to {found['packed']['difference']:.0e}"),
+        ("gradients, packed against one at a time", f"the same to {found['check']['gradients']:.0e}"),
+        ("reward before and after", f"{found['reward']['before']:.2f} -> {found['reward']['after']:.2f}"),
+        ("this took", f"{seconds:.0f} s"),
+        ("report", found["report"]["path"]),
     )
-    model: Any = Qwen3ForCausalLM
-    return model(config)
+    demo.console.print()
+    for name, value in rows:
+        demo.console.print(f"{name:42}{value}", highlight=False, markup=False, soft_wrap=True)
 
 
-Loss = Callable[[Any, list[Sample]], float]
+def _train(demo: Demo, config: Config, shown: Callable[[Mapping[str, Any]], str]) -> None:
+    from padfree.train import train
+
+    with demo.bar(config.run.steps) as bar:
+        result = train(config, on_step=lambda metrics: bar(metrics["step"] + 1, shown(metrics)))
+    if result.stopped:
+        raise KeyboardInterrupt
 
 
-def _gradient_of(model: Any, loss: Loss, samples: list[Sample]) -> tuple[float, float, list[torch.Tensor]]:
-    loss(model, samples[:2])  # the first call pays for set-up
-    model.zero_grad()
-    start = time.perf_counter()
-    value = loss(model, samples)
-    seconds = time.perf_counter() - start
-    return seconds, value, [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def _loss_packed(model: Any, samples: list[Sample]) -> float:
-    from padfree.cp import shard
-    from padfree.head import score
-    from padfree.model import attach, hidden_states
-
-    attach(model)
-    total = 0.0
-    for batch in pack(samples, max_tokens=8192):
-        local = shard(batch)
-        scores = score(hidden_states(model, local), model.lm_head.weight, local.labels)
-        loss = -(local.weights * scores.logprobs).sum()
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
-    model.set_attn_implementation("sdpa")
-    return total
-
-
-def _loss_one_at_a_time(model: Any, samples: list[Sample]) -> float:
-    return padded_loss(model, [[sample] for sample in samples], sum(sample.num_labels for sample in samples))
-
-
-def _loss_padded(model: Any, samples: list[Sample]) -> float:
-    batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
-    return padded_loss(model, batches, sum(sample.num_labels for sample in samples))
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> float:
@@ -203,10 +368,29 @@ def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> 
     return total
 
 
-def _table(*columns: str) -> Any:
-    from rich.table import Table
+@contextmanager
+def _cache(folder: Path) -> Iterator[None]:
+    """Tokenised data in the demo's own folder; and no bars of transformers among ours."""
+    from transformers.utils import logging as untyped
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    return table
+    logging: Any = untyped
+    before, bars = os.environ.get("PADFREE_CACHE"), logging.is_progress_bar_enabled()
+    os.environ["PADFREE_CACHE"] = str(folder)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PADFREE_CACHE"]
+        else:
+            os.environ["PADFREE_CACHE"] = before
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _console() -> Console:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError as error:
+        raise ValueError("demo: the package rich is missing; pip install rich") from error
+    return Console()

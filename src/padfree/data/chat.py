@@ -124,7 +124,9 @@ class ChatRenderer:
                 **{**self._tokenizer.special_tokens_map, **self._arguments},
             )
         except Exception as error:  # a template is a program of its own and may raise anything
-            raise RowError(f"the chat template refused it: {shown_error(error)}") from error
+            raise RowError(
+                f"the chat template refused it: {shown_error(error)}; change the row or the template"
+            ) from error
         texts, found = rendered
         return texts[0], [(int(start), int(end)) for start, end in found[0]] if spans else []
 

@@ -221,7 +221,8 @@ def _build(
         if not writer.num_samples:
             first = writer.skipped[0]
             raise ValueError(
-                f"data: none of {sum(rows)} rows can be used, the first ({first.file}:{first.line}): {first.reason}"
+                f"data: none of {sum(rows)} rows can be used, the first ({first.file}:{first.line}): {first.reason}; "
+                "give rows that can"
             )
         files = [
             {"name": source.name, "unit": source.unit, "rows": count}

@@ -286,7 +286,8 @@ class _Collected:
         if not self.samples:
             first = (self.skipped or self.dropped)[0]
             raise ValueError(
-                f"data: none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}"
+                f"data: none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}; "
+                "give rows that can"
             )
         report = DataReport(
             num_rows=num_rows,

@@ -158,7 +158,7 @@ class JsonFile(FileSource):
 
 class ParquetFile(FileSource):
     def _open(self) -> Any:
-        parquet = optional_package("pyarrow.parquet", f"{self.name} is Parquet", install="pyarrow")
+        parquet = optional_package("pyarrow.parquet", f"data: {self.name} is Parquet", install="pyarrow")
         try:
             return parquet.ParquetFile(self.path)
         except ValueError as error:  # pyarrow's own errors are ValueErrors
@@ -205,7 +205,7 @@ def optional_package(module: str, reason: str, *, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ValueError(f"{reason}, which needs {install}: pip install {install}") from None
+        raise ValueError(f"{reason}, which needs {install}; pip install {install}") from None
 
 
 def record_of(record: Record) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
 def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
     if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
-    datasets = optional_package("datasets", f"data: {name} is not on this disk; a Hub id", install="datasets")
+    datasets = optional_package("datasets", f"data: {name} is not on this disk, so a Hub id", install="datasets")
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:

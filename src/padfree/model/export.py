@@ -19,6 +19,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from padfree.model.load import clean_name, named_tensors, raise_together
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
@@ -66,10 +68,23 @@ def export_model(
 
     def write(beside: Path) -> None:
         empty = _empty_copy(model, dtype or model.dtype)
-        empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
+        with _no_progress_bar():
+            empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
 
     _write_first(folder, write, tokenizer)
     return folder
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one of its own, in the middle of ours."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def export_adapters(

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -234,8 +235,10 @@ def _open(
         raise ValueError(f"model: {path} has no config.json; give a Hugging Face model folder")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"model: the config of {source} cannot be used ({_one_line(error)})") from None
+    except (ValueError, OSError, KeyError, StrictDataclassError) as error:
+        raise ValueError(
+            f"model: the config of {source} cannot be used ({_one_line(error)}); give that of a causal language model"
+        ) from None
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"model: {source} is quantized; give the weights it was made from, these cannot be trained")
     files = _weight_files(path) if path.is_dir() else None
@@ -254,7 +257,8 @@ def _download(repository: str, trust_remote_code: bool) -> Path:
         return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model: {repository} is no folder here, and the Hub does not give it ({_one_line(error)})"
+            f"model: {repository} is no folder here, and the Hub does not give it ({_one_line(error)}); "
+            "correct the name, or give a folder"
         ) from None
 
 

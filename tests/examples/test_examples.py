@@ -1,0 +1,82 @@
+"""Every script of examples/ runs, at a tiny size, and what it trains gets better."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from models import save_with_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = Path(__file__).parents[2] / "examples"
+TRAINED = ("--lr", "1e-2", "--epochs", "4", "--samples", "8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_with_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [
+        {"prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)} for a in range(1, 5) for b in range(1, 5)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module of its own name, as `python examples/name.py` would find it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+def test_every_example_has_a_test() -> None:
+    named = {path.stem for path in FOLDER.glob("*.py")}
+    assert named == {"sft_jsonl", "rl_own_reward", "foreign_loop", "hf_trainer"}
+
+
+def test_sft_jsonl(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    arguments = ["--model", model, "--data", data, "--folder", str(run), "--max-tokens", "64", "--dtype", "float32"]
+    losses = example("sft_jsonl", monkeypatch).main([*arguments, *TRAINED])
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    AutoTokenizer.from_pretrained(run / "model")
+
+
+@pytest.mark.parametrize("name", ["foreign_loop", "hf_trainer"])
+def test_loops_of_others(name: str, model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "trained"
+    arguments = ["--model", model, "--data", data, "--output", str(output)]
+    losses = example(name, monkeypatch).main([*arguments, *TRAINED])
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.5
+    trained = AutoModelForCausalLM.from_pretrained(output)
+    assert trained.config._attn_implementation == "sdpa"
+
+
+def test_rl_own_reward(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained model writes mostly letters; numbers pay a little, so it learns to write some."""
+    module = example("rl_own_reward", monkeypatch)
+    assert [module.reward(text, {"answer": "7"}) for text in ("abc", "3", "is 7", "-7", "")] == [0, 0.1, 1, 0.1, 0]
+    run = tmp_path / "run"
+    arguments = ["--model", model, "--prompts", data, "--folder", str(run), "--dtype", "float32", "--lr", "2e-2"]
+    sizes = ["--samples", "32", "--group", "4", "--max-new-tokens", "3", "--max-tokens", "256", "--steps", "8"]
+    rewards = module.main([*arguments, *sizes])
+    assert len(rewards) == 8
+    assert rewards[-1] > rewards[0]
+    assert (run / "rollouts.jsonl").exists()
