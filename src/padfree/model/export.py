@@ -79,12 +79,12 @@ def export_model(
 def _no_progress_bar() -> Iterator[None]:
     """transformers draws one of its own, in the middle of ours."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def export_adapters(

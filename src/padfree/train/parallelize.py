@@ -22,13 +22,13 @@ Gradients are summed over ranks, not averaged: token weights already carry the g
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch._functorch.config as functorch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import (
@@ -123,11 +123,17 @@ def compile_layers(model: PreTrainedModel, backend: str, recompute: bool = False
 
 
 def _compiled(graph: Any, inputs: Any, *, backend: Callable[..., Any], recompute: bool) -> Any:
-    # Attention hands its gradients back in the layout of what it was given. The compiler is to expect just that:
-    # otherwise it copies the gradients of q, k and v into another one.
-    budget = 0.0 if recompute else 1.0
-    with functorch.patch(guess_tangent_strides_as_outputs=True, activation_memory_budget=budget):
-        return backend(graph, inputs)
+    if recompute:
+        attention = (torch.ops.padfree.self_attention, torch.ops.padfree.self_attention.default)
+        for node in graph.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            # Of an operator with several results it is each of them that is kept.
+            source = node.args[0] if node.target is operator.getitem else node
+            kept = getattr(source, "target", None) in attention
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta["ac_graph_id"] = 0
+    return backend(graph, inputs)
 
 
 def checkpoint_layers(model: PreTrainedModel, mode: Checkpointing) -> None:
