@@ -32,7 +32,7 @@ from padfree.cli.main import main
 from padfree.config import Config
 from padfree.dist import Mesh, failing_together, make_mesh
 from padfree.train.checkpoint import Checkpointer
-from padfree.train.engine import Engine, NonFiniteError, StepReport
+from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.manifest import CheckpointError
 from padfree.train.metrics import MetricsFile
 from padfree.train.signals import SAME
@@ -202,14 +202,14 @@ def write_recipe(folder: Path) -> Path:
 
 def before_step(number: int, action: Callable[[], object]) -> None:
     """Do something once, in the step of this number."""
-    real = Engine.step
+    real = Engine.begin
 
-    def step(self: Engine, *args: Any, **options: Any) -> StepReport:
+    def begin(self: Engine, *args: Any, **options: Any) -> PendingStep:
         if options["step"] == number:
             action()
         return real(self, *args, **options)
 
-    Engine.step = step  # type: ignore[method-assign]
+    Engine.begin = begin  # type: ignore[method-assign]
 
 
 def stuck() -> None:

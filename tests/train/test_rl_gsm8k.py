@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from distributed import run_ranks
+from loop_cases import TIMES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -24,8 +25,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"weights": "group-mean", "high": 0.2},
 }
 LAYOUTS = {(1, 1): 1, (2, 1): 2, (1, 2): 2, (2, 2): 4}  # data x context -> processes
-PLACES = ("seconds", "tokens_per_second", "fill", "imbalance", "micro_batches", "padding_share")
-"""What depends on the machine or on the layout, and should."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def ranks(rank: int, world: int, configs: list[Config]) -> None:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in PLACES} for line in found]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
 
 
 def test_grpo_gspo_and_cispo_give_the_same_metrics_on_any_layout(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from loop_cases import TIMES
 from models import save_with_tokenizer
 from tokenizers import decoders
 from train_cases import alone
@@ -30,8 +31,6 @@ from padfree.train.setup import build_engine
 from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
 HERE = "test_rollouts_run"
-TIMES = ("seconds", "tokens_per_second", "fill", "imbalance", "micro_batches", "padding_share")
-"""What depends on the machine or on the layout."""
 
 
 def share_of_digits(response: str, row: Mapping[str, Any]) -> float:

@@ -107,6 +107,7 @@ def attention(
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str, **options: Any) -> Tensor:
+    _need_tokens(len(q), context)
     return attend(q, k, v, replace(context, backend=backend), **options)
 
 
@@ -147,10 +148,15 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _check_length(args: tuple[Any, ...], kwargs: dict[str, Any], context: AttnContext) -> None:
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
+    if isinstance(given, Tensor):
+        _need_tokens(given.shape[1], context)
+
+
+def _need_tokens(num_tokens: int, context: AttnContext) -> None:
     expected = context.segments.num_tokens // context.world
-    if isinstance(given, Tensor) and given.shape[1] != expected:
+    if num_tokens != expected:
         raise ValueError(
-            f"attn_context: made for {expected} tokens, input_ids has {given.shape[1]}; pass both from one LocalBatch"
+            f"attn_context: made for {expected} tokens, input_ids has {num_tokens}; pass both from one LocalBatch"
         )
 
 
