@@ -54,6 +54,8 @@ bench: $(DEV)
 	$(PY) bench/aggregate.py --device cpu
 	$(PY) bench/head.py --device cpu
 	$(PY) bench/sft.py
+	$(PY) bench/rollout.py
+	$(PY) bench/step.py --device cpu
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api

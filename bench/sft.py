@@ -1,6 +1,6 @@
 """Fine-tuning a small model on GSM8K, packed by padfree against padded by plain transformers: same samples, same seed.
 
-    PYTHONPATH=src python bench/sft.py [--steps 12] [--samples 32] [--gsm8k ../shared/data/gsm8k] [--json sft.json]
+    PYTHONPATH=src python bench/sft.py [--steps 8] [--samples 64] [--gsm8k ../shared/data/gsm8k] [--json sft.json]
 
 A random Qwen3 and a BPE tokenizer trained on the data, float32, AdamW; questions are prompts, answers are trained on.
 Both ways take the same global batches in the same order. The run fails if losses of a step differ by more than 1e-5.
@@ -47,10 +47,10 @@ Step = Callable[[Sequence[Sample]], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu",), default="cpu")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--samples", type=int, default=32, help="of a step")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a packed micro-batch")
-    parser.add_argument("--rows", type=int, default=32, help="samples of a padded micro-batch")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=64, help="of a step")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of a packed micro-batch")
+    parser.add_argument("--rows", type=int, default=64, help="samples of a padded micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
