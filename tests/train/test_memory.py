@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from padfree.model import attach, hidden_states
 from padfree.model.lora import add_adapters
 from padfree.train.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, skeleton, token_bytes
 from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import KEPT, checkpoint_layers, layers_of
+from padfree.train.parallelize import KEPT, checkpoint_layers, compile_layers, layers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # processors without bfloat16 say so
 
@@ -136,10 +137,12 @@ class Products(TorchDispatchMode):
         return result
 
 
-def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str) -> float:
+def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str, *, compiled: bool = False) -> float:
     """What forward keeps for backward, a token, weights and buffers excepted."""
     attach(model)
-    if checkpointing != "none":
+    if compiled:
+        compile_layers(model, "aot_eager_decomp_partition", recompute=True)
+    elif checkpointing != "none":
         checkpoint_layers(model, checkpointing)  # type: ignore[arg-type]
     model.to(dtype)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -153,7 +156,9 @@ def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str) -
             alive.append(tensor)
         return tensor
 
-    with Products() as products, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    products = Products()
+    counting = nullcontext() if compiled else products  # under such a mode nothing would be compiled
+    with counting, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden_states(model, shard(row(TOKENS)))
     cached = products.kept if checkpointing == "selective" else 0
     return (sum(seen.values()) + cached) / sum(TOKENS)
@@ -180,6 +185,14 @@ def test_activations_with_checkpointing(checkpointing: str, dtype: torch.dtype) 
     found = token_bytes(model, SIZES[dtype], checkpointing)  # type: ignore[arg-type]
     assert found < token_bytes(model, SIZES[dtype], "none")
     assert found == pytest.approx(kept_bytes(model, dtype, checkpointing), rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_activations_of_compiled_layers() -> None:
+    model = build("qwen3", num_hidden_layers=3, intermediate_size=160)
+    found = token_bytes(model, 4, "selective", compiled=True)
+    assert found < token_bytes(model, 4, "selective")
+    assert found == pytest.approx(kept_bytes(model, torch.float32, "selective", compiled=True), rel=0.1)
 
 
 def test_a_layer_of_llama_by_hand() -> None:

@@ -123,6 +123,8 @@ def estimate_memory(
         responses = min(config.rollout.batch, -(-(config.batch.samples or 1) // processes))
         cache = responses * (prompt_tokens + config.rollout.max_new_tokens) * cache_bytes(model, size)
     tokens = max(config.batch.max_tokens, longest)
+    # Over context ranks attention cuts a compiled layer, which then keeps more: counted as if it were not compiled.
+    compiled = config.parallel.compile != "none" and config.parallel.context == 1
     return MemoryEstimate(
         weights=weights,
         gradients=counts.trained * FLOAT32,
@@ -130,7 +132,7 @@ def estimate_memory(
         offloaded=config.parallel.offload,
         gathered=_gathered(model, size) if sharded else 0,
         tokens=tokens,
-        activations=tokens * token_bytes(model, size, config.parallel.checkpointing),
+        activations=tokens * token_bytes(model, size, config.parallel.checkpointing, compiled=compiled),
         working=_working(config, model, tokens, size, device_type),
         reference=reference,
         reference_offloaded=config.reference.offload,
@@ -191,15 +193,22 @@ def _gathered(model: PreTrainedModel, size: int) -> int:
 # Activations
 
 
-def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing) -> int:
-    """What forward keeps for backward of one token, embeddings and last norm included."""
+def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
+    """What forward keeps for backward of one token, embeddings and last norm included.
+
+    Selective checkpointing keeps the results of products, or, of a compiled layer, attention's output and lse.
+    """
     text = model.config.get_text_config()
     widths = _Widths(text)
     outside = _norm_bytes(widths.hidden, size) + 2 * widths.head * size
     if checkpointing == "none":
         return outside + sum(layer_bytes(text, layer, size) for layer in layers_of(model))
     inputs = widths.hidden * size
-    kept = sum(_product_width(layer) * size for layer in layers_of(model)) if checkpointing == "selective" else 0
+    kept = 0
+    if checkpointing == "selective" and compiled:
+        kept = len(layers_of(model)) * (widths.output * size + FLOAT32 * widths.heads)
+    elif checkpointing == "selective":
+        kept = sum(_product_width(layer) * size for layer in layers_of(model))
     return outside + len(layers_of(model)) * inputs + kept
 
 
