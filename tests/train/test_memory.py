@@ -187,7 +187,7 @@ def test_activations_with_checkpointing(checkpointing: str, dtype: torch.dtype) 
     assert found == pytest.approx(kept_bytes(model, dtype, checkpointing), rel=0.1)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore")  # the compiler has its own
 def test_activations_of_compiled_layers() -> None:
     model = build("qwen3", num_hidden_layers=3, intermediate_size=160)
     found = token_bytes(model, 4, "selective", compiled=True)
