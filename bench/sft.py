@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from padfree.batch import Sample
-from padfree.cli.demo import padded_loss
+from padfree.check.padded import padded_loss
 from padfree.data import SFTDataSettings, load_sft
 from padfree.dist import distributed, make_mesh
 from padfree.losses import SFTSettings

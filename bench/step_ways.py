@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import Sample
+from padfree.check.padded import padded_rows
 from padfree.dist import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
@@ -108,29 +109,22 @@ def hf_padded(setting: Setting) -> Gradients:
     longest = max(len(sample) for sample in samples)
     count = sum(sample.num_labels for sample in samples)
     rows = max(1, PADDED_TOKENS // longest)
-    batches = [_padded(samples[i : i + rows], longest, setting.device) for i in range(0, len(samples), rows)]
+    starts = range(0, len(samples), rows)
+    batches = [padded_rows(samples[i : i + rows], setting.device, length=longest) for i in starts]
 
     def gradients() -> float:
         model.zero_grad(set_to_none=True)
         total = 0.0
-        for inputs in batches:
-            loss = model(**inputs, use_cache=False, num_items_in_batch=count).loss
+        for batch in batches:
+            loss = model(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels, use_cache=False,
+                num_items_in_batch=count,
+            ).loss  # fmt: skip
             loss.backward()
             total += float(loss.detach())
         return total
 
     return gradients
-
-
-def _padded(samples: Sequence[Sample], longest: int, device: torch.device) -> dict[str, Tensor]:
-    input_ids = torch.zeros(len(samples), longest, dtype=torch.int64)
-    labels, mask = torch.full_like(input_ids, IGNORE), torch.zeros_like(input_ids)
-    for row, sample in enumerate(samples):
-        tokens = torch.from_numpy(sample.tokens.astype(np.int64))
-        input_ids[row, : len(sample)] = tokens
-        mask[row, : len(sample)] = 1
-        labels[row, : len(sample)] = torch.where(torch.from_numpy(sample.mask.copy()), tokens, IGNORE)
-    return {"input_ids": input_ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
 
 
 def hf_packed(setting: Setting, attention: str) -> Gradients:

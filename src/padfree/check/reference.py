@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, Sample
+from padfree.check.padded import padded_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
         chosen = [index for index in batch if len(samples[index]) > 1]  # others predict nothing
         if not chosen:
             continue
-        input_ids, attention_mask, scored = _padded([samples[index] for index in chosen], model.device)
+        input_ids, attention_mask, scored = padded_rows([samples[index] for index in chosen], model.device)
         mask = attention_mask if len(chosen) > 1 else None
         logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
         labels = input_ids[:, 1:].where(attention_mask[:, 1:].bool(), IGNORE)
@@ -84,14 +84,3 @@ def _take(sums: dict[str, Tensor], name: str, parameter: nn.Parameter | Tensor) 
     gradient = parameter.grad.float()
     sums[name] = sums[name].add_(gradient) if name in sums else gradient
     parameter.grad = None
-
-
-def _padded(samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, attention mask and trained tokens, each [B, L]."""
-    shape = (len(samples), max(len(sample) for sample in samples))
-    input_ids, attention_mask, scored = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    for row, sample in enumerate(samples):
-        input_ids[row, : len(sample)] = sample.tokens
-        attention_mask[row, : len(sample)] = 1
-        scored[row, : len(sample)] = sample.mask
-    return tuple(torch.from_numpy(array).to(device) for array in (input_ids, attention_mask, scored))  # type: ignore[return-value]

@@ -20,16 +20,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from padfree.batch import IGNORE, Sample
+from padfree.check.padded import padded_loss
 from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import Config, config_from_dict
 
@@ -346,26 +345,6 @@ def _train(demo: Demo, config: Config, shown: Callable[[Mapping[str, Any]], str]
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> float:
-    """The token mean over `count` scored tokens, with its gradient, by plain transformers code on padded rows."""
-    total = 0.0
-    for batch in batches:
-        longest = max(len(sample) for sample in batch)
-        input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-        mask = torch.zeros_like(input_ids)
-        labels = torch.full_like(input_ids, IGNORE)
-        for row, sample in enumerate(batch):
-            tokens = torch.from_numpy(sample.tokens.astype(np.int64))
-            input_ids[row, : len(sample)] = tokens
-            mask[row, : len(sample)] = 1
-            labels[row, : len(sample)] = torch.where(torch.from_numpy(sample.mask.copy()), tokens, IGNORE)
-        logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        torch.autograd.backward(loss / count)
-        total += float(loss.detach()) / count
-    return total
 
 
 @contextmanager
