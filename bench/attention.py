@@ -22,7 +22,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
@@ -40,6 +40,8 @@ SECTIONS = {"cpu": ("model",), "cuda": ("kernels", "wrapper", "context")}
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 32, 8, 128
 WORLD, ROW = 8, 131_072
 MODEL_TOKENS, VOCABULARY = 9_000, 512
+AHEAD_CYCLES = 10_000_000  # about 5 ms
+LAYOUTS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 GOALS = {"model": 4.0, "wrapper": 0.03, "context": 1.10}
 
 Row = dict[str, Any]
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--section", choices=[name for names in SECTIONS.values() for name in names])
     parser.add_argument("--tokens", type=int, default=MODEL_TOKENS, help="of the model section")
     parser.add_argument("--row", type=int, default=ROW, help="tokens of the context section's row")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="of the context section")
     parser.add_argument("--repeats", type=int, default=3, help="of the model section; CUDA sections repeat 20 times")
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
@@ -69,7 +72,7 @@ def main() -> None:
             "model": lambda: model_section(arguments.tokens, arguments.repeats),
             "kernels": kernels_section,
             "wrapper": wrapper_section,
-            "context": lambda: context_section(arguments.row),
+            "context": lambda: context_section(arguments.row, arguments.layouts),
         }
         report[section] = run[section]()
     if arguments.json:
@@ -231,8 +234,12 @@ class Inputs:
         return torch.cat([row[:, :length].transpose(0, 1) for row, length in zip(x, self.lengths, strict=True)])
 
 
-def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1) -> list[float]:
-    """Median milliseconds of each, in turns so that what drifts drifts for all; `calls` in a row are one time."""
+def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1, ahead: bool = False) -> list[float]:
+    """Median milliseconds of each, in turns so that what drifts drifts for all; `calls` in a row are one time.
+
+    `ahead` lets the device wait at first, so that the host is ahead of it as in training, and its latency not in the
+    time.
+    """
     for function in functions:
         for _ in range(3):
             function()
@@ -241,6 +248,8 @@ def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1
         for function, taken in zip(functions, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
+            if ahead:
+                torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(calls):
                 function()
@@ -405,7 +414,7 @@ def bare_flash4(inputs: Inputs) -> Callable[[], list[Tensor]] | None:
 # Context ranks
 
 
-def context_section(total: int) -> list[Row]:
+def context_section(total: int, layouts: Sequence[LayoutKind]) -> list[Row]:
     from padfree.cp import make_layout
     from padfree.cp.plan import ContextPlan
 
@@ -414,24 +423,28 @@ def context_section(total: int) -> list[Row]:
         inputs = Inputs(mix, lengths)
         segments = inputs.segments
         whole, _ = varlen_forward(inputs.q, inputs.k, inputs.v, segments, segments)
-        attention = packed_backend(inputs, "auto")
-        (whole_ms,) = event_times(with_gradient(attention, inputs.tensors[:3], inputs.dout), repeats=5, calls=10)
-        for kind in get_args(LayoutKind):
+        both = with_gradient(packed_backend(inputs, "auto"), inputs.tensors[:3], inputs.dout)
+        whole_ms, cold_whole_ms = (event_times(both, repeats=5, calls=10, ahead=ahead)[0] for ahead in (True, False))
+        for kind in layouts:
             layout = make_layout(segments, WORLD, kind)
             plans = [ContextPlan(layout, segments, rank, inputs.q.device) for rank in range(WORLD)]
-            times = [rank_time(inputs, plan, whole) for plan in plans]
+            times, cold = zip(*(rank_times(inputs, plan, whole) for plan in plans), strict=True)
             row = {"mix": mix, "layout": kind, "whole / 8 ms": whole_ms / WORLD, "slowest ms": max(times)}
             row |= {"mean ms": statistics.mean(times), "ratio": max(times) * WORLD / whole_ms}
-            rows.append({**row, "most pieces": max(plan.queries.num_segments for plan in plans)})
-        del inputs, whole, attention
-    table(rows)
+            row |= {"mean ratio": sum(times) / whole_ms, "cold ratio": max(cold) * WORLD / cold_whole_ms}
+            row["most pieces"] = max(plan.queries.num_segments for plan in plans)
+            row["ranks"] = [{"ms": ms, **rank_facts(plan)} for ms, plan in zip(times, plans, strict=True)]
+            rows.append(row)
+        del inputs, whole, both
+    table([{name: value for name, value in row.items() if name != "ranks"} for row in rows])
     print(f"{WORLD} ranks, {total} tokens, {choose_backend('cuda', torch.bfloat16, HEAD_DIM)}; ", end="")
     print(f"goal: a ratio of at most {GOALS['context']} for balanced")
+    print("cold: the device waits for the host before the first of ten calls")
     return rows
 
 
-def rank_time(inputs: Inputs, plan: Any, whole: Tensor) -> float:
-    """Milliseconds of one rank's forward and backward, its keys brought together included.
+def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
+    """Milliseconds of one rank's forward and backward, its keys brought together included; warm and cold.
 
     Its own keys are where they are; those of others are copied out of the row, as if they were received.
     """
@@ -453,7 +466,25 @@ def rank_time(inputs: Inputs, plan: Any, whole: Tensor) -> float:
 
     error = relative_error(both()[0], whole[plan.own].float())
     assert error < 5e-3, f"{plan.layout.kind} layout, rank {plan.rank}: relative error {error}"
-    return event_times(both, repeats=5, calls=10)[0]
+    warm, cold = (event_times(both, repeats=10, calls=10, ahead=ahead)[0] for ahead in (True, False))
+    return warm, cold
+
+
+def rank_facts(plan: Any) -> Row:
+    """What a rank's time should depend on."""
+    from padfree.cp import key_rows, modelled_cost, work
+    from padfree.cp.keys import prepare_keys
+
+    rank, keys = plan.rank, prepare_keys(plan)
+    pairs, read, cost = (int(count(plan.layout, plan.segments)[rank]) for count in (work, key_rows, modelled_cost))
+    return {
+        "pairs": pairs,
+        "modelled pairs": cost,
+        "key rows before pieces": read - len(plan.own),
+        "received rows": sum(keys.receive),
+        "copied rows": 0 if keys.rows.whole else keys.segments.num_tokens,
+        "pieces": plan.queries.num_segments,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Context-parallel layouts: how equal the work is, into how many pieces rows are cut, and what is read and sent.
 
     balance    the most causal work of a rank over the mean; every rank has exactly as many tokens
-    cost       the same for the modelled cost: whole tiles, and the key rows before pieces
+    cost       the same for the modelled cost: whole tiles, and what key rows cost besides
     total      the modelled cost of all ranks over that of the row on one
     pieces     of all ranks; S is the number of documents, the fewest there can be
     keys       key rows read by all ranks over the tokens of the row: 1 if no document is cut

@@ -360,8 +360,8 @@ LayoutKind = Literal["contiguous", "headtail", "balanced"]
 class Layout:
     """Which token ranges of a row of T tokens each context rank holds. Host only; made by `padfree.cp.make_layout`.
 
-    Rank r holds the ranges `[starts[r][i], ends[r][i])` in ascending order, T / world tokens in all. No range
-    crosses the border of a segment, so that each is one *piece*: consecutive queries of one sample.
+    Rank r holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in all, those of a segment side by side. No
+    range crosses the border of a segment, so that each is one *piece*: consecutive queries of one sample.
     """
 
     kind: LayoutKind

@@ -22,6 +22,7 @@ ROWS: dict[str, list[int]] = {
     "one document": [37],
     "fewer than ranks": [13, 18],
     "empty ones": [0, 4, 0, 0, 17, 0, 3, 0],
+    "head and tail on a rank": [41, 6, 7, 11, 9],
 }
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from cp_cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
 from distributed import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from padfree.batch import AttnContext, Segments
 from padfree.cp import attend, communication_bytes, gather_tokens, make_layout
@@ -74,6 +75,23 @@ def parity(rank: int, world: int, group: Any) -> dict[Any, float]:
             context = context_of(batch, world, rank, group, method=method)
             errors[method, "balanced", option] = worst_error(inputs, expected, context, group)
     return errors
+
+
+def repeated(rank: int, world: int, group: Any) -> dict[str, bool]:
+    """Whether gradients are, by the bit, the same once more, and under activation checkpointing."""
+    batch = packed(ROWS["head and tail on a rank"], world)
+    inputs = inputs_for(batch.num_tokens)
+    same = {}
+    for method in METHODS:
+        context = context_of(batch, world, rank, group, method=method)
+        expected = computed(inputs, context)
+        q, k, v = (t[context.plan.own].requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+        out = checkpoint(attend, q, k, v, context, use_reentrant=False)
+        again = attend(q, k, v, context)
+        scores = [(x * inputs.dout[context.plan.own]).sum() for x in (out, again, again)]
+        gradients = [torch.autograd.grad(score, [q, k, v], retain_graph=score is scores[1]) for score in scores]
+        same[method] = all(torch.equal(a, b) for got in gradients for a, b in zip(got, expected[1:], strict=True))
+    return same
 
 
 def leaks(rank: int, world: int, group: Any) -> dict[Any, bool]:
@@ -210,7 +228,7 @@ def refusals(rank: int, world: int, group: Any) -> dict[str, str]:
 def everything(rank: int, world: int) -> dict[str, Any]:
     # A group that is not the whole world, in an order of its own, must do as well as the default one.
     group = dist.new_group(list(range(world))[::-1])
-    parts = (parity, leaks, volumes, gathering, refusals)
+    parts = (parity, repeated, leaks, volumes, gathering, refusals)
     return {part.__name__: part(dist.get_rank(group), world, group) for part in parts}
 
 
@@ -225,6 +243,11 @@ def test_outputs_and_gradients_equal_one_process(results: list[dict[str, Any]]) 
     for rank, result in enumerate(results):
         wrong = {case: error for case, error in result["parity"].items() if not error < 1e-5}
         assert not wrong, f"rank {rank}"
+
+
+def test_gradients_are_the_same_every_time(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["repeated"] == dict.fromkeys(METHODS, True)
 
 
 def test_no_document_sees_another(results: list[dict[str, Any]]) -> None:

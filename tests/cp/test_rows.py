@@ -47,10 +47,13 @@ def test_take_and_its_transpose(sizes: list[int], ranges: list[tuple[int, int, i
         (gradient,) = torch.autograd.grad((expected * weight).sum(), tensor)
     if num_rows == len(np.unique(numbers)):
         torch.testing.assert_close(rows.summed(weight), gradient)
+        assert torch.equal(torch.cat(rows.summed_apart(weight.clone())), rows.summed(weight))
     else:
         assert not rest
         with pytest.raises(AssertionError, match="some rows are not selected"):
             rows.summed(weight)
+        with pytest.raises(AssertionError, match="some rows are not selected"):
+            rows.summed_apart(weight)
     torch.testing.assert_close(rows.add_to(torch.ones(num_rows, 2, dtype=torch.float64), weight), gradient + 1)
     assert torch.equal(weight, before)
     for _, targets in rows.repeats:
@@ -65,6 +68,31 @@ def test_one_run_is_not_copied() -> None:
     rows = select(np.array([1]), np.array([4]), [5], CPU)
     assert not rows.whole
     assert rows.take(tensor).data_ptr() == tensor[1:].data_ptr()
+
+
+def test_gradients_that_are_in_their_place_are_not_moved() -> None:
+    """Received rows come before own ones; of 4 + 8 received and 2 + 3 + 20 own rows 8 and 2 must change places."""
+    gradient = torch.arange(37.0)[:, None] * torch.ones(2)
+    before = gradient.clone()
+    rows = select(np.array([25, 0, 29, 2, 5]), np.array([29, 2, 37, 5, 25]), [25, 4, 8], CPU)
+    own, others = rows.summed_apart(gradient)
+    assert (own.data_ptr(), others.data_ptr()) == (gradient[12:].data_ptr(), gradient.data_ptr())
+    assert torch.equal(torch.cat([own, others]), rows.summed(before))
+    one_piece = select(np.array([25, 0]), np.array([37, 25]), [25, 12], CPU)
+    version = before._version
+    own, others = one_piece.summed_apart(before)
+    assert before._version == version  # nothing was written
+    assert (len(own), len(others)) == (25, 12)
+
+
+def test_gradients_that_are_all_elsewhere_are_moved_once() -> None:
+    rows = select(np.array([0, 4]), np.array([4, 8]), [4, 4], CPU)  # own rows come first
+    gradient = torch.randn(8, 2)
+    own, others = rows.summed_apart(gradient)
+    assert torch.equal(torch.cat([own, others]), gradient)
+    assert own.data_ptr() != gradient.data_ptr()
+    strided = torch.randn(2, 8).T
+    assert torch.equal(torch.cat(rows.summed_apart(strided)), strided)
 
 
 def test_a_run_ends_with_its_part() -> None:

@@ -88,7 +88,8 @@ class _SelectKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *torch.split_with_sizes(ctx.keys.rows.summed(gradient), ctx.sizes)
+        parts = ctx.keys.rows.summed_apart(gradient)
+        return None, *(parts if len(ctx.sizes) == 2 else (torch.cat(parts),))
 
 
 class _GatherKeys(torch.autograd.Function):
@@ -105,10 +106,11 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         keys: KeyPlan = ctx.keys
-        totals = [torch.split_with_sizes(keys.rows.summed(gradient), keys.rows.sizes) for gradient in (dk, dv)]
-        leaving = [total[1 + rank] for rank in range(len(keys.send)) for total in totals]
+        totals = [keys.rows.summed_apart(gradient) for gradient in (dk, dv)]
+        by_owner = [torch.split_with_sizes(others, keys.receive) for _, others in totals]
+        leaving = [part for parts in zip(*by_owner, strict=True) for part in parts]
         returned = _exchanged(leaving, (dk, dv), keys.receive, keys.send, ctx.group)
-        for (own, *_), others in zip(totals, returned, strict=True):
+        for (own, _), others in zip(totals, returned, strict=True):
             total = own.index_select(0, keys.read_elsewhere)
             total = total.to(torch.promote_types(own.dtype, torch.float32))
             for rows, other in zip(keys.returning, others, strict=True):

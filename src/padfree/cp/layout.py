@@ -16,11 +16,16 @@ one half of the ranks and what is left to the other half, and both are divided t
 own: equal tokens exactly, equal work as nearly as wanted, and at most S + 2 (world - 1) pieces, for documents of
 any lengths. A document as long as the row becomes head-tail pairs, a shorter one uneven pieces, short ones stay whole.
 
-Work is not all that takes time. A piece [a, b) also has the a keys before it gathered and their gradients sent back,
-and kernels compute whole tiles of queries against whole tiles of keys. `modelled_cost` counts both. Of the windows that
-leave every rank at most 1 + TOLERANCE of the mean work, the one is taken whose dearer side is the cheapest: whoever
-reads many rows gets less work, cuts are few and near the heads of documents, and the last ones fall between tiles. Work
-has the last word: the rank that holds the head of a very long document reads the fewest rows, and is left the cheapest.
+Work is not all that takes time. A piece [a, b) also has the a keys before it gathered and their gradients sent back;
+kernels compute whole tiles of queries against whole tiles of keys; and each tile of keys takes some time by itself, so
+that short documents are dear. `modelled_cost` counts all that. Of the windows that leave every rank at most
+1 + TOLERANCE of the mean work, the one is taken whose dearer side is the cheapest: whoever reads many rows gets less
+work, cuts are few and near the heads of documents, and the last ones fall between tiles. Work has the last word: the
+rank that holds the head of a very long document reads the fewest rows, and is left the cheapest.
+
+A rank holds its pieces in row order, but in `balanced` those that read keys of others come first, then the longest:
+kernels take segments in their order, and what starts last should not take long. So lie received keys and own ones
+nearly in the order in which the kernel wants them, too. The pieces of a document are always side by side.
 """
 
 from __future__ import annotations
@@ -37,11 +42,14 @@ Indices = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 TILE_BITS = 7
-TILE = 1 << TILE_BITS
-"""Kernels compute so many queries, and so many keys, at a time."""
+TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
+"""Kernels compute so many keys, and so many queries, at a time."""
 
-ROW_PAIRS = 300
-"""What a key row before a piece costs, in (query, key) pairs: it is gathered, and its gradient is sent back."""
+OWN_ROW_PAIRS = 400
+"""What a key row of a piece itself costs besides its pairs, in (query, key) pairs; the last tile is filled up."""
+
+ROW_PAIRS = 240
+"""The same for a key row before a piece: it is gathered, and its gradient is sent back, but it is no query."""
 
 TOLERANCE = 0.019
 """How much more than the mean a rank's work may be, where that makes the modelled cost more equal."""
@@ -90,9 +98,8 @@ def key_rows(layout: Layout, segments: Segments) -> Indices:
 
 
 def modelled_cost(layout: Layout, segments: Segments) -> Indices:
-    """[world] the work of each rank as kernels do it, in whole tiles, and what the keys before its pieces cost."""
-    ranks = (_positions(layout, segments, rank) for rank in range(layout.world))
-    return np.array([(_tile_pairs(first, end) + ROW_PAIRS * first).sum() for first, end in ranks], dtype=np.int64)
+    """[world] the work of each rank as kernels do it, in whole tiles, and what its keys cost besides."""
+    return np.array([_cost(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
@@ -110,12 +117,16 @@ def _work(first: Indices, end: Indices) -> Indices:
     return (end - first) * (first + end + 1) // 2
 
 
-def _tile_pairs(first: Indices, end: Indices) -> Indices:
-    """Like `_work`, but each tile of queries, counted from `first`, reads all the tiles of keys that it touches."""
-    # the numbers of tiles are rounded up; shifts are several times as fast as divisions
-    tiles, before, up_to = (x + (TILE - 1) >> TILE_BITS for x in (end - first, first, end))
-    pairs: Indices = ((tiles - 1) * before + (tiles * (tiles - 1) >> 1) + up_to) << 2 * TILE_BITS
-    return pairs
+def _cost(first: Indices, end: Indices) -> Indices:
+    """Like `_work`, but in whole tiles, those of queries counted from `first`; and what rows of keys cost besides."""
+    # shifts are several times as fast as divisions
+    queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
+    keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
+    # key tile j >= diagonal is not seen by the first 2 j - before tiles of queries
+    tiles = keys * queries - (keys - diagonal) * (keys + diagonal - 1 - before)
+    rows = (OWN_ROW_PAIRS << TILE_BITS) * keys - (OWN_ROW_PAIRS - ROW_PAIRS) * first
+    cost: Indices = (tiles << 2 * TILE_BITS - 1) + rows * (end > first)
+    return cost
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
@@ -133,11 +144,15 @@ def _layout(
     """The row is tiled by pieces `[starts[i], starts[i + 1])` of `owners[i]`; neighbours of one document are joined."""
     ends = np.append(starts[1:], num_tokens)
     starts, owners = starts[starts < ends], owners[starts < ends]
-    joins = (owners[1:] == owners[:-1]) & (document_index(starts[1:], offsets) == document_index(starts[:-1], offsets))
-    first = np.insert(~joins, 0, True)[: len(starts)]
-    starts, owners = starts[first], owners[first]
+    document = document_index(starts, offsets)
+    first = np.ones(len(starts), dtype=np.bool_)
+    first[1:] = (owners[1:] != owners[:-1]) | (document[1:] != document[:-1])
+    starts, owners, document = starts[first], owners[first], document[first]
     ends = np.append(starts[1:], num_tokens)[: len(starts)]
-    order = np.argsort(owners, kind="stable")
+    places = owners
+    if kind == "balanced":
+        places = _ranked(owners, document, starts - offsets[document], ends - offsets[document])
+    order = np.argsort(places, kind="stable")
     splits = np.searchsorted(owners[order], np.arange(world + 1)).tolist()
     starts, ends = starts[order], ends[order]
     return Layout(
@@ -147,6 +162,16 @@ def _layout(
         starts=tuple(starts[a:b] for a, b in pairwise(splits)),
         ends=tuple(ends[a:b] for a, b in pairwise(splits)),
     )
+
+
+def _ranked(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
+    """Numbers that sort pieces, given in row order, by owner: documents that are cut first, then the longest."""
+    number = owners * (document.max(initial=0) + 1) + document  # of what a rank holds of a document
+    cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)
+    cut[number[first > 0]] = 1
+    furthest[number] = end  # of its last piece there, which is assigned last
+    ranked: Indices = (2 * owners + 1 - cut[number] << 32) - furthest[number]
+    return ranked
 
 
 def _balanced(offsets: Indices, world: int) -> tuple[Indices, Indices]:
@@ -239,7 +264,7 @@ class _Search:
         self.edges, self.done = np.zeros((2, len(circle) + 1), dtype=np.int64)
         circles.length.cumsum(out=self.edges[1:])
         _work(self.first, self.end).cumsum(out=self.done[1:])
-        cost = (_tile_pairs(self.first, self.end) + ROW_PAIRS * self.first).astype(np.float64)
+        cost = _cost(self.first, self.end).astype(np.float64)
         if not last:
             cost += self.cost_to_come(self.first.astype(np.float64), self.end.astype(np.float64))
         self.spent = np.zeros(len(circle) + 1)
@@ -260,12 +285,14 @@ class _Search:
     def cost_of(self, first: Indices, end: Indices) -> Reals:
         """The modelled cost of parts that a cut would make."""
         if self.last:
-            return (_tile_pairs(first, end) + ROW_PAIRS * first * (end > first)).astype(np.float64)
+            return _cost(first, end).astype(np.float64)
         # Other cuts are to come, so the tiles are not known. On average half a tile of keys is too much for whole tiles
-        # of queries, twice that if the part does not begin with its document, and half a tile of queries at the end.
+        # of queries, half a tile of queries more if the part does not begin with its document; and half a tile of
+        # either at the end.
         a, b = first.astype(np.float64), end.astype(np.float64)
-        pairs = (b - a) * ((a + b) / 2 + TILE // 2 * (1 + (a > 0)))
-        return pairs + (b > a) * (ROW_PAIRS * a + TILE // 2 * b) + self.cost_to_come(a, b)
+        pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_ROW_PAIRS) + QUERY_TILE // 2 * (a > 0))
+        at_end = ROW_PAIRS * a + QUERY_TILE // 2 * b + OWN_ROW_PAIRS * (TILE // 2)
+        return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
         """Of the cuts that parts of more than a rank's work still need.
@@ -275,7 +302,7 @@ class _Search:
         """
         ends = end + first
         rows = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n times that, less first
-        return (ROW_PAIRS + TILE // 2) * np.maximum(rows, 0)
+        return (ROW_PAIRS + QUERY_TILE // 2) * np.maximum(rows, 0)
 
     def places(self, begin: Indices, circle: Indices) -> _Places:
         total = self.total[circle]
@@ -373,8 +400,8 @@ class _Search:
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
         """These windows, and those beside them of which a cut has whole tiles before it or behind it."""
         piece, first, position, _, _ = self.places(begin, circle)
-        step = np.concatenate([first - position, self.end[piece] - position]) % TILE
-        moved = (begin + np.concatenate([step, step - TILE])) % self.total[circle]
+        step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
+        moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:

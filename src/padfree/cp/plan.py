@@ -1,9 +1,9 @@
 """What one context rank must know of a micro-batch, prepared once on the host and copied to the device.
 
     row          0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the micro-batch, T
-    own          the rows of this rank, ascending             its tokens are held in this order, T/world
+    own          the rows of this rank, piece by piece        its tokens are held in this order, T/world
     rank order   rank 0's rows, then rank 1's, ...            what an all-gather of everybody's tokens gives
-    pieces       ranges of `own`, one document each           its query segments
+    pieces       ranges of `own`, one document each           its query segments; those of a document side by side
 
 A context-parallel layout is a permutation of the token axis, nothing more: `to_row_order` and `to_rank_order` apply it.
 What a method needs beyond that (which keys each piece reads, who sends them) is prepared on first use and kept here for

@@ -61,17 +61,18 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     document, start = pieces.document[mine], pieces.start[mine]
     # Local rows of the block: `border[i]` is where its i-th piece begins.
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
-    low = np.searchsorted(pieces.document[theirs], document, side="left")
+    by_row = np.argsort(pieces.start[theirs])
+    documents, starts = pieces.document[theirs][by_row], pieces.start[theirs][by_row]
+    first = np.searchsorted(documents, document, side="left")
     if not causal:
-        high = np.searchsorted(pieces.document[theirs], document, side="right")
-    elif distance == 0:
-        high = np.arange(1, len(start) + 1)  # up to itself
+        behind = np.searchsorted(documents, document, side="right")
     else:
-        high = np.searchsorted(pieces.start[theirs], start, side="left")
-    seen = high > low
+        behind = np.searchsorted(starts, start, side="right" if distance == 0 else "left")  # right: and itself
+    seen = behind > first
     if not seen.any():
         return None
-    begin, end = border[low[seen]], border[high[seen]]
+    low = by_row[first[seen]]
+    begin, end = border[low], border[low + (behind - first)[seen]]
     length = pieces.length[mine]
     rows = np.cumsum(length) - length
     return RingStep(

@@ -9,7 +9,8 @@ every time: each row is copied from one place of the selection, and what repeats
 holding a row twice. Nearly always there is one layer or none.
 
 Runs are few (whole documents that lie side by side are one), so that slices and one concatenation move them, at the
-speed of the memory; a selection that is a single run is not copied at all.
+speed of the memory; a selection that is a single run is not copied at all. Gradients are moved even less: where the
+selection is what was received, then own rows, but for a few, only these few are (`summed_apart`).
 """
 
 from __future__ import annotations
@@ -71,12 +72,46 @@ class Rows:
 
     def summed(self, gradient: Tensor) -> Tensor:
         """[m, ...] -> [n, ...], where every row is selected."""
-        assert sum(length for *_, length in self.copies) == sum(self.sizes), "some rows are not selected"
+        self._check_all_selected()
         slices = [gradient.narrow(0, place, length) for _, place, length in self.copies]
         total = torch.cat(slices) if slices else gradient[:0]
         for places, rows in self.repeats:
             total.index_add_(0, rows, gradient.index_select(0, places))
         return total
+
+    def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """`summed`, as the rows of the first part [n_0, ...] and those of the other parts. The gradient is used up.
+
+        Both are views of it where no row is repeated and few are out of place: these are moved, the others stay.
+        """
+        self._check_all_selected()
+        own, others = self.sizes[0], sum(self.sizes[1:])
+        places = [] if self.repeats else self._others_first()
+        low, high = 0, len(gradient)
+        while places and places[0][0] == low:
+            low += places.pop(0)[1]
+        while places and sum(places[-1]) == high:
+            high -= places.pop()[1]
+        if self.repeats or 2 * (high - low) > len(gradient) or not gradient.is_contiguous():
+            total = self.summed(gradient)
+            return total[:own], total[own:]
+        if places:
+            moved = torch.cat([gradient.narrow(0, *place) for place in places])
+            gradient.narrow(0, low, high - low).copy_(moved)
+        return gradient[others:], gradient[:others]
+
+    def _check_all_selected(self) -> None:
+        assert sum(length for *_, length in self.copies) == sum(self.sizes), "some rows are not selected"
+
+    def _others_first(self) -> list[tuple[int, int]]:
+        """(place, length) of all rows, those of the first part behind those of the others."""
+        own: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []
+        for row, place, length in self.copies:
+            mine = min(max(self.sizes[0] - row, 0), length)
+            own += [(place, mine)] * (mine > 0)
+            others += [(place + mine, length - mine)] * (length > mine)
+        return others + own
 
     def add_to(self, total: Tensor, gradient: Tensor) -> Tensor:
         """`total` [n, ...] with the gradient [m, ...] of the selection added in place."""
