@@ -13,7 +13,10 @@
     PYTHONPATH=src python bench/step.py --device cpu
 
 Model FLOPs are 6·P·T for all parameters (the tied embedding once, as the head) and 6·L·H·d·Σn² for causal attention,
-forward and backward; what is computed again is not counted. GiB is the peak beyond the weights. Times are medians.
+forward and backward; what is computed again is not counted. GiB is the peak beyond the weights.
+
+A GPU that computes for seconds draws all the power it may and lowers its clock, so each way begins after a rest of
+`REST` seconds and is timed over a few steps in a row, none of which waits for the device. On the CPU: medians.
 """
 
 from __future__ import annotations
@@ -42,7 +45,6 @@ from step_ways import (
     log_normal_samples,
     near_uniform_logprobs,
     padfree_gradients,
-    padfree_update,
     public,
     update_engine,
 )
@@ -59,6 +61,7 @@ SIZES: dict[str, dict[str, int]] = {
     "cpu": {"count": 20, "median": 200, "longest": 2048},
 }
 CLOSE = 2e-2  # losses of bf16 ways
+REST = 2.0
 
 Row = dict[str, Any]
 
@@ -89,7 +92,7 @@ def main() -> None:
         report = header(setting)
         sections: dict[str, Callable[[], Any]] = {
             "gradients": lambda: gradients_section(setting, arguments.repeats, arguments.only),
-            "update": lambda: update_section(setting, arguments.repeats),
+            "update": lambda: update_section(setting),
             "head": lambda: head_section(setting),
             "compile": lambda: compile_section(setting, arguments.compile_steps),
         }
@@ -139,6 +142,16 @@ def median_seconds(function: Callable[[], Any], setting: Setting, repeats: int) 
     return statistics.median(times)
 
 
+def seconds_in_a_row(function: Callable[[], Any], repeats: int) -> float:
+    torch.cuda.synchronize()
+    time.sleep(REST)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / repeats
+
+
 def synchronize(setting: Setting) -> None:
     if setting.device.type == "cuda":
         torch.cuda.synchronize()
@@ -159,7 +172,7 @@ def model_flops(setting: Setting) -> float:
 
 def ways(setting: Setting) -> list[Way]:
     found = [
-        Way(name="hf padded sdpa", kind="hf", build=hf_padded),
+        Way(name="hf padded sdpa", kind="hf", build=lambda s: hf_padded(s, small=False)),
         Way(name="hf packed sdpa", kind="hf", build=lambda s: hf_packed(s, "sdpa")),
     ]
     if setting.device.type == "cpu":
@@ -168,6 +181,7 @@ def ways(setting: Setting) -> list[Way]:
             Way(name="padfree sft", kind="padfree", build=lambda s: padfree_gradients(s, loss="sft")),
             Way(name="padfree rl", kind="padfree", loss="rl", build=lambda s: padfree_gradients(s, loss="rl")),
         ]
+    found.append(Way(name="hf padded small sdpa", kind="hf", build=lambda s: hf_padded(s, small=True)))
     found.append(Way(name="hf packed flex", kind="hf", build=lambda s: hf_packed(s, "flex_attention")))
     best = choose_backend(setting.device, setting.dtype, SHAPES[setting.shape]["head_dim"])
     kernels = ("fa4",) if best == "fa4" else ()
@@ -195,7 +209,7 @@ def ways(setting: Setting) -> list[Way]:
     found += [public_way(attention, True, checkpointing) for attention in kernels for checkpointing in (False, True)]
     found += [public_way(attention, False, True) for attention in ("torch", *kernels)]
     found += [padfree_way("rl", "none", "none"), padfree_way("sft", "inductor", "none")]
-    found += [padfree_way("rl", "inductor", checkpointing) for checkpointing in ("none", "selective", "full")]
+    found += [padfree_way("rl", "inductor", checkpointing) for checkpointing in ("none", "selective", "host", "full")]
     return found
 
 
@@ -223,10 +237,11 @@ def measured(way: Way, setting: Setting, repeats: int) -> Row:
     on_cuda = setting.device.type == "cuda"
     gradients = way.build(setting)
     held = torch.cuda.memory_allocated() if on_cuda else 0
-    loss = gradients()
+    loss = float(gradients())
     if on_cuda:
+        gradients()
         torch.cuda.reset_peak_memory_stats()
-    seconds = median_seconds(gradients, setting, repeats)
+    seconds = seconds_in_a_row(gradients, repeats) if on_cuda else median_seconds(gradients, setting, repeats)
     row: Row = {"way": way.name, "kind": way.kind, "checkpointing": way.checkpointing, "objective": way.loss}
     row |= {"loss": loss, "seconds": seconds}
     if on_cuda:
@@ -253,28 +268,23 @@ def assert_same_losses(rows: list[Row]) -> None:
 # The whole update
 
 
-def update_section(setting: Setting, repeats: int) -> list[Row]:
+def update_section(setting: Setting) -> list[Row]:
     rows: list[Row] = []
-    tokens = sum(len(sample) for sample in setting.samples)
-    for loss, compile in (("sft", "inductor"), ("rl", "inductor")):
+    for loss in ("sft", "rl"):
         with fresh(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            update = padfree_update(setting, loss=loss, compile=compile)
-            seconds = median_seconds(update, setting, repeats)
-            del update
-        row: Row = {"update": f"{loss} {compile}", "seconds": seconds, "tokens/s": tokens / seconds}
-        with fresh(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            row |= pipelined(setting, loss, compile)
+            row = pipelined(setting, loss)
         rows.append(row)
-        print(f"{row['update']:20s} {seconds * 1e3:8.1f} ms, {row['tokens/s']:,.0f} tokens/s, alone;", end=" ")
-        print(f"in a row {row['pipelined'] * 1e3:.1f} ms, {row['waiting']:.2%} waiting, {row['syncs']} host waits")
+        print(f"{loss:4s} {row['seconds'] * 1e3:8.1f} ms, {row['tokens/s']:,.0f} tokens/s,", end=" ")
+        print(f"the host done after {row['host'] * 1e3:.1f} ms,", end=" ")
+        print(f"{row['waiting']:.2%} waiting, {row['syncs']} host waits", flush=True)
     return rows
 
 
-def pipelined(setting: Setting, loss: str, compile: str, steps: int = 10) -> Row:
+def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     """Steps in a row, the next one prepared while the device works: what of the time the device has nothing to do."""
-    engine = update_engine(setting, loss=loss, compile=compile)
+    checkpointing = "none" if setting.shape == "0.6b" else "selective"
+    engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)
     old = setting.old_logprobs if loss == "rl" else None
     prepared = engine.prepare(setting.samples, old)
     for _ in range(3):
@@ -285,22 +295,29 @@ def pipelined(setting: Setting, loss: str, compile: str, steps: int = 10) -> Row
         torch.cuda.set_sync_debug_mode("warn")
         pending = engine.begin(engine.prepare(setting.samples, old), lr=1e-6)
         torch.cuda.set_sync_debug_mode("default")
-    syncs = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+    # The first switch of the mode warns that it is a prototype, in words that hold "synchronizing" as well.
+    syncs = [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
     pending.finish()
     torch.cuda.synchronize()
     event: Any = torch.cuda.Event
     marks = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(steps)]
+    host = 0.0
+    time.sleep(REST)
     begin = time.perf_counter()
     for first, last in marks:
+        launched = time.perf_counter()
         first.record()
         pending = engine.begin(prepared, lr=1e-6)
         last.record()
         prepared = engine.prepare(setting.samples, old)
+        host += time.perf_counter() - launched
         pending.finish()
     torch.cuda.synchronize()
     wall = time.perf_counter() - begin
     busy = sum(first.elapsed_time(last) for first, last in marks) / 1e3
-    return {"pipelined": wall / steps, "waiting": 1 - busy / wall, "syncs": len(syncs)}
+    tokens = sum(len(sample) for sample in setting.samples)
+    row: Row = {"update": loss, "seconds": wall / steps, "tokens/s": tokens * steps / wall, "host": host / steps}
+    return row | {"checkpointing": checkpointing, "waiting": 1 - busy / wall, "syncs": len(syncs)}
 
 
 # The head, and compilation

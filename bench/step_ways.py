@@ -1,8 +1,8 @@
 """The ways to get the gradients of a batch that `bench/step.py` puts side by side.
 
 A `Way` builds a model of random weights and returns a function that leaves the gradients of all parameters in it and
-gives the loss back, a mean over tokens (policy loss: whatever it is). What others offer is used as their documentation
-says; nothing is switched off that would make it faster.
+gives the loss back, a mean over tokens (policy loss: whatever it is), without waiting for the device. What others offer
+is used as their documentation says; nothing is switched off that would make it faster.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SHAPES: dict[str, dict[str, int]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
 }  # fmt: skip
 SEED = 8  # 14,918 tokens of 20 samples with a median of 490
-PADDED_TOKENS = 8_192  # of a padded micro-batch, so that its logits fit
+PADDED_TOKENS = 8_192  # of a small padded micro-batch
 
-Gradients = Callable[[], float]
+Gradients = Callable[[], Tensor]
 POLICY = PolicySettings(objective=ClipSettings(low=0.2, high=0.28), entropy_coefficient=1e-3)
 
 
@@ -102,26 +102,43 @@ def fresh() -> Any:
 # Transformers as it comes
 
 
-def hf_padded(setting: Setting) -> Gradients:
-    """Rows padded to the longest of all, in micro-batches that fit."""
+def hf_padded(setting: Setting, *, small: bool) -> Gradients:
+    """Rows padded to the longest of all: in small micro-batches, or in as large ones as fit, halved until they do."""
     model = make_model(setting, "sdpa")
+    longest = max(len(sample) for sample in setting.samples)
+    rows = max(1, PADDED_TOKENS // longest) if small else len(setting.samples)
+    while not small and not fits(_padded_rows_by_hf(model, setting, rows, longest)):
+        rows = -(-rows // 2)
+    model.zero_grad(set_to_none=True)
+    print(f"{rows} padded rows of {longest:,} tokens at a time", flush=True)
+    return _padded_rows_by_hf(model, setting, rows, longest)
+
+
+def fits(gradients: Gradients) -> bool:
+    try:
+        gradients()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
+
+
+def _padded_rows_by_hf(model: Any, setting: Setting, rows: int, longest: int) -> Gradients:
     samples = setting.samples
-    longest = max(len(sample) for sample in samples)
     count = sum(sample.num_labels for sample in samples)
-    rows = max(1, PADDED_TOKENS // longest)
     starts = range(0, len(samples), rows)
     batches = [padded_rows(samples[i : i + rows], setting.device, length=longest) for i in starts]
 
-    def gradients() -> float:
+    def gradients() -> Tensor:
         model.zero_grad(set_to_none=True)
-        total = 0.0
+        total = torch.zeros((), device=setting.device)
         for batch in batches:
             loss = model(
                 input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels, use_cache=False,
                 num_items_in_batch=count,
             ).loss  # fmt: skip
             loss.backward()
-            total += float(loss.detach())
+            total += loss.detach()
         return total
 
     return gradients
@@ -137,12 +154,12 @@ def _packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
     labels = batch.labels[None]
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], **more}
 
-    def gradients() -> float:
+    def gradients() -> Tensor:
         model.zero_grad(set_to_none=True)
         # Labels are shifted per sample already: transformers takes them as they are in `shift_labels`.
-        loss = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
-        loss.backward()
-        return float(loss.detach())
+        loss: Tensor = model(**inputs, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     return gradients
 
@@ -219,17 +236,12 @@ def padfree_gradients(
     for fewer in (1, 2):  # other lengths first: what is timed is compiled for any length, as it would be in a run
         old = setting.old_logprobs[fewer:] if loss == "rl" else None
         engine.gradients(engine.prepare(setting.samples[fewer:], old))
-    return lambda: float(engine.gradients(prepared).loss)
-
-
-def padfree_update(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Gradients:
-    """A whole update: FSDP2 with float32 masters, clipping, AdamW."""
-    engine = update_engine(setting, loss=loss, compile=compile, checkpointing=checkpointing)
-    old = setting.old_logprobs if loss == "rl" else None
-    return lambda: engine.begin(engine.prepare(setting.samples, old), lr=1e-6).finish().loss
+    engine.optimizer.zero_grad(set_to_none=True)
+    return lambda: engine.gradients(prepared).loss
 
 
 def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Engine:
+    """Of whole updates: FSDP2 with float32 masters, clipping, AdamW."""
     model = make_model(setting, "sdpa").float()
     steps = transformations(
         setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype  # type: ignore[arg-type]

@@ -18,9 +18,10 @@ from padfree.cp.shard import shard
 from padfree.head import fused_loss
 from padfree.model import attach, hidden_states
 from padfree.model.lora import add_adapters
+from padfree.train.compiled import compile_layers
 from padfree.train.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, skeleton, token_bytes
 from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import KEPT, checkpoint_layers, compile_layers, layers_of
+from padfree.train.parallelize import KEPT, checkpoint_layers, layers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # processors without bfloat16 say so
 
@@ -141,7 +142,7 @@ def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str, *
     """What forward keeps for backward, a token, weights and buffers excepted."""
     attach(model)
     if compiled:
-        compile_layers(model, "aot_eager_decomp_partition", recompute=True)
+        compile_layers(layers_of(model), "aot_eager_decomp_partition", "selective")
     elif checkpointing != "none":
         checkpoint_layers(model, checkpointing)  # type: ignore[arg-type]
     model.to(dtype)

@@ -9,6 +9,7 @@ import torch
 from distributed import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from padfree.dist import Mesh, distributed, make_mesh
 from padfree.train.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate, step_if
@@ -109,3 +110,37 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
         results.append([*model.parameters(), *(state["step"] for state in optimizer.state.values())])
     for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def test_steps_are_those_of_adamw(mesh: Mesh) -> None:
+    """Bitwise, of whole parameters and of sharded ones; a step that is not finite changes neither weights nor state."""
+    results = []
+    for kind in ("torch", "whole", "sharded"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        if kind == "sharded":
+            fully_shard(model, mesh=mesh.fsdp)
+        optimizer: torch.optim.Optimizer = (
+            torch.optim.AdamW(
+                [
+                    {"params": [model.weight], "weight_decay": 0.1},
+                    {"params": [model.bias], "weight_decay": 0.0},
+                ],
+                lr=0.1,
+                betas=(0.9, 0.95),
+                fused=True,
+            )
+            if kind == "torch"
+            else make_optimizer(model, lr=0.1, weight_decay=0.1)
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(step + 1))).square().sum().backward()
+            step_if(optimizer, torch.tensor(step != 2))
+        state = optimizer.state[model.weight]
+        tensors = [model.weight, model.bias, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+        results.append([tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
+    for result in results[1:]:
+        for found, expected in zip(result, results[0], strict=True):
+            assert torch.equal(found, expected)
+    assert results[0][-1] == 3

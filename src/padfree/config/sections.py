@@ -154,7 +154,7 @@ class ParallelConfig:
     replicate: int = 1
     layout: Literal["contiguous", "headtail", "balanced"] = "balanced"
     method: Literal["allgather", "ring", "ulysses"] = "allgather"
-    checkpointing: Literal["none", "full", "selective"] = "none"
+    checkpointing: Literal["none", "full", "selective", "host"] = "none"
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     head_memory: Literal["speed", "low"] = "speed"  # low: about 1 GiB for the head, some of it computed twice
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
@@ -162,6 +162,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("context", "replicate"):
             _need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
+        compiled = self.checkpointing != "host" or self.compile != "none"
+        _need(compiled, "parallel.checkpointing", "host", "it is for compiled layers: set parallel.compile=inductor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -179,8 +179,8 @@ def _runner(model_config: Any, config: Config, device: torch.device) -> Run:
     """A model with random weights that computes as a training step would."""
     model = load_model(model_config, dtype=getattr(torch, config.model.dtype), device=device)
     attach(model, config.model.attention)
-    if config.parallel.checkpointing != "none":
-        checkpoint_layers(model, config.parallel.checkpointing)
+    if config.parallel.checkpointing != "none":  # nothing is compiled here, which `host` is for
+        checkpoint_layers(model, "full" if config.parallel.checkpointing == "full" else "selective")
     vocabulary = int(model_config.get_text_config().vocab_size)
     generator = np.random.default_rng(0)
 

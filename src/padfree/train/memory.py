@@ -22,6 +22,7 @@ An estimate: memory that an allocator cannot use, buffers of collectives and the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ from transformers.pytorch_utils import Conv1D
 from padfree.config import Config
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
+from padfree.train.compiled import FIRST
+from padfree.train.offload import AWAY
 from padfree.train.parallelize import Checkpointing, layers_of
 
 FLOAT32 = 4
@@ -50,6 +53,7 @@ class MemoryEstimate:
     gathered: int
     tokens: int  # of a micro-batch
     activations: int
+    activations_away: int  # in the host's memory
     working: int
     reference: int
     reference_offloaded: bool
@@ -72,7 +76,8 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        return (self.states if self.offloaded else 0) + (self.reference if self.reference_offloaded else 0)
+        states = (self.states if self.offloaded else 0) + (self.reference if self.reference_offloaded else 0)
+        return states + self.activations_away
 
 
 def skeleton(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
@@ -133,6 +138,7 @@ def estimate_memory(
         gathered=_gathered(model, size) if sharded else 0,
         tokens=tokens,
         activations=tokens * token_bytes(model, size, config.parallel.checkpointing, compiled=compiled),
+        activations_away=tokens * away_bytes(model, size) if config.parallel.checkpointing == "host" else 0,
         working=_working(config, model, tokens, size, device_type),
         reference=reference,
         reference_offloaded=config.reference.offload,
@@ -196,7 +202,8 @@ def _gathered(model: PreTrainedModel, size: int) -> int:
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
     """What forward keeps for backward of one token, embeddings and last norm included.
 
-    Selective checkpointing keeps the results of products, or, of a compiled layer, attention's output and lse.
+    Selective checkpointing keeps the results of products, or, of a compiled layer, attention's output and lse; of the
+    layers under `host` this counts those whose tensors stay on the device.
     """
     text = model.config.get_text_config()
     widths = _Widths(text)
@@ -204,12 +211,28 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
     if checkpointing == "none":
         return outside + sum(layer_bytes(text, layer, size) for layer in layers_of(model))
     inputs = widths.hidden * size
+    num_layers = len(layers_of(model))
+    if checkpointing == "host":
+        return outside + (num_layers - math.ceil(AWAY * num_layers)) * _host_layer(widths, size)
     kept = 0
     if checkpointing == "selective" and compiled:
-        kept = len(layers_of(model)) * (widths.output * size + FLOAT32 * widths.heads)
+        kept = num_layers * (widths.output * size + FLOAT32 * widths.heads)
     elif checkpointing == "selective":
         kept = sum(_product_width(layer) * size for layer in layers_of(model))
-    return outside + len(layers_of(model)) * inputs + kept
+    return outside + num_layers * inputs + kept
+
+
+def away_bytes(model: PreTrainedModel, size: int) -> int:
+    """What waits in the host's memory under `host`, of one token."""
+    num_layers, widths = len(layers_of(model)), _Widths(model.config.get_text_config())
+    first = math.ceil(FIRST * num_layers)
+    return first * size * widths.hidden + (math.ceil(AWAY * num_layers) - first) * _host_layer(widths, size)
+
+
+def _host_layer(widths: _Widths, size: int) -> int:
+    """A layer's input, the products around attention, and attention's output."""
+    products = widths.query + widths.key + widths.value + widths.hidden
+    return size * (widths.hidden + products + widths.output) + FLOAT32 * widths.heads
 
 
 def layer_bytes(text: Any, layer: nn.Module, size: int) -> int:

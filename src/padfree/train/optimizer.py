@@ -13,11 +13,13 @@ tells the rest, is on the device of the mesh all the same.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from padfree.dist import Mesh
 
@@ -38,7 +40,41 @@ def make_optimizer(
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return LocalAdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """Fused AdamW that steps each rank's own part of sharded parameters as the plain tensor it is.
+
+    Every number has its own step, so that no other rank is needed. Through DTensor's dispatch, which would find this
+    out for each of the tensors again, a step of 300 parameters takes the host 20 ms.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are computed before"
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)  # type: ignore[no-untyped-call]
+            parameters, gradients, means, squares, largest, steps = ([_local(each) for each in some] for some in lists)
+            beta1, beta2 = group["betas"]
+            adamw(
+                parameters,
+                gradients,
+                means,
+                squares,
+                largest,
+                steps,
+                fused=True,
+                found_inf=getattr(self, "found_inf", None),
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -80,8 +116,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         torch._foreach_mul_(shares, factor.to(shares[0]))
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sum_of_squares(tensors: list[Tensor], mesh: Mesh) -> Tensor:

@@ -22,7 +22,6 @@ Gradients are summed over ranks, not averaged: token weights already carry the g
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -30,7 +29,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -47,8 +45,9 @@ from padfree.config import LoraConfig
 from padfree.dist import Mesh
 from padfree.model import attach
 from padfree.model.lora import add_adapters
+from padfree.train.compiled import Kept, compile_layers
 
-Checkpointing = Literal["none", "full", "selective"]
+Checkpointing = Literal["none", "full", "selective", "host"]
 Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
@@ -77,10 +76,13 @@ def transformations(
         steps.append(_freeze)
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora, seed=seed))
-    selective = checkpointing == "selective"
+    assert checkpointing != "host" or compile != "none", "there is no such checkpointing of layers as they come"
+    # Compiled layers are told what to keep; else, and where all is forgotten, PyTorch's checkpointing is around them.
+    by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
-        steps.append(partial(compile_layers, backend=compile, recompute=selective))
-    if checkpointing != "none" and not (selective and compile != "none"):
+        kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
+        steps.append(partial(_compile, backend=compile, kept=kept))
+    if checkpointing != "none" and not by_compiler:
         steps.append(partial(checkpoint_layers, mode=checkpointing))
     if mesh.loss.size > 1 or dtype != torch.float32 or offload:
         steps.append(partial(shard_model, mesh=mesh, dtype=dtype, offload=offload))
@@ -110,30 +112,8 @@ def _freeze(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
 
 
-def compile_layers(model: PreTrainedModel, backend: str, recompute: bool = False) -> None:
-    """`torch.compile` of each layer, attention being one operator in its graph (over context ranks: a break in it).
-
-    The second length makes the number of tokens a variable and compiles once more; what never changes stays constant.
-    With `recompute` a layer keeps its input and the output of attention, and backward computes the rest again: all
-    products but the last one, and never attention.
-    """
-    compiler = partial(_compiled, backend=lookup_backend(backend), recompute=recompute)
-    for layer in layers_of(model):
-        layer.compile(backend=compiler)
-
-
-def _compiled(graph: Any, inputs: Any, *, backend: Callable[..., Any], recompute: bool) -> Any:
-    if recompute:
-        attention = (torch.ops.padfree.self_attention, torch.ops.padfree.self_attention.default)
-        for node in graph.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            # Of an operator with several results it is each of them that is kept.
-            source = node.args[0] if node.target is operator.getitem else node
-            kept = getattr(source, "target", None) in attention
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-            node.meta["ac_graph_id"] = 0
-    return backend(graph, inputs)
+def _compile(model: PreTrainedModel, backend: str, kept: Kept) -> None:
+    compile_layers(layers_of(model), backend, kept)
 
 
 def checkpoint_layers(model: PreTrainedModel, mode: Checkpointing) -> None:

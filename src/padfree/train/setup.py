@@ -82,6 +82,8 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     """The model with its weights, parallelized, and everything a step needs."""
     if config.parallel.offload and mesh.device.type == "cpu":
         raise ValueError("parallel.offload: true, but the device is the CPU already; set it to false")
+    if config.parallel.checkpointing == "host" and mesh.device.type == "cpu":
+        raise ValueError("parallel.checkpointing: 'host', but the device is the host already; set it to selective")
     path = Path(config.model.path)
     if _adapters_alone(config) and path.exists() and not any(path.glob("*.safetensors")):
         raise ValueError(

@@ -1,0 +1,124 @@
+"""`torch.compile` of each layer, and what a compiled layer keeps for its backward pass.
+
+Attention is one operator in a layer's graph (over context ranks: a break in it). The second length makes the number of
+tokens a variable and compiles once more; what never changes stays constant. Of a decoder layer
+
+    x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
+
+backward is given
+
+    none        whatever the compiler finds best
+    input       x; everything is computed again, all products but the last one
+    selective   x and the result of attention
+    host        the products q k v o as well, and most of this waits in the host's memory: see `padfree.train.offload`.
+                The first layers keep their input alone, since nearly all gradients are there when backward comes to
+                them, and the device is fullest
+
+What is computed again is what costs least for its bytes. The head never is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
+
+from padfree.train.offload import HostMemory
+
+Kept = Literal["none", "input", "selective", "host"]
+
+FIRST = 0.05
+"""The share of the layers that keep their input alone under `host`."""
+
+LONG_ROW = 8192
+"""Tokens from which on norms are reduced `ROWS_AT_A_TIME` rows at a time: the compiler's own choice is half of that."""
+
+ROWS_AT_A_TIME = 32
+
+PRODUCTS = (
+    nn.functional.linear,
+    torch._C._nn.linear,
+    torch.addmm,
+    torch.mm,
+    torch.matmul,
+    operator.matmul,
+)
+"""What a matrix product can be in a graph before it is lowered."""
+
+
+def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none") -> None:
+    """Compile each layer by itself."""
+    layers = list(layers)
+    memory = HostMemory(len(layers)) if kept == "host" else None
+    compilers = {name: partial(_compiled, backend=lookup_backend(backend), kept=name) for name in get_args(Kept)}
+    for number, layer in enumerate(layers):
+        is_first = kept == "host" and number < FIRST * len(layers)
+        layer.compile(backend=compilers["input" if is_first else kept])
+        if memory is not None:
+            # What `nn.Module.compile` made, called in a frame around it: inside, it would be compiled.
+            call: Any = layer._compiled_call_impl
+            object.__setattr__(layer, "_compiled_call_impl", memory.around(layer, call, number))
+
+
+def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any], kept: Kept) -> Any:
+    if backend is lookup_backend("inductor") and _longest(inputs) >= LONG_ROW:
+        backend = partial(backend, config_patches={"triton.mix_order_reduction_split_size": ROWS_AT_A_TIME})
+    if kept == "none":
+        return backend(graph, inputs)
+    mark_kept(graph.graph, attention=kept != "input", products=kept == "host")
+    # The compiler's cache on disk does not look at the marks, and would give us a layer compiled without them.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return backend(graph, inputs)
+
+
+def _longest(inputs: Any) -> int:
+    """Tokens of the row [1, T, D] that a layer is compiled with; 0 on a CPU."""
+    rows = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.ndim == 3]
+    sizes: list[Any] = [tensor.shape[1] for tensor in rows]
+    return max((int(size.node.hint if isinstance(size, torch.SymInt) else size) for size in sizes), default=0)
+
+
+def mark_kept(graph: fx.Graph, *, attention: bool, products: bool) -> None:
+    """Say of each node whether backward is given its result or computes it again."""
+    kept = {node for node in graph.nodes if attention and _is_attention(node)}
+    if products:
+        kept |= _products_around(kept)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        # Of an operator with several results it is each of them that is kept.
+        source = node.args[0] if node.target is operator.getitem else node
+        policy = CheckpointPolicy.MUST_SAVE if source in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.target in (torch.ops.padfree.self_attention, torch.ops.padfree.self_attention.default)
+
+
+def _products_around(attention: set[fx.Node]) -> set[fx.Node]:
+    """The products whose results attention is given, and those that its result goes into."""
+    before = _nearest_products(attention, lambda node: node.all_input_nodes)
+    return before | _nearest_products(attention, lambda node: list(node.users))
+
+
+def _nearest_products(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    seen, todo = set(start), list(start)
+    while todo:
+        for node in neighbours(todo.pop()):
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.target in PRODUCTS:
+                found.add(node)
+            else:
+                todo.append(node)
+    return found

@@ -1,0 +1,158 @@
+"""What compiled layers keep for backward: which products, whatever the cache knows, and with the same gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import build
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
+from train_cases import LOSSES, make_engine, make_samples
+
+from padfree.dist import Mesh, distributed, make_mesh
+from padfree.train import compiled
+from padfree.train.compiled import Kept, mark_kept
+from padfree.train.engine import Engine
+from padfree.train.offload import HostMemory, _Call, _unpack
+
+BACKEND = "aot_eager_decomp_partition"
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    with distributed(device=request.param) as device:
+        yield make_mesh(device)
+
+
+class Layer(nn.Module):
+    """Names of the products are those of the attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(-1, 2, 4) for layer in (self.q, self.k, self.v))
+        attended, _ = torch.ops.padfree.self_attention(q * 2, k, v, None, cu_seqlens, 3, 0.5, None, None, "reference")
+        x = x + self.o(attended.flatten(1))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def kept_by(products: bool) -> set[str]:
+    """The modules whose products are kept; attention's results, both of them, always."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        mark_kept(graph.graph, attention=True, products=products)
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(Layer(), backend=backend)(torch.randn(5, 8), torch.tensor([0, 3, 5], dtype=torch.int32))
+    (graph,) = graphs
+    kept = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    assert len([node for node in kept if "self_attention" in str(node.target)]) == 1
+    assert len([node for node in kept if "getitem" in str(node.target)]) >= 1
+    weights = [str(node.args[1]) for node in kept if "linear" in str(node.target)]
+    return {name for name in ("q", "k", "v", "o", "gate", "up", "down") if any(f"_{name}_" in text for text in weights)}
+
+
+def test_what_is_kept() -> None:
+    assert kept_by(products=False) == set()
+    assert kept_by(products=True) == {"q", "k", "v", "o"}
+
+
+@pytest.mark.parametrize("kept", ["none", "selective", "host"])
+def test_marks_are_not_lost_in_the_compilers_cache(kept: Kept) -> None:
+    """The cache of `torch.compile` on disk knows a graph by its operations: marks must keep it away."""
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(functorch_config.enable_autograd_cache)
+        return graph
+
+    before = functorch_config.enable_autograd_cache
+    compiled._compiled(torch.fx.symbolic_trace(nn.Linear(2, 2)), (), backend=backend, kept=kept)
+    assert seen == [before if kept == "none" else False]
+    assert functorch_config.enable_autograd_cache == before
+
+
+def engine_with(mesh: Mesh, checkpointing: str, **options: Any) -> Engine:
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+    model = build("qwen3", num_hidden_layers=5).to(mesh.device)
+    return make_engine(
+        mesh, LOSSES["sft"], model, compile=BACKEND, checkpointing=checkpointing, max_tokens=40, **options
+    )
+
+
+def gradients(engine: Engine) -> dict[str, Tensor]:
+    """Of several micro-batches, with a pass without gradients before."""
+    samples = make_samples((30, 3, 17, 40, 1, 12))
+    engine.scorer.logprobs(samples)
+    prepared = engine.prepare(samples)
+    assert len(prepared.rows) > 1
+    engine.gradients(prepared)
+    return {name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize(("away", "pace"), [(1.0, 1.0), (0.6, 1.6), (1.0, 9.0), (0.0, 1.0)])
+def test_gradients_are_the_same_when_activations_wait_on_the_host(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, away: float, pace: float
+) -> None:
+    expected = gradients(engine_with(mesh, "none"))
+    memories: list[HostMemory] = []
+
+    def memory(num_layers: int) -> HostMemory:
+        memories.append(HostMemory(num_layers, away=away, pace=pace, smallest=0))
+        return memories[-1]
+
+    sent: list[int] = []
+    copy = HostMemory.copy
+    monkeypatch.setattr(compiled, "HostMemory", memory)
+    monkeypatch.setattr(
+        HostMemory, "copy", lambda self, pairs, to_host: sent.append(to_host) or copy(self, pairs, to_host=to_host)
+    )
+    engine = engine_with(mesh, "host")
+    found = gradients(engine)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+    assert bool(sent) == (away > 0)
+    assert (False in sent) == (away > 0)
+    (memory_,) = memories
+    for call in memory_.calls.values():
+        assert not call.away, "brought back"
+        assert not call.parcels, "and not held on to"
+
+
+def test_what_is_let_go_leaves_the_device() -> None:
+    memory = HostMemory(4, away=0.5, pace=1.0, smallest=0)
+    call = _Call(memory, nn.Linear(2, 2), None, stays=False)
+    tensor = torch.randn(3, 4)
+    tickets = [call.pack(tensor), call.pack(tensor.view(4, 3)), call.pack(call.layer.weight)]
+    assert [ticket.parcel is not None for ticket in tickets] == [True, True, False]
+    (parcel,) = call.parcels.values()
+    call.let_go()
+    assert parcel.device is None
+    assert torch.equal(_unpack(tickets[1]), tensor.view(4, 3))
+    assert parcel.device is not None, "somebody will still ask for it"
+    assert torch.equal(_unpack(tickets[0]), tensor)
+    assert parcel.device is None
+    assert _unpack(tickets[2]) is call.layer.weight
+
+
+def test_layers_are_let_go_of_at_the_pace_of_the_link() -> None:
+    memory = HostMemory(10, away=0.5, pace=2.0)
+    assert memory.num_away == 5
+    assert [number for number, layers in enumerate(memory.let_go) for _ in layers] == [2, 4, 6, 8]
+    assert memory.let_go[8] == [3], "layer 4 is let go of when backward begins"
