@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padfree.head.budget import (
+    FUSED_TWICE_BYTES,
     GIBIBYTE,
     FusedPlan,
     block_columns,
@@ -57,10 +58,18 @@ def test_blocks(vocabulary: int, block: int) -> None:
 
 def test_the_plans_of_the_documentation() -> None:
     shape = (16_384, 4096, 151_936)
-    fast = plan_fused(*shape, **BFLOAT16, budget=4 * GIBIBYTE - (64 << 20), weight_gradient=True)
+    options = {**BFLOAT16, "row_bytes": 12 * 1187, "twice_bytes": FUSED_TWICE_BYTES, "weight_gradient": True}
+    fast = plan_fused(*shape, **options, budget=4 * GIBIBYTE)
     assert (fast.chunk_rows, fast.kept) == (8192, 151_936)
-    small = plan_fused(*shape, **BFLOAT16, budget=GIBIBYTE - (64 << 20), weight_gradient=True)
-    assert (small.chunk_rows, small.kept) == (2731, 94_208)
+    small = plan_fused(*shape, **options, budget=GIBIBYTE)
+    assert (small.chunk_rows, small.kept) == (4096, 86_016)
+
+
+def test_a_plan_leaves_no_rows_of_a_product_idle() -> None:
+    """Chunks of 2731 rows would allow for more columns, but a product of them takes as long as one of 2816."""
+    plan = plan_fused(8192, 2048, 151_936, **BFLOAT16, budget=GIBIBYTE, weight_gradient=True, twice_bytes=0)
+    assert plan.chunk_rows % 128 == 0
+    assert 8192 % plan.chunk_rows == 0
 
 
 @given(

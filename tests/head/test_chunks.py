@@ -1,7 +1,6 @@
 """The chunks of `fused_loss`: where the sums lie, and that the weight gradient is rounded once.
 
-CUDA multiplies bfloat16 into float32, which the CPU cannot do. Here the products are replaced by ones that compute what
-CUDA computes, so that its path, with logits kept in float16 and gradients of logits in bfloat16, runs on the CPU.
+With `imitate_cuda` CUDA's path, with logits kept in float16 and gradients of logits in bfloat16, runs on the CPU.
 """
 
 from __future__ import annotations
@@ -10,32 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from head_cases import imitate_cuda
 from torch import Tensor
 
-from padfree.head import chunks, fused_loss, passes, score
+from padfree.head import chunks, fused_loss, score
 from padfree.head.budget import FusedPlan
 
 N, D, V = 400, 48, 1000
 
 
-def cuda_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    assert left.dtype == right.dtype
-    assert out.dtype in (left.dtype, torch.float32)
-    result = left.float() @ right.float()
-    out.copy_(result + out if accumulate else result)
-
-
-def cuda_rounded_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    assert left.dtype == right.dtype == out.dtype
-    out.copy_(left.float() @ right.float())
-
-
 @pytest.fixture
 def like_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes.Problem, "operand_dtype", property(lambda problem: problem.hidden.dtype))
-    for module in (passes, chunks):
-        monkeypatch.setattr(module, "product", cuda_product)
-        monkeypatch.setattr(module, "rounded_product", cuda_rounded_product)
+    imitate_cuda(monkeypatch)
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, plan: FusedPlan) -> None:

@@ -105,7 +105,7 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
     torch.testing.assert_close(stored, expected_stored, atol=2e-3, rtol=2e-3)
     assert not memory[:, :, vocabulary:].any()
 
-    softmax = expected_sums.merge()
+    softmax = steps.merge(expected_sums)
     for up in (upstream, replace(upstream, entropy=None)):
         expected = torch.empty(ROWS, vocabulary, device=DEVICE)
         steps.gradient_from_products(products.clone(), 0, head, rows, softmax, up, expected)
@@ -137,11 +137,11 @@ def test_odd_values() -> None:
     rows = replace(rows, labels=torch.tensor([200, 0, 150, 7]).to(DEVICE))
     sums = reduce_all(kernels, (products, head, rows, upstream), None)
     expected = reduce_all(steps, (products, head, rows, upstream), None)
-    softmax = sums.merge()
+    softmax = kernels.merge(sums)
     assert softmax.logprobs.isnan().tolist() == [True, True, False, False]
     assert softmax.entropy is not None
     assert softmax.entropy.isnan().tolist() == [False, True, False, False]
-    torch.testing.assert_close(softmax.logprobs, expected.merge().logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(softmax.logprobs, steps.merge(expected).logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 @needs_kernels

@@ -43,7 +43,7 @@ def reduce_all(products: Tensor, head: Head, rows: Rows, width: int, stored: Ten
 def test_blocks_merge_into_the_softmax(width: int, softcap: float | None, bias: bool) -> None:
     head, rows = make_head(softcap=softcap, bias=bias), make_rows()
     products = torch.randn(R, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
-    softmax = reduce_all(products, head, rows, width).merge()
+    softmax = steps.merge(reduce_all(products, head, rows, width))
     log_p = logits_of(products, head, rows).log_softmax(1)
     torch.testing.assert_close(softmax.logprobs, log_p.gather(1, rows.labels[:, None])[:, 0])
     assert softmax.entropy is not None
@@ -70,7 +70,7 @@ def test_both_gradients_are_autograd_s(softcap: float | None, with_entropy: bool
 
     stored = torch.empty_like(products)
     sums = reduce_all(products, head, rows, 128, stored)
-    softmax = sums.merge()
+    softmax = steps.merge(sums)
     again = torch.full_like(products, float("nan"))
     for first in (0, 100):
         last = 100 if first == 0 else V
@@ -90,7 +90,7 @@ def test_float16_keeps_what_carries_probability() -> None:
     products[:, 7] = -1e5
     stored = torch.empty(R, V, dtype=torch.float16)
     sums = reduce_all(products, head, rows, 128, stored)
-    softmax, upstream = sums.merge(), Upstream(logprobs=torch.ones(R), entropy=None)
+    softmax, upstream = steps.merge(sums), Upstream(logprobs=torch.ones(R), entropy=None)
     exact = torch.nn.functional.one_hot(rows.labels, V) - products.double().softmax(1)
     assert stored.isfinite().all()
     gradient = torch.empty(R, V)
@@ -101,7 +101,7 @@ def test_float16_keeps_what_carries_probability() -> None:
 def test_a_label_outside_the_vocabulary_is_nan() -> None:
     head = make_head()
     rows = Rows(labels=torch.tensor([0, 1, V, -5, 2]), inverse_temperature=torch.ones(R, dtype=torch.float64))
-    softmax = reduce_all(torch.randn(R, V, dtype=torch.float64), head, rows, 64).merge()
+    softmax = steps.merge(reduce_all(torch.randn(R, V, dtype=torch.float64), head, rows, 64))
     assert softmax.logprobs.isnan().tolist() == [False, False, True, True, False]
 
 

@@ -14,14 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from padfree.head.budget import FusedPlan, plan_fused
+from padfree.head.budget import FUSED_TWICE_BYTES, TWICE_BYTES, FusedPlan, plan_fused, rounded_up
 from padfree.head.passes import (
+    ROW_NUMBERS,
     Problem,
     parts_of,
     product,
     restore_rows,
     rounded_product,
-    sum_rows,
     vocabulary_pass,
 )
 from padfree.head.steps import BlockSums, Softmax, Upstream
@@ -48,18 +48,18 @@ def chunk_pass(problem: Problem, pull: Pull, wanted: tuple[bool, bool, bool]) ->
     grad_hidden = problem.hidden.new_empty(problem.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
     tile = problem.tile(plan.chunk_rows)
-    products = problem.new_sums(tile.rows, tile.columns)
-    # Rows begin at multiples of 128 bytes, which matrix products like and odd vocabularies would spoil.
-    padded = -(-plan.kept // 64) * 64
-    store = products.new_empty(plan.chunk_rows, padded, dtype=torch.float16 if operand.itemsize == 2 else operand)
+    products = problem.products(plan.chunk_rows)
+    store = problem.hidden.new_empty(
+        plan.chunk_rows, rounded_up(plan.kept, ROW_NUMBERS), dtype=torch.float16 if operand.itemsize == 2 else operand
+    )
     gradients = store.view(operand)
     softmaxes, upstreams = [], []
     for start, end in parts_of(problem.num_rows, plan.chunk_rows):
         hidden, rows = problem.hidden_rows(start, end), problem.rows.part(start, end)
         stored, gradient = store[: end - start, : plan.kept], gradients[: end - start, : plan.kept]
-        sums = BlockSums.empty(end - start, problem.head.num_blocks, products, entropy=problem.entropy)
-        sum_rows(problem, hidden, rows, products, sums, stored)
-        softmax = sums.merge()
+        sums = BlockSums.empty(end - start, problem.head.num_blocks, rows.inverse_temperature, entropy=problem.entropy)
+        products.reduce_rows(hidden, problem.head, rows, sums, stored)
+        softmax = problem.steps.merge(sums)
         upstream = pull(softmax, start)
         for row, last_row in parts_of(end - start, tile.rows):
             problem.steps.gradient_from_stored(
@@ -79,6 +79,7 @@ def chunk_pass(problem: Problem, pull: Pull, wanted: tuple[bool, bool, bool]) ->
             bias_sums += gradient.sum(0, dtype=problem.sum_dtype)
         softmaxes.append(softmax)
         upstreams.append(upstream)
+        del sums  # before there are those of the next chunk
     del store, stored, gradients, gradient, products
     softmax = Softmax.join(softmaxes)
     if weight_sums is not None:
@@ -99,18 +100,18 @@ def chunk_pass(problem: Problem, pull: Pull, wanted: tuple[bool, bool, bool]) ->
 
 
 def _plan(problem: Problem, weight_gradient: bool) -> FusedPlan:
-    hidden, weight = problem.hidden, problem.head.weight
-    tile = problem.tile(problem.num_rows)
+    weight = problem.head.weight
     return plan_fused(
         problem.num_rows,
-        hidden.shape[1],
+        weight.shape[1],
         len(weight),
         logit_bytes=problem.operand_dtype.itemsize,
-        row_bytes=hidden.shape[1] * problem.operand_dtype.itemsize if problem.copies_rows else 0,
+        row_bytes=problem.row_bytes,
         sum_bytes=problem.sum_dtype.itemsize,
         gradient_bytes=weight.dtype.itemsize,
-        budget=problem.budget - tile.rows * tile.columns * problem.sum_dtype.itemsize,
+        budget=problem.budget - problem.tile_bytes(problem.num_rows),
         weight_gradient=weight_gradient,
+        twice_bytes=TWICE_BYTES if problem.fused is None else FUSED_TWICE_BYTES,
     )
 
 

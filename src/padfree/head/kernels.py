@@ -16,8 +16,13 @@ from torch import Tensor
 
 from padfree.head.steps import FLOAT16_FLOOR, FLOOR, BlockSums, Head, Rows, Softmax, Upstream
 
+# Columns of a row that a program turns into gradients, and its warps.
+STORED_SPAN = 4096
+STORED_WARPS = 8
+
 _FLOOR = tl.constexpr(FLOOR)
 _FLOAT16_FLOOR = tl.constexpr(FLOAT16_FLOOR)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
@@ -44,19 +49,18 @@ def _logits(
 
 
 @triton.jit
-def _gradient(
-    log_p, logits, is_label, entropy, pull_logprob, pull_entropy, inverse_temperature, logit_scale, softcap,
-    HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
+    """-p · (g + h · (log p + entropy)): all of the gradient but what comes to the label alone."""
     pull = pull_logprob
     if HAS_ENTROPY:
-        pull = pull_logprob + pull_entropy * (log_p + entropy)
-    gradient = tl.where(is_label, pull_logprob, 0.0) - tl.exp(log_p) * pull
-    gradient *= inverse_temperature * logit_scale
-    if HAS_SOFTCAP:
-        tanh = logits / (inverse_temperature * softcap)
-        gradient *= 1.0 - tanh * tanh
-    return gradient
+        pull = (pull_logprob + pull_entropy * entropy) + pull_entropy * log_p
+    return -tl.exp2(log_p * _LOG2_E) * pull
+
+
+@triton.jit
+def _cap_slope(logits, inverse_temperature, softcap):
+    tanh = logits / (inverse_temperature * softcap)
+    return 1.0 - tanh * tanh
 
 
 @triton.jit
@@ -76,7 +80,7 @@ def _reduce_kernel(
     peak = tl.max(tl.where(inside, logits, float("-inf")), axis=0)
     below = tl.where(inside, logits - peak, 0.0)
     exponentials = tl.where(inside, tl.exp(below), 0.0)
-    place = row * sums_stride + (first + start) // BLOCK
+    place = ((first + start) // BLOCK).to(tl.int64) * sums_stride + row
     tl.store(peaks + place, peak)
     tl.store(totals + place, tl.sum(exponentials, axis=0))
     if HAS_MOMENT:
@@ -97,22 +101,26 @@ def _products_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(1) * BLOCK
+    column = start + tl.arange(0, BLOCK)
     inside = column < num_columns
     value = tl.load(products + row * products_stride + column, mask=inside, other=0.0)
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
-    is_label = column == tl.load(labels + row) - first
+    # What pulls at the row carries the factor from products to logits already.
+    pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
     entropy = 0.0
     pull_entropy = 0.0
     if HAS_ENTROPY:
         entropy = tl.load(entropies + row)
-        pull_entropy = tl.load(pull_entropies + row)
-    gradient = _gradient(
-        log_p, logits, is_label, entropy, tl.load(pull_logprobs + row), pull_entropy, scale, logit_scale, softcap,
-        HAS_ENTROPY, HAS_SOFTCAP,
-    )  # fmt: skip
+        pull_entropy = tl.load(pull_entropies + row) * (scale * logit_scale)
+    gradient = _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY)
+    label = tl.load(labels + row) - first
+    if (label >= start) & (label < start + BLOCK):
+        gradient += tl.where(column == label.to(tl.int32), pull_logprob, 0.0)
+    if HAS_SOFTCAP:
+        gradient *= _cap_slope(logits, scale, softcap)
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
@@ -120,26 +128,70 @@ def _products_kernel(
 def _stored_kernel(
     stored, labels, inverse_temperature, block_peaks, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
     num_columns, stored_stride, out_stride, sums_stride, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < num_columns
     below = tl.load(stored + row * stored_stride + column, mask=inside, other=0.0).to(tl.float32)
-    block_peak = tl.load(block_peaks + row * sums_stride + tl.program_id(1))
-    log_p = below + ((block_peak - tl.load(peaks + row)) - tl.load(log_totals + row))
-    is_label = column == tl.load(labels + row)
+    below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    block_peak = tl.load(
+        block_peaks + block.to(tl.int64) * sums_stride + row, mask=block * BLOCK < num_columns, other=0.0
+    )
+    base = (block_peak - tl.load(peaks + row)) - tl.load(log_totals + row)
     scale = tl.load(inverse_temperature + row)
+    pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
     entropy = 0.0
     pull_entropy = 0.0
     if HAS_ENTROPY:
         entropy = tl.load(entropies + row)
-        pull_entropy = tl.load(pull_entropies + row)
-    gradient = _gradient(
-        log_p, below + block_peak, is_label, entropy, tl.load(pull_logprobs + row), pull_entropy, scale, logit_scale,
-        softcap, HAS_ENTROPY, HAS_SOFTCAP,
-    )  # fmt: skip
+        pull_entropy = tl.load(pull_entropies + row) * (scale * logit_scale)
+    gradient = _gradient(below + base[:, None], pull_logprob, pull_entropy, entropy, HAS_ENTROPY)
+    start = tl.program_id(1) * (BLOCK * BLOCKS)
+    label = tl.load(labels + row)
+    if (label >= start) & (label < start + BLOCK * BLOCKS):
+        gradient += tl.where(column == label.to(tl.int32), pull_logprob, 0.0)
+    if HAS_SOFTCAP:
+        gradient *= _cap_slope(below + block_peak[:, None], scale, softcap)
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    block_peaks, totals, moments, targets, peaks, log_totals, logprobs, entropies,
+    num_rows, sums_stride,
+    NUM_BLOCKS: tl.constexpr, HAS_MOMENT: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_inside = row < num_rows
+    peak = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
+    for first in range(0, NUM_BLOCKS, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        inside = (block < NUM_BLOCKS)[:, None] & row_inside[None, :]
+        place = block.to(tl.int64)[:, None] * sums_stride + row[None, :]
+        peak = tl.maximum(peak, tl.load(block_peaks + place, mask=inside, other=float("-inf")))
+    peak = tl.where(row_inside, tl.max(peak, axis=0), 0.0)
+    total = tl.zeros((BLOCKS, ROWS), tl.float32)
+    moment = tl.zeros((BLOCKS, ROWS), tl.float32)
+    for first in range(0, NUM_BLOCKS, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        inside = (block < NUM_BLOCKS)[:, None] & row_inside[None, :]
+        place = block.to(tl.int64)[:, None] * sums_stride + row[None, :]
+        shift = tl.load(block_peaks + place, mask=inside, other=0.0) - peak[None, :]
+        share = tl.where(inside, tl.exp(shift), 0.0)
+        block_total = tl.load(totals + place, mask=inside, other=0.0)
+        total += share * block_total
+        if HAS_MOMENT:
+            moment += share * (tl.load(moments + place, mask=inside, other=0.0) + block_total * shift)
+    row_total = tl.where(row_inside, tl.sum(total, axis=0), 1.0)
+    log_total = tl.log(row_total)
+    tl.store(peaks + row, peak, mask=row_inside)
+    tl.store(log_totals + row, log_total, mask=row_inside)
+    target = tl.load(targets + row, mask=row_inside, other=0.0)
+    tl.store(logprobs + row, (target - peak) - log_total, mask=row_inside)
+    if HAS_MOMENT:
+        tl.store(entropies + row, log_total - tl.sum(moment, axis=0) / row_total, mask=row_inside)
 
 
 @triton.jit
@@ -169,7 +221,7 @@ def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: Bloc
         num_columns,
         products.stride(0),
         0 if stored is None else stored.stride(0),
-        sums.peak.stride(0),
+        sums.peak.stride(1),
         head.logit_scale,
         head.softcap or 1.0,
         HAS_BIAS=head.bias is not None,
@@ -211,13 +263,39 @@ def gradient_from_products(
     )
 
 
+def merge(sums: BlockSums) -> Softmax:
+    """`steps.merge`, which reads each sum once or twice and needs no memory besides."""
+    num_rows, num_blocks = sums.peak.shape
+    peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
+    entropy = None if sums.moment is None else torch.empty_like(sums.target)
+    _merge_kernel[(-(-num_rows // 32),)](
+        sums.peak,
+        sums.total,
+        sums.peak if sums.moment is None else sums.moment,
+        sums.target,
+        peak,
+        log_total,
+        logprobs,
+        peak if entropy is None else entropy,
+        num_rows,
+        sums.peak.stride(1),
+        NUM_BLOCKS=num_blocks,
+        HAS_MOMENT=sums.moment is not None,
+        ROWS=32,
+        BLOCKS=32,
+        num_warps=4,
+    )
+    return Softmax(peak=peak, log_total=log_total, logprobs=logprobs, entropy=entropy)
+
+
 def gradient_from_stored(
     stored: Tensor, head: Head, rows: Rows, peak: Tensor, softmax: Softmax, upstream: Upstream, out: Tensor
 ) -> None:
     """`steps.gradient_from_stored`. In place is safe: a program writes only what it alone has read."""
     num_rows, num_columns = stored.shape
     anything = rows.labels
-    _stored_kernel[_grid(num_rows, num_columns, head)](
+    blocks = max(1, STORED_SPAN // head.block)
+    _stored_kernel[(num_rows, -(-num_columns // (blocks * head.block)))](
         stored,
         rows.labels,
         rows.inverse_temperature,
@@ -231,12 +309,14 @@ def gradient_from_stored(
         num_columns,
         stored.stride(0),
         out.stride(0),
-        peak.stride(0),
+        peak.stride(1),
         head.logit_scale,
         head.softcap or 1.0,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=upstream.entropy is not None,
-        **_launch(head),
+        BLOCK=head.block,
+        BLOCKS=blocks,
+        num_warps=STORED_WARPS,
     )
 
 

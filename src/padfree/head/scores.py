@@ -18,7 +18,7 @@ Log-probabilities and entropy are float32, computed from float32 logits, also wh
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from padfree.batch import IGNORE
+from padfree.head import products
 from padfree.head import steps as torch_steps
 from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
 from padfree.head.full import full_scores
@@ -71,8 +72,8 @@ def score(
     bytes; but never less than a float32 copy of the scored rows of hidden would take.
 
     backend: "reference" has all logits at once; "chunked" is plain torch on any device, and holds a few tiles of logits
-    (64 MiB each on CUDA) more; "triton" does all elementwise work on a tile in one go, on CUDA; "auto" takes "triton"
-    on CUDA where it is installed, else "chunked".
+    (64 MiB each on CUDA) more; "triton" does all elementwise work on a tile in one go, on CUDA, and for bfloat16 on a
+    Hopper GPU within the matrix product itself; "auto" takes "triton" on CUDA where it is installed, else "chunked".
     """
     call = prepare(
         hidden, weight, labels, temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
@@ -110,15 +111,17 @@ class Call:
             logit_scale=self.logit_scale,
             block=block_columns(len(weight)),
         )
-        return Problem(
+        problem = Problem(
             hidden=hidden,
             index=self.index,
             rows=self.rows,
             head=head,
             steps=self.steps,
+            fused=None,
             entropy=self.entropy,
             budget=usable_budget(self.budget, len(self.rows.labels), hidden.shape[1], sum_bytes=sum_bytes),
         )
+        return problem if self.steps is torch_steps else _with_products(problem)
 
     def scatter(self, values: Tensor) -> Tensor:
         """[M] -> [N], 0 where there is no label."""
@@ -126,6 +129,13 @@ class Call:
         if self.poison is not None:
             values, zeros = values + self.poison, zeros + self.poison
         return values.clone() if self.index is None else zeros.index_copy(0, self.index, values)
+
+
+def _with_products(problem: Problem) -> Problem:
+    """With products that end in the elementwise work, where those can be used."""
+    if products.why_not(problem.hidden, problem.head.weight, problem.operand_dtype) is not None:
+        return problem
+    return replace(problem, head=replace(problem.head, block=products.choose(problem.head).block), fused=products)
 
 
 def full_logits_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Scores:

@@ -42,6 +42,10 @@ class Head:
     def num_blocks(self) -> int:
         return -(-len(self.weight) // self.block)
 
+    def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
+        """What the `BlockSums` of one row take."""
+        return self.num_blocks * (3 if entropy else 2) * itemsize
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
@@ -56,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """The sums of every block of every row, and the logit of its label."""
+    """The sums of every block of every row, and the logit of its label. Columns of [R, K] are contiguous."""
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
@@ -65,7 +69,8 @@ class BlockSums:
 
     @staticmethod
     def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
-        peak = like.new_empty(num_rows, num_blocks)
+        # In memory all rows of a block lie together: that is how tiles write them.
+        peak = like.new_empty(num_blocks, num_rows).T
         return BlockSums(
             peak=peak,
             total=torch.empty_like(peak),
@@ -80,18 +85,6 @@ class BlockSums:
             moment=None if self.moment is None else self.moment[start:end],
             target=self.target[start:end],
         )
-
-    def merge(self) -> Softmax:
-        """Over the blocks."""
-        peak = self.peak.amax(1)
-        shift = self.peak - peak[:, None]
-        share = shift.exp()
-        total = (self.total * share).sum(1)
-        log_total = total.log()
-        entropy = None
-        if self.moment is not None:
-            entropy = log_total - (share * (self.moment + self.total * shift)).sum(1) / total
-        return Softmax(peak=peak, log_total=log_total, logprobs=(self.target - peak) - log_total, entropy=entropy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -153,6 +146,8 @@ class Steps(Protocol):
         self, products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None
     ) -> None: ...
 
+    def merge(self, sums: BlockSums) -> Softmax: ...
+
     def gradient_from_products(
         self, products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
     ) -> None: ...
@@ -169,6 +164,24 @@ class Steps(Protocol):
     ) -> None: ...
 
     def scale_(self, values: Tensor, factor: Tensor) -> None: ...
+
+
+class Products(Protocol):
+    """A matrix product and the elementwise work on it. `passes.Tiles` has it, and the module `products`."""
+
+    def reduce_rows(self, hidden: Tensor, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None: ...
+
+    def gradient_columns(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        first: int,
+        head: Head,
+        rows: Rows,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
+    ) -> None: ...
 
 
 def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None:
@@ -193,6 +206,19 @@ def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: Bloc
             sums.moment[:, index] = exponentials.mul_(below).sum(1)
         if stored is not None:
             stored[:, start:end] = below.clamp_(min=FLOAT16_FLOOR) if stored.dtype == torch.float16 else below
+
+
+def merge(sums: BlockSums) -> Softmax:
+    """Over the blocks."""
+    peak = sums.peak.amax(1)
+    shift = sums.peak - peak[:, None]
+    share = shift.exp()
+    total = (sums.total * share).sum(1)
+    log_total = total.log()
+    entropy = None
+    if sums.moment is not None:
+        entropy = log_total - (share * (sums.moment + sums.total * shift)).sum(1) / total
+    return Softmax(peak=peak, log_total=log_total, logprobs=(sums.target - peak) - log_total, entropy=entropy)
 
 
 def gradient_from_products(

@@ -1,0 +1,29 @@
+"""CUDA multiplies bfloat16 into float32, which the CPU cannot do. Products that give the CPU what CUDA gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from padfree.head import chunks, passes
+
+
+def cuda_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+    assert left.dtype == right.dtype
+    assert out.dtype in (left.dtype, torch.float32)
+    result = left.float() @ right.float()
+    out.copy_(result + out if accumulate else result)
+
+
+def cuda_rounded_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    assert left.dtype == right.dtype == out.dtype
+    out.copy_(left.float() @ right.float())
+
+
+def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the CPU take CUDA's path."""
+    monkeypatch.setattr(passes.Problem, "operand_dtype", property(lambda problem: problem.hidden.dtype))
+    for module in (passes, chunks):
+        monkeypatch.setattr(module, "product", cuda_product)
+        monkeypatch.setattr(module, "rounded_product", cuda_rounded_product)

@@ -1,0 +1,249 @@
+"""The products that end in the elementwise work, against a product and the steps after it.
+
+On a Hopper GPU, or in Triton's interpreter: see `test_kernels.py`. Tiles are small here, so that there are several.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from head_cases import imitate_cuda
+from torch import Tensor
+
+from padfree.head import chunks, fused_loss, products, score, steps
+from padfree.head.budget import FusedPlan
+from padfree.head.products import Configuration, why_not
+from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # what Triton 3.9 says at its first compilation
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast"),  # the interpreter, where float16 becomes -inf
+]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_products = pytest.mark.skipif(
+    not INTERPRETED and not IS_HOPPER, reason="no Hopper GPU; run by test_in_the_interpreter"
+)
+# R, D, V: tiles have 64 rows and 64 columns, steps 32 of D
+SHAPES = {"one row": (1, 8, 3), "odd": (67, 40, 200), "whole tiles": (64, 64, 128), "a column more": (70, 72, 129)}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.8},
+    "bias and softcap": {"bias": True, "softcap": 2.0, "logit_scale": -0.5},
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "13 passed, 1 skipped" in result.stdout, result.stdout
+
+
+def make_problem(
+    shape: tuple[int, int, int],
+    *,
+    block: int,
+    bias: bool = False,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    size: float = 3.0,
+) -> tuple[Tensor, Head, Rows, Upstream]:
+    num_rows, width, vocabulary = shape
+    generator = torch.Generator().manual_seed(vocabulary)
+    hidden = torch.randn(num_rows, width, generator=generator)
+    weight = torch.randn(vocabulary, width, generator=generator) * (size / width**0.5)
+    values = torch.randn(vocabulary, generator=generator).bfloat16()
+    values[vocabulary // 2] = -torch.inf  # an entry that does not exist
+    head = Head(
+        weight=weight.bfloat16().to(DEVICE),
+        bias=values.to(DEVICE) if bias else None,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        block=block,
+    )
+    # At the edges of tiles, and one that does not exist.
+    edges = torch.tensor([vocabulary - 1, 0, 63, 64, 127, 128, vocabulary, -100])
+    rows = Rows(
+        labels=edges.repeat(num_rows)[:num_rows].to(DEVICE),
+        inverse_temperature=torch.linspace(0.5, 1.5, num_rows).to(DEVICE),
+    )
+    rows = replace(rows, labels=torch.where(rows.labels <= vocabulary, rows.labels, 1))
+    pull = torch.linspace(-1.0, 2.0, num_rows).to(DEVICE)
+    return hidden.bfloat16().to(DEVICE), head, rows, Upstream(logprobs=pull, entropy=pull.square())
+
+
+def reference_sums(
+    hidden: Tensor, head: Head, rows: Rows, stored: Tensor | None, *, entropy: bool = True
+) -> tuple[BlockSums, Softmax]:
+    products = hidden.float() @ head.weight.float().T
+    sums = BlockSums.empty(len(hidden), head.num_blocks, products, entropy=entropy)
+    steps.reduce_tile(products, 0, head, rows, sums, stored)
+    return sums, steps.merge(sums)
+
+
+def small(parts: int) -> Configuration:
+    return Configuration(rows=64, columns=64, depth=32, stages=2, warps=4, band=2, parts=parts)
+
+
+@needs_products
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [("one row", "plain"), ("odd", "plain"), ("whole tiles", "bias"), ("a column more", "softcap")],
+)
+def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int) -> None:
+    from padfree.head import kernels
+
+    by = small(parts)
+    hidden, head, rows, upstream = make_problem(SHAPES[shape], block=by.block, **FORMS[form])
+    num_rows, _, vocabulary = SHAPES[shape]
+    kept = min(vocabulary, 72)
+    memory = torch.full((2, num_rows, 256), 7.0, dtype=torch.float16, device=DEVICE)
+    expected_stored = memory[0, :, :vocabulary]
+    expected, softmax = reference_sums(hidden, head, rows, expected_stored)
+    for has_entropy, stored in ((True, memory[1, :, :kept]), (False, None)):
+        sums = BlockSums.empty(num_rows, head.num_blocks, expected.peak, entropy=has_entropy)
+        for tensor in (sums.peak, sums.total, sums.moment):
+            if tensor is not None:
+                tensor.fill_(float("nan"))
+        products.reduce_rows(hidden, head, rows, sums, stored, by)
+        for field in ("peak", "total", "moment", "target")[: 4 if has_entropy else 2]:
+            torch.testing.assert_close(
+                getattr(sums, field), getattr(expected, field), atol=2e-5, rtol=2e-5, equal_nan=True
+            )
+        merged = kernels.merge(sums)
+        torch.testing.assert_close(merged.logprobs, softmax.logprobs, atol=2e-5, rtol=2e-5, equal_nan=True)
+        assert (merged.entropy is None) == (not has_entropy)
+        if merged.entropy is not None:
+            torch.testing.assert_close(merged.entropy, softmax.entropy, atol=2e-5, rtol=2e-5)
+    stored = memory[1, :, :kept].float().clamp(min=steps.FLOAT16_FLOOR)
+    torch.testing.assert_close(stored, expected_stored[:, :kept].float(), atol=2e-3, rtol=2e-3)
+    assert (memory[1, :, kept:] == 7).all()
+
+    for up in (upstream, replace(upstream, entropy=None)):
+        exact = torch.empty(num_rows, vocabulary, device=DEVICE)
+        steps.gradient_from_products(hidden.float() @ head.weight.float().T, 0, head, rows, softmax, up, exact)
+        memory = torch.full((num_rows, 256), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        first = min(8, vocabulary - 1)
+        out = memory[:, : vocabulary - first]
+        products.gradient_columns(hidden, head.weight[first:], first, head, rows, softmax, up, out, by)
+        torch.testing.assert_close(out.float(), exact[:, first:], atol=1e-3, rtol=1e-2, equal_nan=True)
+        assert (memory[:, vocabulary - first :] == 7).all()
+
+
+@needs_products
+def test_large_logits() -> None:
+    """Of 1e4 and far apart: nothing overflows, and what float16 cannot hold has no probability."""
+    from padfree.head import kernels
+
+    by = small(1)
+    hidden, head, rows, upstream = make_problem((5, 16, 150), block=by.block, size=1e4)
+    stored = torch.empty(5, 192, dtype=torch.float16, device=DEVICE)
+    sums = BlockSums.empty(5, head.num_blocks, rows.inverse_temperature, entropy=True)
+    products.reduce_rows(hidden, head, rows, sums, stored[:, :150], by)
+    softmax = kernels.merge(sums)
+    _, expected = reference_sums(hidden, head, rows, None)
+    assert softmax.logprobs.isfinite().all()
+    torch.testing.assert_close(softmax.logprobs, expected.logprobs, atol=1e-2, rtol=1e-5)
+    gradient = stored.view(torch.bfloat16)
+    kernels.gradient_from_stored(stored[:, :150], head, rows, sums.peak, softmax, upstream, gradient[:, :150])
+    assert gradient[:, :150].isfinite().all()
+
+
+N, D, V = 45, 40, 600
+# In tiles of 128 rows and 256 columns.
+PLANS = {
+    "one chunk": FusedPlan(chunk_rows=40, kept=600, shared=256),
+    "chunks": FusedPlan(chunk_rows=17, kept=600, shared=256),
+    "chunks, some columns twice": FusedPlan(chunk_rows=17, kept=320, shared=256),
+}
+
+
+def losses(inputs: dict[str, Tensor], backend: str, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """Scores and gradients of `score`, then of `fused_loss`, where both have the same loss."""
+    given = {name: value.to(DEVICE, dtype).requires_grad_() for name, value in inputs.items() if name != "labels"}
+    labels = inputs["labels"].to(DEVICE)
+    factors = torch.linspace(-1.0, 2.0, N, device=DEVICE)
+    everything = {**options, "bias": given.get("bias"), "entropy": True, "backend": backend}
+    leaves = list(given.values())
+
+    def token_loss(logprobs: Tensor, entropy: Tensor, rows: Tensor) -> Tensor:
+        return logprobs * factors[rows] - 0.1 * entropy
+
+    scores = score(given["hidden"], given["weight"], labels, **everything)
+    total = (scores.logprobs * factors - 0.1 * scores.entropy).sum()
+    fused = fused_loss(given["hidden"], given["weight"], labels, token_loss, **everything)
+    return [
+        scores.logprobs,
+        scores.entropy,
+        *torch.autograd.grad(total, leaves),
+        fused.logprobs,
+        fused.loss,
+        *torch.autograd.grad(fused.loss, leaves),
+    ]
+
+
+@needs_products
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [("one chunk", {}), ("chunks", {"softcap": 4.0}), ("chunks, some columns twice", {"bias": True})],
+)
+def test_score_and_fused_loss(plan: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ignored rows and a temperature for each row, in the tiles that are used."""
+    if INTERPRETED:
+        imitate_cuda(monkeypatch)
+    monkeypatch.setattr(chunks, "plan_fused", lambda *args, **others: PLANS[plan])
+    called = []
+    for name in ("reduce_rows", "gradient_columns"):
+        whole = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda *args, name=name, whole=whole: called.append(name) or whole(*args))
+    generator = torch.Generator().manual_seed(7)
+    inputs = {
+        "hidden": torch.randn(N, D, generator=generator).bfloat16(),
+        "weight": (3 * torch.randn(V, D, generator=generator) / D**0.5).bfloat16(),
+        "labels": torch.randint(V, (N,), generator=generator),
+    }
+    if options.get("bias"):
+        inputs["bias"] = torch.randn(V, generator=generator).bfloat16()
+    inputs["labels"][::9] = -100
+    options = {
+        "softcap": options.get("softcap"),
+        "temperature": torch.linspace(0.7, 1.4, N, device=DEVICE),
+        "num_labels": 40,
+    }
+    expected = losses(inputs, "reference", torch.float64, **options)
+    actual = losses(inputs, "triton", torch.bfloat16, **options)
+    assert set(called) == {"reduce_rows", "gradient_columns"}
+    for mine, right in zip(actual, expected, strict=True):
+        limit = 1e-6 if mine.dtype == torch.float32 else 5e-3 if INTERPRETED else 3e-3  # it cuts digits off
+        assert (mine.double() - right).norm() <= limit * right.norm()
+
+
+@needs_products
+def test_where_the_products_cannot_be_used() -> None:
+    hidden, weight = (torch.zeros(rows, 16, dtype=torch.bfloat16, device=DEVICE) for rows in (3, 5))
+    assert why_not(hidden, weight, torch.bfloat16) is None
+    for wrong, reason in (
+        ((hidden.float(), weight.float(), torch.float32), "only bfloat16"),
+        ((hidden[:, :12], weight[:, :12], torch.bfloat16), "D is no multiple of 8"),
+        ((hidden, weight.view(-1)[4:76].view(-1, 8), torch.bfloat16), "weight: its rows"),
+        ((hidden.T.contiguous().T, weight, torch.bfloat16), "hidden: its rows"),
+    ):
+        assert reason in (why_not(*wrong) or ""), reason
