@@ -241,10 +241,10 @@ def padfree_gradients(
 
 
 def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Engine:
-    """Of whole updates: FSDP2 with float32 masters, clipping, AdamW."""
+    """Of whole updates: FSDP2 with float32 masters, layers whole from forward to backward, clipping, AdamW."""
     model = make_model(setting, "sdpa").float()
     steps = transformations(
-        setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype  # type: ignore[arg-type]
+        setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype, reshard=False  # type: ignore[arg-type]
     )  # fmt: skip
     parallelize(model, steps)
     return make_engine(model, setting, loss)

@@ -86,12 +86,12 @@ def test_marks_are_not_lost_in_the_compilers_cache(kept: Kept) -> None:
     assert functorch_config.enable_autograd_cache == before
 
 
-def engine_with(mesh: Mesh, checkpointing: str, **options: Any) -> Engine:
+def engine_with(mesh: Mesh, checkpointing: str) -> Engine:
     torch._dynamo.reset()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     model = build("qwen3", num_hidden_layers=5).to(mesh.device)
     return make_engine(
-        mesh, LOSSES["sft"], model, compile=BACKEND, checkpointing=checkpointing, max_tokens=40, **options
+        mesh, LOSSES["sft"], model, attention="reference", compile=BACKEND, checkpointing=checkpointing, max_tokens=40
     )
 
 
@@ -105,12 +105,17 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()}  # type: ignore[union-attr]
 
 
+@pytest.fixture(scope="module")
+def expected(mesh: Mesh) -> dict[str, Tensor]:
+    """With everything kept on the device."""
+    return gradients(engine_with(mesh, "none"))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-@pytest.mark.parametrize(("away", "pace"), [(1.0, 1.0), (0.6, 1.6), (1.0, 9.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("away", "pace"), [(0.6, 1.6), (1.0, 9.0)])
 def test_gradients_are_the_same_when_activations_wait_on_the_host(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, away: float, pace: float
+    mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, away: float, pace: float
 ) -> None:
-    expected = gradients(engine_with(mesh, "none"))
     memories: list[HostMemory] = []
 
     def memory(num_layers: int) -> HostMemory:
@@ -127,12 +132,18 @@ def test_gradients_are_the_same_when_activations_wait_on_the_host(
     found = gradients(engine)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
-    assert bool(sent) == (away > 0)
-    assert (False in sent) == (away > 0)
+    assert set(sent) == {True, False}, "to the host and back"
     (memory_,) = memories
     for call in memory_.calls.values():
         assert not call.away, "brought back"
         assert not call.parcels, "and not held on to"
+
+
+def test_what_vmap_sees_stays_where_it_is() -> None:
+    call = _Call(HostMemory(1, away=1.0, smallest=0), nn.Linear(2, 2), None, stays=False)
+    tickets = []
+    torch.vmap(lambda row: tickets.append(call.pack(row)) or row)(torch.randn(3, 4))  # type: ignore[func-returns-value]
+    assert [ticket.parcel for ticket in tickets] == [None]
 
 
 def test_what_is_let_go_leaves_the_device() -> None:

@@ -162,10 +162,21 @@ def test_bfloat16_has_float32_master_weights(mesh: Mesh, reference: Outcome) -> 
     assert torch.cosine_similarity(moved, expected, dim=0) > 0.98
 
 
-def test_weights_are_gathered_again_after_scoring(mesh: Mesh) -> None:
+def test_layers_that_stay_whole_make_the_same_steps(mesh: Mesh) -> None:
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+    weights = []
+    for reshard in (True, False):
+        engine = make_engine(mesh, LOSSES["clip"], small_model(), dtype=torch.bfloat16, reshard=reshard)
+        weights.append(two_steps(engine, make_samples())[1])
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_are_gathered_again_after_scoring(mesh: Mesh, reshard: bool) -> None:
     """Whoever changes the weights after a pass without backward must not find the old ones in the next."""
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-    engine = make_engine(mesh, LOSSES["sft"], small_model(), dtype=torch.bfloat16)
+    engine = make_engine(mesh, LOSSES["sft"], small_model(), dtype=torch.bfloat16, reshard=reshard)
     samples = make_samples()
     before = engine.scorer.logprobs(samples)
     with torch.no_grad():

@@ -157,6 +157,7 @@ class ParallelConfig:
     checkpointing: Literal["none", "full", "selective", "host"] = "none"
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     head_memory: Literal["speed", "low"] = "speed"  # low: about 1 GiB for the head, some of it computed twice
+    reshard: bool = True  # layers are gathered again for backward; false: they stay whole, faster in more memory
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
 
     def __post_init__(self) -> None:

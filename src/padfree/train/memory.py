@@ -2,7 +2,8 @@
 
     weights, gradients, optimizer   counted exactly: what the largest shard holds (float32; frozen weights of a bfloat16
                                     run in bfloat16); on the CPU with parallel.offload
-    gathered                        the root unit and two layers whole, and their gradients, while FSDP2 computes
+    gathered                        the root unit and two layers whole (all layers without parallel.reshard), and their
+                                    gradients, while FSDP2 computes
     activations                     what forward keeps for backward, of one micro-batch of so many tokens
     working                         the larger of: the head's logits and gradients; one layer's gradients, and its
                                     activations where they are computed again
@@ -135,7 +136,7 @@ def estimate_memory(
         gradients=counts.trained * FLOAT32,
         optimizer=2 * counts.trained * FLOAT32,
         offloaded=config.parallel.offload,
-        gathered=_gathered(model, size) if sharded else 0,
+        gathered=_gathered(model, size, config.parallel.reshard) if sharded else 0,
         tokens=tokens,
         activations=tokens * token_bytes(model, size, config.parallel.checkpointing, compiled=compiled),
         activations_away=tokens * away_bytes(model, size) if config.parallel.checkpointing == "host" else 0,
@@ -180,9 +181,9 @@ def _counts(model: nn.Module, shards: int) -> _Counts:
     return _Counts(parameters=parameters, trained_parameters=trained_parameters, trained=trained, frozen=frozen)
 
 
-def _gathered(model: PreTrainedModel, size: int) -> int:
-    """The root unit and two layers (the one that computes and the next) whole; gradients of the embeddings and of one
-    layer, which are made float32 to be reduced."""
+def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
+    """The root unit and two layers (the one that computes and the next) whole, or all of them; gradients of the
+    embeddings and of one layer, which are made float32 to be reduced."""
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(model)]
     root = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
     trained = max(
@@ -193,7 +194,7 @@ def _gathered(model: PreTrainedModel, size: int) -> int:
     embeddings: Any = model.get_input_embeddings()
     if embeddings.weight.requires_grad:
         gradients += embeddings.weight.numel() * size
-    return (root + 2 * max(layers)) * size + gradients
+    return (root + (2 * max(layers) if reshard else sum(layers))) * size + gradients
 
 
 # Activations

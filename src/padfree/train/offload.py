@@ -108,6 +108,8 @@ class _Call:
         self.event: Any = None  # of the last copy
 
     def pack(self, tensor: Tensor) -> _Ticket:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `vmap`, of which flex makes its masks
+            return _Ticket(self, tensor)
         key = (tensor.data_ptr(), tensor.nbytes)
         parcel = self.parcels.get(key)
         if parcel is None:

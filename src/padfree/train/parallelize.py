@@ -9,8 +9,9 @@
 
 None of them renames a parameter in what is read and written. With bfloat16, FSDP2 keeps float32 master weights (also
 of a single process), computes in bfloat16 and reduces gradients in float32; weights that are not trained are kept in
-bfloat16 itself, which is what they would be rounded to at every use. With `offload` the shards, their gradients and so
-the optimizer's state are on the CPU, and a unit's weights are on the device while it computes.
+bfloat16 itself, which is what they would be rounded to at every use. Without `reshard` a layer's weights stay whole
+from forward to backward. With `offload` the shards, their gradients and so the optimizer's state are on the CPU, and
+a unit's weights are on the device while it computes.
 
 Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's own weight, and whatever gradient reaches that weight, a fused
@@ -65,6 +66,7 @@ def transformations(
     compile: str = "none",
     checkpointing: Checkpointing = "none",
     dtype: torch.dtype = torch.float32,
+    reshard: bool = True,
     offload: bool = False,
     frozen: bool = False,
     lora: LoraConfig | None = None,
@@ -85,7 +87,7 @@ def transformations(
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(checkpoint_layers, mode=checkpointing))
     if mesh.loss.size > 1 or dtype != torch.float32 or offload:
-        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, offload=offload))
+        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload))
     return steps
 
 
@@ -135,7 +137,9 @@ def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> C
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard_model(model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, offload: bool = False) -> None:
+def shard_model(
+    model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, *, reshard: bool = True, offload: bool = False
+) -> None:
     """FSDP2 over data and context ranks together."""
     lower = dtype != torch.float32
     # Inputs stay as they are: FSDP2 would look into the batch and round its weights and log-probabilities.
@@ -149,8 +153,9 @@ def shard_model(model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, offload:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-    for module in (*layers_of(model), model):
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=place)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=place, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=place)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -166,7 +171,10 @@ def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) 
         register_fsdp_forward_method(model, ENTRY)
     result: Result = getattr(model, ENTRY)(function, *args)
     if not torch.is_grad_enabled():
-        model.reshard()  # no backward pass will do it, and weights that change later must be gathered again
+        # No backward pass will do it, and weights that change later must be gathered again.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
     return result
 
 

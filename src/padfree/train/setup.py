@@ -95,6 +95,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         config.model.path,
         offload=config.parallel.offload,
         checkpointing=config.parallel.checkpointing,
+        reshard=config.parallel.reshard,
         lora=config.lora,
     )
     optimizer = make_optimizer(
