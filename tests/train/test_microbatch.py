@@ -90,3 +90,15 @@ def test_a_filler_needs_a_token() -> None:
     assert len(filler([Sample(tokens=[]), Sample(tokens=[7, 8])])) == 1
     with pytest.raises(ValueError, match="none of the 1 of this step has a token"):
         filler([Sample(tokens=[])])
+
+
+def test_old_logprobs_lie_where_their_tokens_are_predicted(mesh: Mesh) -> None:
+    lengths = (0, 3, 1, 4)
+    samples = [Sample(tokens=np.arange(n), uid=index) for index, n in enumerate(lengths)]
+    old = [10.0 * index + np.arange(n) for index, n in enumerate(lengths)]
+    batch = make_micro_batch(samples, np.array([0, 1, 2, 3]), mesh, RowSettings(), old_logprobs=old)
+    assert batch.old_logprobs is not None
+    assert batch.old_logprobs.tolist() == [11.0, 12.0, 0.0, 0.0, 31.0, 32.0, 33.0, 0.0]
+    old[1], old[3] = old[3], old[1]
+    with pytest.raises(ValueError, match=r"old_logprobs: shape \(4,\) for the 3 tokens of sample 1; give one"):
+        make_micro_batch(samples, np.array([0, 1, 2, 3]), mesh, RowSettings(), old_logprobs=old)

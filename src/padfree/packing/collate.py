@@ -131,8 +131,11 @@ def _partition(
     lengths: NDArray[np.int64], max_tokens: int | None, num_packs: int | None, cost: Cost | None
 ) -> Sequence[NDArray[Any]]:
     """Which samples go together: index arrays, ascending."""
+    if max_tokens is None and (num_packs is None or num_packs == 1):
+        return [np.arange(len(lengths))]
     if num_packs is None:
-        return [np.arange(len(lengths))] if max_tokens is None else fill(lengths, max_tokens)
+        assert max_tokens is not None
+        return fill(lengths, max_tokens)
     costs = lengths if cost is None else cost(lengths)
     return balance(costs, num_packs, lengths=lengths, cap=max_tokens)
 

@@ -152,7 +152,10 @@ def _fewest_slots(problem: Problem, ranks: int, num_alone: int) -> Parts:
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
         return [problem.length[:0]] * (-num_alone % ranks)
-    fewest, most = max(1, -(-num_tokens // cap)), len(fill(problem.length, cap))
+    fewest = max(1, -(-num_tokens // cap))
+    if fewest == ranks == 1 and not num_alone:
+        return [np.arange(len(problem.length))]
+    most = len(fill(problem.length, cap))
     low, high = (-(-(slots + num_alone) // ranks) for slots in (fewest, most))
     parts = None
     while low < high:

@@ -68,8 +68,7 @@ def make_micro_batch(
     if old_logprobs is not None:
         old_row = torch.zeros(packed.num_tokens)
         if not is_filler:
-            for i, place in zip(indices, packed.unpack(old_row), strict=True):
-                place[:-1] = torch.from_numpy(np.asarray(old_logprobs[i][1:], dtype=np.float32))
+            _write_predicted(old_row, chosen, [old_logprobs[i] for i in indices])
     on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),
@@ -95,6 +94,20 @@ def filler(samples: Sequence[Sample]) -> Sample:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
     raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
+
+
+def _write_predicted(row: Tensor, samples: Sequence[Sample], values: Sequence[Floats]) -> None:
+    """Values [n] of each sample's tokens into `row` [T], each where its token is predicted: one place earlier."""
+    for sample, array in zip(samples, values, strict=True):
+        if np.shape(array) != (len(sample),):
+            raise ValueError(
+                f"old_logprobs: shape {np.shape(array)} for the {len(sample)} tokens of sample {sample.uid!r}; "
+                "give one number per token"
+            )
+    numbers, ends = row.numpy(), np.cumsum([len(sample) for sample in samples])
+    np.concatenate(values, out=numbers[: ends[-1]], casting="same_kind")
+    numbers[:-1] = numbers[1:]
+    numbers[ends - 1] = 0  # the last place of a sample predicts none
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
