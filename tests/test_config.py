@@ -131,6 +131,12 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"model": {"path": ""}}, "model.path: ''; give a folder"),
         ({"run": {"folder": ""}}, "run.folder: ''; give the folder"),
         ({"parallel": {"context": 0}}, "parallel.context: 0; give 1 or more"),
+        ({"parallel": {"head_memory": 0}}, "parallel.head_memory: 0.0; give speed, low or GiB above 0"),
+        (
+            {"parallel": {"head_memory": "lo"}},
+            "parallel.head_memory: 'lo'; did you mean 'low'? give one of speed, low or a number",
+        ),
+        ({"parallel": {"checkpointing": "host"}}, "parallel.checkpointing: 'host'; it is for compiled layers"),
         ({"checkpoint": {"every": 0}}, "checkpoint.every: 0; give 1 or more"),
     ],
 )
@@ -181,3 +187,8 @@ def test_needs_no_torch() -> None:
     file = padfree.__file__
     assert file is not None
     subprocess.run([sys.executable, "-c", code, str(Path(file).parent)], check=True)
+
+
+def test_memory_of_the_head() -> None:
+    for given, taken in (("speed", "speed"), ("low", "low"), (6, 6 << 30), (1.5, 3 << 29)):
+        assert config_from_dict(with_changes(parallel={"head_memory": given})).parallel.head_bytes == taken

@@ -156,13 +156,20 @@ class ParallelConfig:
     method: Literal["allgather", "ring", "ulysses"] = "allgather"
     checkpointing: Literal["none", "full", "selective", "host"] = "none"
     compile: Literal["none", "inductor", "aot_eager"] = "none"
-    head_memory: Literal["speed", "low"] = "speed"  # low: about 1 GiB for the head, some of it computed twice
+    head_memory: Literal["speed", "low"] | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
     reshard: bool = True  # layers are gathered again for backward; false: they stay whole, faster in more memory
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
+
+    @property
+    def head_bytes(self) -> Literal["speed", "low"] | int:
+        """`head_memory` as the head takes it."""
+        return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def __post_init__(self) -> None:
         for name in ("context", "replicate"):
             _need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
+        if isinstance(self.head_memory, float):
+            _need(self.head_memory > 0, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
         compiled = self.checkpointing != "host" or self.compile != "none"
         _need(compiled, "parallel.checkpointing", "host", "it is for compiled layers: set parallel.compile=inductor")
 

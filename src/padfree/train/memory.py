@@ -337,7 +337,7 @@ def _working(config: Config, model: PreTrainedModel, tokens: int, size: int, dev
             int(text.vocab_size),
             size=size,
             device_type=device_type,
-            budget=budget_bytes(parallel.head_memory),
+            budget=budget_bytes(parallel.head_bytes),
             weight_gradient=bool(head.weight.requires_grad),
         ),
     )

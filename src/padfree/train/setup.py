@@ -110,7 +110,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         weights=config.loss.weights,
         constant=config.loss.constant,
         max_grad_norm=config.optimizer.max_grad_norm,
-        head_memory=config.parallel.head_memory,
+        head_memory=config.parallel.head_bytes,
     )
     return Engine(_scorer(config, mesh, model), optimizer, settings)
 
