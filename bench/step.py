@@ -182,7 +182,6 @@ def ways(setting: Setting) -> list[Way]:
             Way(name="padfree rl", kind="padfree", loss="rl", build=lambda s: padfree_gradients(s, loss="rl")),
         ]
     found.append(Way(name="hf padded small sdpa", kind="hf", build=lambda s: hf_padded(s, small=True)))
-    found.append(Way(name="hf packed flex", kind="hf", build=lambda s: hf_packed(s, "flex_attention")))
     best = choose_backend(setting.device, setting.dtype, SHAPES[setting.shape]["head_dim"])
     kernels = ("fa4",) if best == "fa4" else ()
 
@@ -210,6 +209,8 @@ def ways(setting: Setting) -> list[Way]:
     found += [public_way(attention, False, True) for attention in ("torch", *kernels)]
     found += [padfree_way("rl", "none", "none"), padfree_way("sft", "inductor", "none")]
     found += [padfree_way("rl", "inductor", checkpointing) for checkpointing in ("none", "selective", "host", "full")]
+    # Last, since its compilation takes minutes.
+    found.append(Way(name="hf packed flex", kind="hf", build=lambda s: hf_packed(s, "flex_attention")))
     return found
 
 
