@@ -78,7 +78,7 @@ def test_two_depths_tell_the_time_of_many_layers() -> None:
 def test_a_tiny_model_on_the_cpu(layers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
     monkeypatch.setattr(MODULE, "TRUSTED", 100.0)  # a machine that tests may be doing other things
-    monkeypatch.setitem(TOKENS, "cpu", 256)
+    monkeypatch.setitem(TOKENS, "cpu", 96)
     if layers > 1:
         monkeypatch.setitem(WHOLE, "cpu", 1)
     model = Qwen3Config(**TINY, num_hidden_layers=layers)
@@ -101,7 +101,7 @@ def test_a_tiny_model_on_the_cpu(layers: int, monkeypatch: pytest.MonkeyPatch, t
 def test_recomputation_is_measured_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
     monkeypatch.setattr(MODULE, "TRUSTED", 100.0)
-    monkeypatch.setitem(TOKENS, "cpu", 128)
+    monkeypatch.setitem(TOKENS, "cpu", 48)
     model = Qwen3Config(**TINY, num_hidden_layers=1)
     paths = {
         calibrate(model, config_of(run={"device": "cpu"}, parallel={"checkpointing": mode})).path
