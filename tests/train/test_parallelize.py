@@ -112,6 +112,7 @@ def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: p
             mesh, LOSSES["sft"], compile="aot_eager_decomp_partition", checkpointing=mode, max_tokens=1000
         )
         prepared = engine.prepare(make_samples())
+        calls = [call for call in calls if call != mode]  # those of the probe, which runs once in a process
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor, kept=kept: kept.append(tensor.nbytes) or tensor,  # type: ignore[func-returns-value]
