@@ -7,14 +7,12 @@ which `test_in_the_interpreter` starts.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from head_cases import run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import fused_loss, score, steps
@@ -38,15 +36,7 @@ ROWS = 4
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "9 passed, 2 skipped" in result.stdout, result.stdout
+    run_in_the_interpreter(__file__, "9 passed, 2 skipped")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")

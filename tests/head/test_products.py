@@ -6,15 +6,12 @@ On a Hopper GPU, or in Triton's interpreter: see `test_kernels.py`. Tiles are sm
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from head_cases import imitate_cuda
+from head_cases import imitate_cuda, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import chunks, fused_loss, products, score, steps
@@ -45,15 +42,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "13 passed, 1 skipped" in result.stdout, result.stdout
+    run_in_the_interpreter(__file__, "13 passed, 1 skipped")
 
 
 def make_problem(
