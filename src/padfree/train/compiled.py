@@ -30,6 +30,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
+from padfree.train.norms.graph import GatherGradients, replace_norms
 from padfree.train.offload import HostMemory
 
 Kept = Literal["none", "input", "selective", "host"]
@@ -68,8 +69,13 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
 
 
 def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any], kept: Kept) -> Any:
-    if backend is lookup_backend("inductor") and _longest(inputs) >= LONG_ROW:
-        backend = partial(backend, config_patches={"triton.mix_order_reduction_split_size": ROWS_AT_A_TIME})
+    if replace_norms(graph.graph, PRODUCTS):
+        graph.recompile()
+    if backend is lookup_backend("inductor"):
+        patches: dict[str, Any] = {"post_grad_custom_pre_pass": GatherGradients()}
+        if _longest(inputs) >= LONG_ROW:
+            patches["triton.mix_order_reduction_split_size"] = ROWS_AT_A_TIME
+        backend = partial(backend, config_patches=patches)
     if kept == "none":
         return backend(graph, inputs)
     mark_kept(graph.graph, attention=kept != "input", products=kept == "host")

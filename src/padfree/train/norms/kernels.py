@@ -1,0 +1,300 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The norms as Triton kernels: what is read is read once, and gradients of the weight wait in registers.
+
+    a program's rows     [ROWS, D] at a time, every `num_programs · ROWS`-th
+    a row                chunks of CHUNK columns, 8 numbers (16 bytes) for each thread:  | 512 | 512 | 512 | 512 | 512 |
+
+Numbers of a row stay in registers from the load to the store. A power of two of columns would leave three eighths of
+the threads idle at D = 2560, so a row is a tuple of chunks, and only the last one has a mask, if it needs one.
+
+The gradient of the weight is a sum over rows. A program adds up its own in float32, and a second kernel adds those of
+all programs, in order: nothing is atomic, and results do not depend on who comes first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUMMED_ROWS = 64
+SUMMED_COLUMNS = 32
+
+
+class Configuration(NamedTuple):
+    """How a kernel is cut up; found by measurement (`bench/norms.py`)."""
+
+    rows: int = 1  # that a program has in registers at a time
+    warps: int = 2
+    stages: int = 1  # rows whose loads are under way: with 1 those of other programs are, with more the next ones
+    resident: int = 4  # programs for each multiprocessor
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a row that are loaded at once: 8 for each thread."""
+        return 8 * 32 * self.warps // self.rows
+
+
+class Choice(NamedTuple):
+    forward: Configuration
+    backward: Configuration
+
+
+def choose(width: int) -> Choice:
+    """At most 40 numbers of a row for each thread, and as many programs as their registers leave room for."""
+    warps = 1
+    while 32 * 40 * warps < width and warps < 16:
+        warps *= 2
+    held = 8 if width > 32 * 32 * warps else 12  # warps of the backward pass that a multiprocessor holds
+    return Choice(
+        forward=Configuration(warps=warps, resident=max(1, 32 // warps)),
+        backward=Configuration(warps=warps, resident=max(1, held // warps)),
+    )
+
+
+def is_interpreted() -> bool:
+    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
+    return not isinstance(_forward_kernel, triton.JITFunction)
+
+
+def forward(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rounded: bool, by: Configuration | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y [.., D], x + added [.., D] (or nothing), and 1 / rms [..] of each row."""
+    by = choose(x.shape[-1]).forward if by is None else by
+    x = x.contiguous()
+    num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    y = torch.empty_like(x)
+    total = torch.empty_like(x) if added is not None else x.new_empty(0)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    _forward_kernel[(_programs(num_rows, x.device, by),)](
+        x,
+        x if added is None else added.contiguous(),
+        weight.contiguous(),
+        y,
+        y if added is None else total,
+        rstd,
+        num_rows,
+        eps,
+        HAS_ADDED=added is not None,
+        ROUNDED=rounded,
+        **_launch(width, by),
+    )
+    return y, total, rstd
+
+
+def backward(
+    dys: list[Tensor],
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    residual: Tensor | None,
+    *,
+    weight_gradient: bool = True,
+    by: Configuration | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dx [.., D] and the weight's gradient [D], or nothing."""
+    by = choose(x.shape[-1]).backward if by is None else by
+    x = x.contiguous()
+    num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    first, *others = (dy.contiguous() for dy in _at_most_three(dys))
+    dx = torch.empty_like(x)
+    programs = _programs(num_rows, x.device, by)
+    partial = x.new_empty(programs if weight_gradient else 0, width, dtype=torch.float32)
+    _backward_kernel[(programs,)](
+        first,
+        others[0] if others else first,
+        others[1] if len(others) > 1 else first,
+        x,
+        weight.contiguous(),
+        rstd,
+        first if residual is None else residual.contiguous(),
+        dx,
+        partial,
+        num_rows,
+        NUM_DY=1 + len(others),
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight_gradient,
+        **_launch(width, by),
+    )
+    if not weight_gradient:
+        return dx, weight.new_empty(0)
+    dweight = weight.new_empty(width)
+    grid = (triton.cdiv(width, SUMMED_COLUMNS),)
+    _sum_kernel[grid](partial, dweight, programs, D=width, ROWS=SUMMED_ROWS, COLUMNS=SUMMED_COLUMNS, num_warps=4)
+    return dx, dweight
+
+
+def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
+    """The kernel has three pointers: what is beyond is added to the last of these, in float32 as there."""
+    if len(dys) <= 3:
+        return dys
+    last = dys[2].float()
+    for dy in dys[3:]:
+        last = last + dy.view_as(last)
+    return [*dys[:2], last]
+
+
+def _programs(num_rows: int, device: torch.device, by: Configuration) -> int:
+    held = 3  # in the interpreter
+    if device.type == "cuda":
+        held = torch.cuda.get_device_properties(device).multi_processor_count * by.resident
+    return max(1, min(-(-num_rows // by.rows), held))
+
+
+def _launch(width: int, by: Configuration) -> dict[str, int]:
+    return {
+        "D": width,
+        "CHUNK": min(triton.next_power_of_2(width), by.chunk),
+        "ROWS": by.rows,
+        "STAGES": by.stages,
+        "num_warps": by.warps,
+    }
+
+
+@triton.jit
+def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Of the numbers [ROWS, CHUNK] in chunk `c` of rows `first` on."""
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
+
+
+@triton.jit
+def _inside(first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """Which of them exist."""
+    row = first + tl.arange(0, ROWS)
+    column = c * CHUNK + tl.arange(0, CHUNK)
+    return (row < num_rows)[:, None] & (column < D)[None, :]
+
+
+@triton.jit
+def _read(pointer, first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    offset = _offset(first, c, D, CHUNK, ROWS)
+    if ROWS == 1 and (c + 1) * CHUNK <= D:
+        value = tl.load(pointer + offset)
+    else:
+        value = tl.load(pointer + offset, mask=_inside(first, c, num_rows, D, CHUNK, ROWS), other=0.0)
+    return value
+
+
+@triton.jit
+def _write(
+    pointer, value, first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    offset = _offset(first, c, D, CHUNK, ROWS)
+    value = value.to(pointer.dtype.element_ty)
+    if ROWS == 1 and (c + 1) * CHUNK <= D:
+        tl.store(pointer + offset, value)
+    else:
+        tl.store(pointer + offset, value, mask=_inside(first, c, num_rows, D, CHUNK, ROWS))
+
+
+@triton.jit
+def _per_row(pointer, first, num_rows, ROWS: tl.constexpr):
+    row = first + tl.arange(0, ROWS)
+    return tl.load(pointer + row, mask=row < num_rows, other=0.0)[:, None]
+
+
+@triton.jit
+def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
+    """The chunks [1, CHUNK] of the weight."""
+    chunks = ()
+    for c in tl.static_range(tl.cdiv(D, CHUNK)):
+        chunks += (_read(weight, 0, c, 1, D, CHUNK, 1),)
+    return chunks
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward_kernel(
+    x, added, weight, y, total, rstds, num_rows, eps,
+    HAS_ADDED: tl.constexpr, ROUNDED: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = tl.cdiv(D, CHUNK)
+    weights = _weights(weight, D, CHUNK)
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
+        values = ()
+        for c in tl.static_range(CHUNKS):
+            value = _read(x, first, c, num_rows, D, CHUNK, ROWS)
+            if HAS_ADDED:
+                other = _read(added, first, c, num_rows, D, CHUNK, ROWS)
+                value = (value.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+            values += (value,)
+        squares = tl.zeros((ROWS, CHUNK), tl.float32)
+        for c in tl.static_range(CHUNKS):
+            wide = values[c].to(tl.float32)
+            squares += wide * wide
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
+        row = first + tl.arange(0, ROWS)
+        tl.store(rstds + row, rstd, mask=row < num_rows)
+        for c in tl.static_range(CHUNKS):
+            if HAS_ADDED:
+                _write(total, values[c], first, c, num_rows, D, CHUNK, ROWS)
+            normal = values[c].to(tl.float32) * rstd[:, None]
+            if ROUNDED:
+                normal = normal.to(y.dtype.element_ty).to(tl.float32)
+            _write(y, normal * weights[c].to(tl.float32), first, c, num_rows, D, CHUNK, ROWS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward_kernel(
+    dy0, dy1, dy2, x, weight, rstds, residual, dx, partial, num_rows,
+    NUM_DY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    CHUNKS: tl.constexpr = tl.cdiv(D, CHUNK)
+    weights = _weights(weight, D, CHUNK)
+    sums = ()
+    for c in tl.static_range(CHUNKS):
+        sums += (tl.zeros((ROWS, CHUNK), tl.float32),)
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
+        rstd = _per_row(rstds, first, num_rows, ROWS)
+        dys = ()
+        values = ()
+        residuals = ()
+        for c in tl.static_range(CHUNKS):  # all loads first, so that they are all under way
+            dy = _read(dy0, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)
+            if NUM_DY > 1:
+                dy += _read(dy1, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)
+            if NUM_DY > 2:
+                dy += _read(dy2, first, c, num_rows, D, CHUNK, ROWS).to(tl.float32)
+            dys += (dy,)
+            values += (_read(x, first, c, num_rows, D, CHUNK, ROWS),)
+            if HAS_RESIDUAL:
+                residuals += (_read(residual, first, c, num_rows, D, CHUNK, ROWS),)
+        products = tl.zeros((ROWS, CHUNK), tl.float32)
+        added = ()
+        for c in tl.static_range(CHUNKS):
+            normal = values[c].to(tl.float32) * rstd
+            weighted = dys[c] * normal
+            added += (sums[c] + weighted,)
+            products += weighted * weights[c].to(tl.float32)
+        if HAS_WEIGHT:
+            sums = added
+        mean = (tl.sum(products, axis=1) / D)[:, None]
+        for c in tl.static_range(CHUNKS):
+            normal = values[c].to(tl.float32) * rstd
+            gradient = (dys[c] * weights[c].to(tl.float32) - normal * mean) * rstd
+            if HAS_RESIDUAL:
+                gradient += residuals[c].to(tl.float32)
+            _write(dx, gradient, first, c, num_rows, D, CHUNK, ROWS)
+    if HAS_WEIGHT:
+        for c in tl.static_range(CHUNKS):
+            total = tl.sum(sums[c], axis=0)[None, :]
+            _write(partial, total, tl.program_id(0), c, tl.num_programs(0), D, CHUNK, 1)
+
+
+@triton.jit(do_not_specialize=["num_partial"])
+def _sum_kernel(partial, dweight, num_partial, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(0, num_partial, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < num_partial)[:, None] & (column < D)[None, :]
+        sums += tl.load(partial + row[:, None] * D + column[None, :], mask=inside, other=0.0)
+    tl.store(dweight + column, tl.sum(sums, axis=0).to(dweight.dtype.element_ty), mask=column < D)
