@@ -35,6 +35,11 @@ MAX_SUMMANDS = 3
 """Gradients of y that the kernel reads at a time."""
 
 
+AS_WRITTEN = False
+"""Whether hidden states are rounded before the product with the weight, too, where the module has it so. The compiler
+computes such a chain in float32 and rounds its end alone, which is nearer to exact results: so do we."""
+
+
 # Before autograd
 
 
@@ -135,7 +140,8 @@ def _is_stream(x: fx.Node) -> bool:
 
 def _insert(graph: fx.Graph, norm: _Norm) -> None:
     with graph.inserting_before(norm.result):
-        call = graph.call_function(torch.ops.padfree.rms_norm.default, (norm.x, norm.weight, norm.eps, norm.rounded))
+        arguments = (norm.x, norm.weight, norm.eps, norm.rounded and AS_WRITTEN)
+        call = graph.call_function(torch.ops.padfree.rms_norm.default, arguments)
         y = graph.call_function(operator.getitem, (call, 0))
     _replace(graph, norm.result, y)
 
@@ -143,7 +149,7 @@ def _insert(graph: fx.Graph, norm: _Norm) -> None:
 def _insert_with_sum(graph: fx.Graph, norm: _Norm) -> None:
     a, b = norm.x.args
     with graph.inserting_before(norm.x):
-        arguments = (a, b, norm.weight, norm.eps, norm.rounded)
+        arguments = (a, b, norm.weight, norm.eps, norm.rounded and AS_WRITTEN)
         call = graph.call_function(torch.ops.padfree.add_rms_norm.default, arguments)
         y = graph.call_function(operator.getitem, (call, 0))
         total = graph.call_function(operator.getitem, (call, 1))
@@ -196,18 +202,17 @@ def gather(graph: fx.Graph) -> None:
 
 
 def _take_summands(graph: fx.Graph, node: fx.Node) -> None:
-    sums: list[fx.Node] = []
-    summands: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    before: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    summands = list(before)
     width = node.args[1].meta["val"].shape[-1]  # type: ignore[union-attr]
     while len(summands) < MAX_SUMMANDS:
         found = [(place, total) for place, dy in enumerate(summands) if (total := _sum_behind(dy, width))]
         if not found:
             break
         place, total = found[0]
-        sums.append(summands[place])
         summands[place : place + 1] = total.args  # type: ignore[assignment]
     node.update_arg(0, summands)
-    for each in sums:
+    for each in before:
         _erase(graph, each)
 
 
