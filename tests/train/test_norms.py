@@ -110,7 +110,7 @@ def test_the_compiler_may_rely_on_shapes_strides_and_gradients(dtype: torch.dtyp
     a, b = (random(1, 5, 16, seed=seed, dtype=dtype).requires_grad_() for seed in (0, 1))
     weight = random(16, seed=2, dtype=dtype).requires_grad_()
     torch.library.opcheck(OPS.rms_norm.default, (a, weight, EPS, True))
-    columns = random(16, 5, 1, seed=3, dtype=dtype).permute(2, 1, 0).requires_grad_()  # [1, 5, 16], its rows not contiguous
+    columns = random(16, 5, 1, seed=3, dtype=dtype).permute(2, 1, 0).requires_grad_()  # rows not contiguous
     torch.library.opcheck(OPS.rms_norm.default, (columns, weight, EPS, False))
     torch.library.opcheck(OPS.add_rms_norm.default, (columns, b, weight, EPS, False))
     x, dy, rstd = a.detach(), b.detach(), torch.ones(1, 5)

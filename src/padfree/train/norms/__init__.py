@@ -7,9 +7,9 @@
     y = weight · round(x · rstd)    rstd = (mean x² + eps)^-½         with `rounded`, as Llama and most others have it
     y = round(weight · x · rstd)                                      without, as GPT-OSS has it
 
-The arithmetic is float32, and rounding to the type of x is where Hugging Face's modules have it. `dys` are the gradients
-of y that come from several products: their sum is never written. Nor is dx before `residual`, the gradient that
-passes by the norm, is added to it. A dys may have the rows of x in another shape, such as [T, D] for [1, T, D].
+The arithmetic is float32, and rounding to the type of x is where Hugging Face's modules have it. `dys` are gradients
+of y that come from several products: their sum is never written. Nor is dx before `residual`, the gradient that passes
+by the norm, is added to it. Each of `dys` may have the rows of x in another shape, such as [T, D] for [1, T, D].
 
 On a GPU these are Triton kernels (`kernels.py`), elsewhere what is below. `graph.py` puts them into compiled layers.
 """

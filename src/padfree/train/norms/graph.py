@@ -64,12 +64,12 @@ def replace_norms(graph: fx.Graph, products: Collection[Any]) -> int:
 
 def _match(rsqrt: fx.Node) -> _Norm | None:
     """The norm around `rsqrt`, if it is one."""
-    if rsqrt.op != "call_function" or rsqrt.target is not torch.rsqrt or len(rsqrt.users) != 1:
+    if not _is_call(rsqrt, torch.rsqrt):
         return None
-    shifted, scaled = rsqrt.args[0], next(iter(rsqrt.users))
+    shifted: Any = rsqrt.args[0]
     if not _is_call(shifted, operator.add) or not isinstance(shifted.args[1], float):
         return None
-    mean = shifted.args[0]
+    mean, eps = shifted.args
     if not _is_call(mean, "mean") or mean.args[1:] != (-1,) or mean.kwargs != {"keepdim": True}:
         return None
     square = mean.args[0]
@@ -78,29 +78,30 @@ def _match(rsqrt: fx.Node) -> _Norm | None:
     wide = square.args[0]
     if not _is_call(wide, "to", users=2) or wide.args[1:] != (torch.float32,):
         return None
+    (scaled,) = rsqrt.users
     if not _is_call(scaled, operator.mul) or set(scaled.args) != {wide, rsqrt}:
         return None
-    return _match_end(wide.args[0], scaled, shifted.args[1])
+    return _match_end(wide.args[0], scaled, eps)
 
 
-def _match_end(x: Any, scaled: fx.Node, eps: float) -> _Norm | None:
+def _match_end(x: fx.Node, scaled: fx.Node, eps: float) -> _Norm | None:
     """The product with the weight, and the rounding before or after it."""
-    row = _value(x)
-    if row is None or row.ndim != 3 or row.dtype not in DTYPES:
-        return None
-    second = next(iter(scaled.users))
+    (second,) = scaled.users
     rounded = _is_call(second, "to")
-    result = next(iter(second.users))
-    product, rounding = (result, second) if rounded else (second, result)
-    if product.target is not operator.mul or not _is_call(rounding, "to", users=None):
+    if not rounded and not _is_call(second, operator.mul):
         return None
-    if rounding.args[1:] != (row.dtype,) or (second if rounded else scaled) not in product.args:
+    (result,) = second.users
+    product, rounding, factor = (result, second, second) if rounded else (second, result, scaled)
+    if not _is_call(product, operator.mul, users=None) or not _is_call(rounding, "to", users=None):
         return None
-    (weight,) = (arg for arg in product.args if arg is not (second if rounded else scaled))
-    value = _value(weight)
-    if value is None or weight.op not in ("placeholder", "get_attr"):
+    others: list[Any] = [arg for arg in product.args if arg is not factor]
+    if len(others) != 1 or not isinstance(others[0], fx.Node) or others[0].op not in ("placeholder", "get_attr"):
         return None
-    if value.dtype != row.dtype or value.ndim != 1 or not _same(value.shape, row.shape[-1:]):
+    weight = others[0]
+    row, numbers = _value(x), _value(weight)
+    if row is None or numbers is None or row.ndim != 3 or row.dtype not in DTYPES:
+        return None
+    if rounding.args[1:] != (row.dtype,) or numbers.dtype != row.dtype or not _same(numbers.shape, row.shape[-1:]):
         return None
     return _Norm(x, weight, eps, rounded, result)
 
@@ -147,9 +148,8 @@ def _insert(graph: fx.Graph, norm: _Norm) -> None:
 
 
 def _insert_with_sum(graph: fx.Graph, norm: _Norm) -> None:
-    a, b = norm.x.args
     with graph.inserting_before(norm.x):
-        arguments = (a, b, norm.weight, norm.eps, norm.rounded and AS_WRITTEN)
+        arguments = (*norm.x.args, norm.weight, norm.eps, norm.rounded and AS_WRITTEN)
         call = graph.call_function(torch.ops.padfree.add_rms_norm.default, arguments)
         y = graph.call_function(operator.getitem, (call, 0))
         total = graph.call_function(operator.getitem, (call, 1))
@@ -180,7 +180,7 @@ def _same(left: Any, right: Any) -> bool:
 # After autograd
 
 
-class GatherGradients(CustomGraphPass):  # type: ignore[misc]
+class GatherGradients(CustomGraphPass):
     """A pass of inductor's over each graph after autograd."""
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -202,50 +202,52 @@ def gather(graph: fx.Graph) -> None:
 
 
 def _take_summands(graph: fx.Graph, node: fx.Node) -> None:
-    before: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-    summands = list(before)
-    width = node.args[1].meta["val"].shape[-1]  # type: ignore[union-attr]
+    dys, x = _arguments(node)[:2]
+    summands: list[Any] = list(dys)
     while len(summands) < MAX_SUMMANDS:
-        found = [(place, total) for place, dy in enumerate(summands) if (total := _sum_behind(dy, width))]
+        found = [(place, total) for place, dy in enumerate(summands) if (total := _sum_behind(dy, x))]
         if not found:
             break
         place, total = found[0]
-        summands[place : place + 1] = total.args  # type: ignore[assignment]
+        summands[place : place + 1] = total.args
     node.update_arg(0, summands)
-    for each in before:
-        _erase(graph, each)
+    for dy in dys:
+        _erase(graph, dy)
 
 
-def _sum_behind(node: fx.Node, width: int) -> fx.Node | None:
-    """The sum of which `node` is the only use, perhaps in another shape with as many columns."""
+def _sum_behind(node: Any, x: fx.Node) -> fx.Node | None:
+    """The sum of which `node` is the only use, perhaps in another shape with as many columns as x."""
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
-        node = node.args[0]  # type: ignore[assignment]
-        if not _same(node.meta["val"].shape[-1:], (width,)):
+        node = node.args[0]
+        if not _same(node.meta["val"].shape[-1:], x.meta["val"].shape[-1:]):
             return None
     return node if len(node.users) == 1 and _is_plain_sum(node) else None
 
 
 def _take_residual(graph: fx.Graph, node: fx.Node) -> None:
     (dx,) = (user for user in node.users if user.args[1] == 0)
-    if node.args[4] is not None or len(dx.users) != 1:
+    if _arguments(node)[4] is not None or len(dx.users) != 1:
         return
-    total = next(iter(dx.users))
+    (total,) = dx.users
     if not _is_plain_sum(total):
         return
-    (other,) = (arg for arg in total.args if arg is not dx)
-    if not other < node:  # type: ignore[operator]
-        return  # it comes later than the norm
+    (other,) = (arg for arg in _arguments(total) if arg is not dx)
+    if node < other:
+        return
     node.update_arg(4, other)
     total.replace_all_uses_with(dx)
     graph.erase_node(total)
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _is_plain_sum(node: fx.Node) -> bool:
     """Of two different tensors of one type and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
-    total, *parts = (arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in (node, *node.args))
-    return all(
-        isinstance(part, Tensor) and part.dtype == total.dtype and _same(part.shape, total.shape) for part in parts
-    )
+    total = node.meta["val"]
+    parts = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
+    return len(parts) == 2 and all(part.dtype == total.dtype and _same(part.shape, total.shape) for part in parts)

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """The norms as Triton kernels: what is read is read once, and gradients of the weight wait in registers.
 
     a program's rows     [ROWS, D] at a time, every `num_programs · ROWS`-th
@@ -249,7 +250,7 @@ def _backward_kernel(
     CHUNKS: tl.constexpr = tl.cdiv(D, CHUNK)
     weights = _weights(weight, D, CHUNK)
     sums = ()
-    for c in tl.static_range(CHUNKS):
+    for _ in tl.static_range(CHUNKS):
         sums += (tl.zeros((ROWS, CHUNK), tl.float32),)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):

@@ -1,0 +1,222 @@
+"""The norms as operators: ways to cut the kernels up against each other, torch.compile, and what the bytes need.
+
+    PYTHONPATH=src python bench/norms.py
+
+For three shapes in bfloat16 on a GPU. Lines, of which the floor is their bytes at 4.3 TB/s:
+
+    forward            x -> y, rstd
+    forward, sum       a, b -> y, a + b, rstd
+    backward, n        n gradients of y, x, rstd -> dx, dweight; and the gradient that passes by, added to dx
+
+`compiled` is torch.compile of the same function in plain torch, for a fixed shape. A configuration that cannot be
+compiled or launched says so, and the next one is tried. All are timed for the first line of a kind, and the best three
+for the others. Before the times, results of every configuration are compared with plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padfree.train.norms import norm, norm_backward
+from padfree.train.norms.kernels import Configuration, backward, choose, forward
+
+SHAPES = {(14_918, 2560): 26.0, (14_918, 1024): 14.0, (8192, 4096): 14.0}
+"""T and D, and the seconds after which nothing but what is chosen is timed: most of them are the compiler's."""
+
+BANDWIDTH = 4.3e12
+EPS = 1e-6
+REPETITIONS = 12
+# rows, warps, stages, resident
+FORWARD = [
+    Configuration(1, 1, 1, 32), Configuration(1, 2, 1, 16), Configuration(1, 4, 1, 8), Configuration(1, 8, 1, 4),
+    Configuration(1, 4, 2, 6), Configuration(2, 4, 1, 8),
+]  # fmt: skip
+BACKWARD = [
+    Configuration(1, 1, 1, 12), Configuration(1, 2, 1, 4), Configuration(1, 2, 1, 6), Configuration(1, 2, 2, 4),
+    Configuration(1, 4, 1, 3), Configuration(1, 4, 1, 4), Configuration(1, 4, 2, 3), Configuration(1, 4, 2, 4),
+    Configuration(1, 4, 3, 2), Configuration(1, 8, 1, 2), Configuration(1, 8, 1, 3), Configuration(1, 8, 2, 2),
+    Configuration(2, 4, 1, 2),
+]  # fmt: skip
+
+
+@dataclass
+class Tensors:
+    """Of one shape [1, T, D], in turn: what was read last time is no longer in the cache."""
+
+    a: Tensor
+    b: Tensor
+    dys: list[Tensor]
+    weight: Tensor
+    rstd: Tensor
+    flush: Tensor
+
+    @classmethod
+    def random(cls, shape: tuple[int, int], device: str = "cuda") -> Tensors:
+        a, b, *dys = (torch.randn(1, *shape, device=device).bfloat16() for _ in range(5))
+        weight = torch.rand(shape[1], device=device).bfloat16() + 0.5
+        rstd = (a.float().square().mean(-1) + EPS).rsqrt()
+        return cls(a, b, dys, weight, rstd, torch.empty(128 << 20, dtype=torch.int8, device=device))
+
+
+@dataclass
+class Line:
+    name: str
+    num_tensors: int  # [T, D] that are read or written
+    plain: Callable[[], Any]
+    kernel: Callable[..., Any]
+    is_forward: bool = False
+
+
+def lines(tensors: Tensors) -> list[Line]:
+    a, b, weight, rstd = tensors.a, tensors.b, tensors.weight, tensors.rstd
+
+    def plain_sum() -> Any:
+        total = a + b
+        return *norm(total, weight, EPS, False), total
+
+    def backward_line(num: int, residual: Tensor | None) -> Line:
+        arguments = (tensors.dys[:num], a, weight, rstd, residual)
+        return Line(
+            f"backward, {num}" + ("" if residual is None else ", residual"),
+            num + 2 + (residual is not None),
+            partial(norm_backward, *arguments),
+            partial(backward, *arguments),
+        )
+
+    return [
+        backward_line(3, b),
+        Line("forward, sum", 4, plain_sum, partial(forward, a, b, weight, EPS, False), is_forward=True),
+        backward_line(2, b),
+        backward_line(1, b),
+        backward_line(1, None),
+        Line("forward", 2, lambda: norm(a, weight, EPS, False), partial(forward, a, None, weight, EPS, False), True),
+    ]
+
+
+def median(call: Callable[[], Any], flush: Tensor) -> float:
+    """Microseconds on the device, the cache filled with something else before each call."""
+    for _ in range(2):
+        call()
+    make: Any = torch.cuda.Event
+    pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(REPETITIONS)]
+    for begin, end in pairs:
+        flush.zero_()
+        # The host must be ahead, or its own time is counted: this keeps the device busy meanwhile.
+        torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs)
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    """Microseconds that the host takes to launch it."""
+    call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(20):
+        call()
+    spent = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return 1e6 * spent / 20
+
+
+def short(by: Configuration) -> str:
+    return f"{by.rows} rows {by.warps} warps {by.stages} stages {by.resident} resident"
+
+
+def attempt(name: str, call: Callable[[], float]) -> float | None:
+    try:
+        return call()
+    except Exception as error:
+        print(f"    {name:44}{type(error).__name__}: {' '.join(str(error).split())[:100]}", flush=True)
+        return None
+
+
+def fits(width: int, by: Configuration) -> bool:
+    """More numbers of a thread would not fit into its registers."""
+    return width <= 48 * 32 * by.warps // by.rows
+
+
+def bench_shape(shape: tuple[int, int], seconds: float) -> None:
+    tensors = Tensors.random(shape)
+    deadline = time.perf_counter() + seconds
+    choice = choose(shape[1])
+    best = {True: FORWARD, False: BACKWARD}
+    print(f"T {shape[0]}, D {shape[1]}")
+    for line in lines(tensors):
+        chosen = choice.forward if line.is_forward else choice.backward
+        floor = 1e6 * line.num_tensors * 2 * shape[0] * shape[1] / BANDWIDTH
+        print(f"  {line.name}: floor {floor:.0f} us", flush=True)
+        times: dict[Configuration, float] = {}
+        for by in dict.fromkeys([chosen, *best[line.is_forward]]):
+            if by != chosen and (time.perf_counter() > deadline or not fits(shape[1], by)):
+                continue
+            found = attempt(short(by), partial(median, partial(line.kernel, by=by), tensors.flush))
+            if found is not None:
+                times[by] = found
+                mark = "  (chosen)" if by == chosen else ""
+                print(f"    {short(by):44}{found:8.1f} us {floor / found:6.2f}{mark}", flush=True)
+        best[line.is_forward] = sorted(times, key=lambda by: times[by])[:3]
+        if chosen in times:
+            print(f"    the host launches it in {host_time(partial(line.kernel, by=chosen)):.0f} us")
+        if time.perf_counter() < deadline:
+            torch._dynamo.reset()
+            found = attempt("compiled", partial(median, torch.compile(line.plain, dynamic=False), tensors.flush))
+            if found is not None:
+                print(f"    {'compiled':44}{found:8.1f} us {floor / found:6.2f}", flush=True)
+
+
+def check(shape: tuple[int, int]) -> None:
+    """The largest relative distance from plain torch in float64, for every configuration."""
+    tensors = Tensors.random(shape)
+    a, b, weight, rstd = (tensor.double() for tensor in (tensors.a, tensors.b, tensors.weight, tensors.rstd))
+    total = (tensors.a + tensors.b).double()
+    dys = [dy.double() for dy in tensors.dys]
+    right = [norm(total, weight, EPS, False)[0], total, *norm_backward(dys, a, weight, rstd, b)]
+    choice = choose(shape[1])
+
+    def compare(found: tuple[Tensor, ...], expected: list[Tensor]) -> float:
+        pairs = zip(found, expected, strict=True)
+        return max(float((mine.double() - exact).norm() / exact.norm()) for mine, exact in pairs)
+
+    def forward_error(by: Configuration) -> float:
+        return compare(forward(tensors.a, tensors.b, tensors.weight, EPS, False, by)[:2], right[:2])
+
+    def backward_error(by: Configuration) -> float:
+        found = backward(tensors.dys, tensors.a, tensors.weight, tensors.rstd, tensors.b, by=by)
+        return compare(found, right[2:])
+
+    for name, call, configurations in (
+        ("forward", forward_error, [choice.forward, *FORWARD]),
+        ("backward", backward_error, [choice.backward, *BACKWARD]),
+    ):
+        for by in dict.fromkeys(configurations):
+            worst = attempt(short(by), partial(call, by)) if fits(shape[1], by) else None
+            if worst is not None:
+                print(f"    {'right' if worst < 4e-3 else 'WRONG'} {worst:.1e}  {name}, {short(by)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}; share of the floor in the last column")
+    check((1001, 2560))
+    for shape, seconds in SHAPES.items():
+        bench_shape(shape, seconds)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
