@@ -71,6 +71,37 @@ def test_float64_is_left_alone() -> None:
     assert found_in("llama", torch.float32) == PRE_NORM
 
 
+class Parallel(nn.Module):
+    """Two norms of one sum, and a third whose result is only added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(Qwen3RMSNorm(8) for _ in range(3))
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        x = a + b
+        first, second, third = (norm(x) for norm in self.norms)
+        return x + self.left(first) + self.right(second) + third  # type: ignore[no-any-return]
+
+
+def test_norms_that_share_a_sum() -> None:
+    torch._dynamo.reset()
+    graphs: list[fx.Graph] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        assert replace_norms(graph.graph, PRODUCTS) == 2
+        graph.graph.lint()
+        graph.recompile()
+        graphs.append(graph.graph)
+        return graph.forward
+
+    module, a, b = Parallel(), torch.ones(1, 3, 8), torch.arange(24.0).view(1, 3, 8)
+    torch.testing.assert_close(torch.compile(module, backend=backend)(a, b), module(a, b))
+    (graph,) = graphs
+    assert operators(graph) == ["add_rms_norm", "rms_norm"]
+
+
 # What backward takes in
 
 
@@ -201,6 +232,7 @@ def traced(function: Any, *inputs: Tensor) -> fx.Graph:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
+    graph.graph.eliminate_dead_code()
     gather(graph.graph)
     graph.recompile()
     for mine, right in zip(graph(*inputs), function(*inputs), strict=True):
@@ -249,6 +281,13 @@ def test_a_gradient_that_comes_later_is_added_later() -> None:
         return dx + dweight.expand_as(dx).cos(), dweight
 
     assert taken(traced(later, X, X.cos(), X.sin())) == (2, False)
+
+
+def test_a_gradient_of_the_weight_alone() -> None:
+    def weight_alone(a: Tensor, b: Tensor, x: Tensor) -> Any:
+        return (backward(a + b, x)[1],)
+
+    assert taken(traced(weight_alone, X, X.cos(), X.sin())) == (2, False)
 
 
 def test_no_more_than_the_kernel_reads() -> None:

@@ -1,7 +1,8 @@
 """`torch.compile` of each layer, and what a compiled layer keeps for its backward pass.
 
-Attention is one operator in a layer's graph (over context ranks: a break in it). The second length makes the number of
-tokens a variable and compiles once more; what never changes stays constant. Of a decoder layer
+Attention is one operator in a layer's graph (over context ranks: a break in it), and so are norms before products: see
+`padfree.train.norms`. The second length makes the number of tokens a variable and compiles once more; what never
+changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
 
@@ -39,7 +40,7 @@ FIRST = 0.05
 """The share of the layers that keep their input alone under `host`."""
 
 LONG_ROW = 8192
-"""Tokens from which on norms are reduced `ROWS_AT_A_TIME` rows at a time: the compiler's own choice is half of that."""
+"""Tokens from which on the compiler reduces norms `ROWS_AT_A_TIME` rows at a time: its own choice is half of that."""
 
 ROWS_AT_A_TIME = 32
 

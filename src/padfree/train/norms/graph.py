@@ -34,7 +34,6 @@ RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
 """Gradients of y that the kernel reads at a time."""
 
-
 AS_WRITTEN = False
 """Whether hidden states are rounded before the product with the weight, too, where the module has it so. The compiler
 computes such a chain in float32 and rounds its end alone, which is nearer to exact results: so do we."""
@@ -53,13 +52,17 @@ class _Norm(NamedTuple):
 
 def replace_norms(graph: fx.Graph, products: Collection[Any]) -> int:
     """Put the operators where the norms are; how many they were. `products` are the matrix products of the graph."""
-    norms = [norm for node in graph.nodes if (norm := _match(node)) and _reaches(norm.result, products)]
-    for norm in norms:
+    count = 0
+    for node in list(graph.nodes):
+        norm = _match(node)  # not before the others are replaced: it may have their sum for x
+        if norm is None or not _reaches(norm.result, products):
+            continue
+        count += 1
         if _is_stream(norm.x):
             _insert_with_sum(graph, norm)
         else:
             _insert(graph, norm)
-    return len(norms)
+    return count
 
 
 def _match(rsqrt: fx.Node) -> _Norm | None:
@@ -226,9 +229,10 @@ def _sum_behind(node: Any, x: fx.Node) -> fx.Node | None:
 
 
 def _take_residual(graph: fx.Graph, node: fx.Node) -> None:
-    (dx,) = (user for user in node.users if user.args[1] == 0)
-    if _arguments(node)[4] is not None or len(dx.users) != 1:
+    found = [user for user in node.users if user.args[1] == 0]  # none if only the weight's gradient is asked for
+    if _arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
         return
+    (dx,) = found
     (total,) = dx.users
     if not _is_plain_sum(total):
         return

@@ -49,9 +49,9 @@ def choose(width: int) -> Choice:
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
         warps *= 2
-    held = 8 if width > 32 * 32 * warps else 12  # warps of the backward pass that a multiprocessor holds
+    held = 8 if width > 32 * 32 * warps else 12  # warps that a multiprocessor holds in the backward pass
     return Choice(
-        forward=Configuration(warps=warps, resident=max(1, 32 // warps)),
+        forward=Configuration(warps=warps, resident=max(1, 20 // warps)),
         backward=Configuration(warps=warps, resident=max(1, held // warps)),
     )
 
