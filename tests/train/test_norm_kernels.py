@@ -94,8 +94,8 @@ def test_half_precision(shape: tuple[int, int], dtype: torch.dtype, values: dict
     by = configuration(values)
     a, b, *dys = (random(1, *shape, seed=seed, dtype=dtype) for seed in range(4))
     weight = random(shape[1], seed=4, dtype=dtype)
-    # The interpreter rounds bfloat16 its own way.
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if INTERPRETED else {"rtol": 8e-3, "atol": 1e-3}
+    # Two roundings may fall to another side each; and the interpreter rounds bfloat16 its own way.
+    tolerance = {"rtol": 2e-2, "atol": 2e-2 if INTERPRETED else 1e-3}
     y, total, rstd = kernels.forward(a, b, weight, EPS, True, by)
     torch.testing.assert_close(total, a + b, **tolerance)
     expected, _ = norm(total, weight, EPS, True)
