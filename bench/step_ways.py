@@ -41,7 +41,10 @@ SHAPES: dict[str, dict[str, int]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
 }  # fmt: skip
 SEED = 8  # 14,918 tokens of 20 samples with a median of 490
-HEAD_MEMORY = 6 << 30  # where activations take far more: all logits fit
+HEAD_MEMORY: dict[str, Memory] = {
+    "none": 6 << 30,  # activations take far more, and all logits fit
+    "host": int(1.6 * 2**30),  # what the first layers leave free: none of the logits is computed twice
+}
 PADDED_TOKENS = 8_192  # of a small padded micro-batch
 
 Gradients = Callable[[], Tensor]
@@ -232,7 +235,7 @@ def padfree_gradients(
     model = make_model(setting, "sdpa")
     steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)  # type: ignore[arg-type]
     parallelize(model, steps)
-    engine = make_engine(model, setting, loss, memory="low" if checkpointing != "none" else HEAD_MEMORY)
+    engine = make_engine(model, setting, loss, memory=HEAD_MEMORY.get(checkpointing, "low"))
     prepared = engine.prepare(setting.samples, setting.old_logprobs if loss == "rl" else None)
     for fewer in (1, 2):  # other lengths first: what is timed is compiled for any length, as it would be in a run
         old = setting.old_logprobs[fewer:] if loss == "rl" else None

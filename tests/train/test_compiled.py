@@ -47,28 +47,28 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-def kept_by(products: bool) -> set[str]:
-    """The modules whose products are kept; attention's results, both of them, always."""
+def kept_by(kept: Kept) -> set[str]:
+    """The modules whose products are kept; attention's results, both of them, as well."""
     torch._dynamo.reset()
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        mark_kept(graph.graph, attention=True, products=products)
+        mark_kept(graph.graph, kept)
         graphs.append(graph)
         return graph.forward
 
     torch.compile(Layer(), backend=backend)(torch.randn(5, 8), torch.tensor([0, 3, 5], dtype=torch.int32))
     (graph,) = graphs
-    kept = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
-    assert len([node for node in kept if "self_attention" in str(node.target)]) == 1
-    assert len([node for node in kept if "getitem" in str(node.target)]) >= 1
-    weights = [str(node.args[1]) for node in kept if "linear" in str(node.target)]
+    nodes = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    assert len([node for node in nodes if "self_attention" in str(node.target)]) == 1
+    assert len([node for node in nodes if "getitem" in str(node.target)]) >= 1
+    weights = [str(node.args[1]) for node in nodes if "linear" in str(node.target)]
     return {name for name in ("q", "k", "v", "o", "gate", "up", "down") if any(f"_{name}_" in text for text in weights)}
 
 
 def test_what_is_kept() -> None:
-    assert kept_by(products=False) == set()
-    assert kept_by(products=True) == {"q", "k", "v", "o"}
+    assert kept_by("selective") == set()
+    assert kept_by("host") == {"q", "k", "v", "o"}
 
 
 @pytest.mark.parametrize("kept", ["none", "selective", "host"])

@@ -92,7 +92,8 @@ def attention(
         raise ValueError(f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; training needs no cache")
     if attn_context.backend != "auto":
         backend = attn_context.backend
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    # Views, and views going back as well: the gradient of `states[0]` would be written to memory anew.
+    q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     if torch.compiler.is_compiling() and attn_context.layout is None:
         output = self_attention(
             q, k, v, attn_context.segments, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,

@@ -1,8 +1,8 @@
 """`torch.compile` of each layer, and what a compiled layer keeps for its backward pass.
 
-Attention is one operator in a layer's graph (over context ranks: a break in it), and so are norms before products: see
-`padfree.train.norms`. The second length makes the number of tokens a variable and compiles once more; what never
-changes stays constant. Of a decoder layer
+Attention is one operator in a layer's graph (over context ranks: a break in it). On a GPU so are the norms and the
+gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. The second length makes the number
+of tokens a variable and compiles once more; what never changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
 
@@ -12,8 +12,8 @@ backward is given
     input       x; everything is computed again, all products but the last one
     selective   x and the result of attention
     host        the products q k v o as well, and most of this waits in the host's memory: see `padfree.train.offload`.
-                The first layers keep their input alone, since nearly all gradients are there when backward comes to
-                them, and the device is fullest
+                The first layers keep their input alone: the link to the host needs the time, and nearly all gradients
+                are there when backward comes to them
 
 What is computed again is what costs least for its bytes. The head never is.
 """
@@ -31,6 +31,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 
+from padfree.train.gated.graph import OverwriteActivations, replace_gated
 from padfree.train.norms.graph import GatherGradients, replace_norms
 from padfree.train.offload import HostMemory
 
@@ -43,6 +44,9 @@ LONG_ROW = 8192
 """Tokens from which on the compiler reduces norms `ROWS_AT_A_TIME` rows at a time: its own choice is half of that."""
 
 ROWS_AT_A_TIME = 32
+
+WIDE_ROW = 2048
+"""Numbers of a token's hidden states from which on a GPU takes longer for a layer than the host for its launches."""
 
 PRODUCTS = (
     nn.functional.linear,
@@ -70,33 +74,48 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
 
 
 def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any], kept: Kept) -> Any:
-    if replace_norms(graph.graph, PRODUCTS):
+    row = _hidden_states(inputs)
+    if _pays(row) and replace_norms(graph.graph, PRODUCTS) + replace_gated(graph.graph, PRODUCTS):
         graph.recompile()
     if backend is lookup_backend("inductor"):
-        patches: dict[str, Any] = {"post_grad_custom_pre_pass": GatherGradients()}
-        if _longest(inputs) >= LONG_ROW:
+        patches: dict[str, Any] = {
+            "post_grad_custom_pre_pass": GatherGradients(),
+            "post_grad_custom_post_pass": OverwriteActivations(),
+        }
+        if row is not None and row.is_cuda and _size(row.shape[1]) >= LONG_ROW:
             patches["triton.mix_order_reduction_split_size"] = ROWS_AT_A_TIME
         backend = partial(backend, config_patches=patches)
     if kept == "none":
         return backend(graph, inputs)
-    mark_kept(graph.graph, attention=kept != "input", products=kept == "host")
+    mark_kept(graph.graph, kept)
     # The compiler's cache on disk does not look at the marks, and would give us a layer compiled without them.
     with functorch_config.patch(enable_autograd_cache=False):
         return backend(graph, inputs)
 
 
-def _longest(inputs: Any) -> int:
-    """Tokens of the row [1, T, D] that a layer is compiled with; 0 on a CPU."""
-    rows = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.ndim == 3]
-    sizes: list[Any] = [tensor.shape[1] for tensor in rows]
-    return max((int(size.node.hint if isinstance(size, torch.SymInt) else size) for size in sizes), default=0)
+def _hidden_states(inputs: Any) -> Tensor | None:
+    """The row [1, T, D] that a layer is compiled with."""
+    rows = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.ndim == 3]
+    return max(rows, key=lambda row: _size(row.shape[2]), default=None)
 
 
-def mark_kept(graph: fx.Graph, *, attention: bool, products: bool) -> None:
+def _size(size: Any) -> int:
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+
+
+def _pays(row: Tensor | None) -> bool:
+    """Whether operators of our own are worth their launches; the compiler's cost the host less."""
+    return row is not None and row.is_cuda and _size(row.shape[2]) >= WIDE_ROW
+
+
+def mark_kept(graph: fx.Graph, what: Kept) -> None:
     """Say of each node whether backward is given its result or computes it again."""
-    kept = {node for node in graph.nodes if attention and _is_attention(node)}
-    if products:
-        kept |= _products_around(kept)
+    kept: set[fx.Node] = set()
+    if what != "input":
+        kept = {node for node in graph.nodes if _is_attention(node)}
+    if what == "host":
+        before, after = (lambda node: node.all_input_nodes), (lambda node: list(node.users))
+        kept |= _nearest_products(kept, before) | _nearest_products(kept, after)
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -110,13 +129,8 @@ def _is_attention(node: fx.Node) -> bool:
     return node.target in (torch.ops.padfree.self_attention, torch.ops.padfree.self_attention.default)
 
 
-def _products_around(attention: set[fx.Node]) -> set[fx.Node]:
-    """The products whose results attention is given, and those that its result goes into."""
-    before = _nearest_products(attention, lambda node: node.all_input_nodes)
-    return before | _nearest_products(attention, lambda node: list(node.users))
-
-
 def _nearest_products(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
+    """The first products on every way from `start`."""
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

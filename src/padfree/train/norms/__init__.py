@@ -1,17 +1,19 @@
-"""RMS norms of hidden states as operators: what a row needs is read once, forward and backward.
+"""RMS norms as operators: what a row needs is read once, forward and backward.
 
     rms_norm            x [.., D], weight [D]        -> y [.., D], rstd [..]
     add_rms_norm        a, b [.., D], weight [D]     -> y [.., D], a + b [.., D], rstd [..]     the residual stream
     rms_norm_backward   dys, x, weight, rstd, residual [.., D] or None -> dx [.., D], dweight [D]
 
-    y = weight · round(x · rstd)    rstd = (mean x² + eps)^-½         with `rounded`, as Llama and most others have it
-    y = round(weight · x · rstd)                                      without, as GPT-OSS has it
+    y = weight · x · rstd    rstd = (mean x² + eps)^-½
 
-The arithmetic is float32, and rounding to the type of x is where Hugging Face's modules have it. `dys` are gradients
-of y that come from several products: their sum is never written. Nor is dx before `residual`, the gradient that passes
-by the norm, is added to it. Each of `dys` may have the rows of x in another shape, such as [T, D] for [1, T, D].
+The arithmetic is float32, and y is rounded to the type of x once. (Most of Hugging Face's modules round x · rstd as
+well. The compiler leaves such roundings out of what it fuses, which is nearer to exact results: so do we.) `dys` are
+gradients of y that come from several products: their sum is never written. Nor is dx before `residual`, the gradient
+that passes by the norm, is added to it. Each of `dys` may have the rows of x in another shape, such as [T, D] for
+[1, T, D].
 
-On a GPU these are Triton kernels (`kernels.py`), elsewhere what is below. `graph.py` puts them into compiled layers.
+On a GPU these are Triton kernels (`kernels.py`), elsewhere what is below. `rotated.py` has the norms of heads, and
+`graph.py` puts them all into compiled layers.
 """
 
 from __future__ import annotations
@@ -25,10 +27,8 @@ RMS_NORM = "padfree::rms_norm"
 ADD_RMS_NORM = "padfree::add_rms_norm"
 BACKWARD = "padfree::rms_norm_backward"
 
-torch.library.define(RMS_NORM, "(Tensor x, Tensor weight, float eps, bool rounded) -> (Tensor, Tensor)")
-torch.library.define(
-    ADD_RMS_NORM, "(Tensor a, Tensor b, Tensor weight, float eps, bool rounded) -> (Tensor, Tensor, Tensor)"
-)
+torch.library.define(RMS_NORM, "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+torch.library.define(ADD_RMS_NORM, "(Tensor a, Tensor b, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     BACKWARD,
     "(Tensor[] dys, Tensor x, Tensor weight, Tensor rstd, Tensor? residual, bool weight_gradient) -> (Tensor, Tensor)",
@@ -38,18 +38,17 @@ torch.library.define(
 # In plain torch
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor]:
-    wide = x.to(_wide(x))
+def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(wide_type(x))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = wide * rstd
-    y = weight * normal.to(x.dtype) if rounded else (weight * normal).to(x.dtype)
-    return y.contiguous(), rstd[..., 0]
+    return (weight * normal).to(x.dtype).contiguous(), rstd[..., 0]
 
 
 def norm_backward(
     dys: list[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    wide = _wide(x)
+    wide = wide_type(x)
     dy = dys[0].to(wide).view_as(x)
     for other in dys[1:]:
         dy = dy + other.view_as(x)
@@ -63,11 +62,11 @@ def norm_backward(
     return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _has_kernels(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
@@ -75,31 +74,31 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 @torch.library.impl(RMS_NORM, ("cpu", "cuda"))
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor]:
-    if not _has_kernels(x):
-        return norm(x, weight, eps, rounded)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not has_kernels(x):
+        return norm(x, weight, eps)
     from padfree.train.norms import kernels
 
-    y, _, rstd = kernels.forward(x, None, weight, eps, rounded)
+    y, _, rstd = kernels.forward(x, None, weight, eps)
     return y, rstd
 
 
 @torch.library.impl(ADD_RMS_NORM, ("cpu", "cuda"))
-def _add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float, rounded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernels(a):
+def _add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    if not has_kernels(a):
         total = (a + b).contiguous()
-        y, rstd = norm(total, weight, eps, rounded)
+        y, rstd = norm(total, weight, eps)
         return y, total, rstd
     from padfree.train.norms import kernels
 
-    return kernels.forward(a, b, weight, eps, rounded)
+    return kernels.forward(a, b, weight, eps)
 
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
 def _rms_norm_backward(
     dys: list[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    if not _has_kernels(x):
+    if not has_kernels(x):
         dx, dweight = norm_backward(dys, x, weight, rstd, residual)
         return dx, dweight if weight_gradient else weight.new_empty(0)
     from padfree.train.norms import kernels
@@ -109,12 +108,12 @@ def _rms_norm_backward(
 
 @torch.library.register_fake(RMS_NORM)  # type: ignore[untyped-decorator]
 def _rms_norm_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=_wide(x))
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide_type(x))
 
 
 @torch.library.register_fake(ADD_RMS_NORM)  # type: ignore[untyped-decorator]
 def _add_rms_norm_shapes(a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return a.new_empty(a.shape), a.new_empty(a.shape), a.new_empty(a.shape[:-1], dtype=_wide(a))
+    return a.new_empty(a.shape), a.new_empty(a.shape), a.new_empty(a.shape[:-1], dtype=wide_type(a))
 
 
 @torch.library.register_fake(BACKWARD)  # type: ignore[untyped-decorator]
@@ -132,7 +131,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[1]
     dx, dweight = torch.ops.padfree.rms_norm_backward([dy], *ctx.saved_tensors, None, needs_weight)
-    return dx, dweight if needs_weight else None, None, None
+    return dx, dweight if needs_weight else None, None
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -143,7 +142,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
 def _gradients_of_sum(ctx: Any, dy: Tensor, dtotal: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[2]
     dx, dweight = torch.ops.padfree.rms_norm_backward([dy], *ctx.saved_tensors, dtotal, needs_weight)
-    return dx, dx, dweight if needs_weight else None, None, None
+    return dx, dx, dweight if needs_weight else None, None
 
 
 torch.library.register_autograd(RMS_NORM, _gradients, setup_context=_save)

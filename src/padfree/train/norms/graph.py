@@ -1,4 +1,4 @@
-"""Finds the norms of hidden states in a layer's graph, and what backward adds around them.
+"""Finds the norms in a layer's graph, and what backward adds around them.
 
 Before autograd, in the graph of a layer as it is written (`replace_norms`):
 
@@ -6,8 +6,10 @@ Before autograd, in the graph of a layer as it is written (`replace_norms`):
     a + b -> the same, and a + b is used elsewhere as well                                 becomes   add_rms_norm
 
 if the row [1, T, D] has as many columns as the weight, and the result goes into a matrix product, so that it is
-written to memory anyway. Norms of heads, and those whose result is only rotated or added to something, are left to the
-compiler, which computes them together with what comes next.
+written to memory anyway. Those whose result is only added to something are left to the compiler, which computes them
+together with what comes next. Of heads [1, T, H, d]
+
+    the same -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin                        becomes   rotated_rms_norm
 
 After autograd, in the backward graph (`GatherGradients`):
 
@@ -27,16 +29,12 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-import padfree.train.norms  # noqa: F401 (the operators)
+import padfree.train.norms.rotated  # noqa: F401 (the operators)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
 """Gradients of y that the kernel reads at a time."""
-
-AS_WRITTEN = False
-"""Whether hidden states are rounded before the product with the weight, too, where the module has it so. The compiler
-computes such a chain in float32 and rounds its end alone, which is nearer to exact results: so do we."""
 
 
 # Before autograd
@@ -46,7 +44,6 @@ class _Norm(NamedTuple):
     x: fx.Node
     weight: fx.Node
     eps: float
-    rounded: bool
     result: fx.Node
 
 
@@ -55,13 +52,16 @@ def replace_norms(graph: fx.Graph, products: Collection[Any]) -> int:
     count = 0
     for node in list(graph.nodes):
         norm = _match(node)  # not before the others are replaced: it may have their sum for x
-        if norm is None or not _reaches(norm.result, products):
+        if norm is None:
             continue
-        count += 1
-        if _is_stream(norm.x):
-            _insert_with_sum(graph, norm)
-        else:
-            _insert(graph, norm)
+        if _dimensions(norm.x) == 4:
+            count += _insert_rotated(graph, norm)
+        elif _reaches(norm.result, products):
+            count += 1
+            if _is_stream(norm.x):
+                _insert_with_sum(graph, norm)
+            else:
+                _insert(graph, norm)
     return count
 
 
@@ -90,11 +90,11 @@ def _match(rsqrt: fx.Node) -> _Norm | None:
 def _match_end(x: fx.Node, scaled: fx.Node, eps: float) -> _Norm | None:
     """The product with the weight, and the rounding before or after it."""
     (second,) = scaled.users
-    rounded = _is_call(second, "to")
-    if not rounded and not _is_call(second, operator.mul):
+    rounded_first = _is_call(second, "to")
+    if not rounded_first and not _is_call(second, operator.mul):
         return None
     (result,) = second.users
-    product, rounding, factor = (result, second, second) if rounded else (second, result, scaled)
+    product, rounding, factor = (result, second, second) if rounded_first else (second, result, scaled)
     if not _is_call(product, operator.mul, users=None) or not _is_call(rounding, "to", users=None):
         return None
     others: list[Any] = [arg for arg in product.args if arg is not factor]
@@ -102,11 +102,11 @@ def _match_end(x: fx.Node, scaled: fx.Node, eps: float) -> _Norm | None:
         return None
     weight = others[0]
     row, numbers = _value(x), _value(weight)
-    if row is None or numbers is None or row.ndim != 3 or row.dtype not in DTYPES:
+    if row is None or numbers is None or row.ndim not in (3, 4) or row.dtype not in DTYPES:
         return None
     if rounding.args[1:] != (row.dtype,) or numbers.dtype != row.dtype or not _same(numbers.shape, row.shape[-1:]):
         return None
-    return _Norm(x, weight, eps, rounded, result)
+    return _Norm(x, weight, eps, result)
 
 
 def _is_call(node: Any, target: Any, users: int | None = 1) -> bool:
@@ -121,6 +121,11 @@ def _value(node: Any) -> Tensor | None:
     """The tensor without data that stands for the result of a node before autograd."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def _dimensions(node: fx.Node) -> int:
+    value = _value(node)
+    return 0 if value is None else value.ndim
 
 
 def _reaches(node: fx.Node, products: Collection[Any]) -> bool:
@@ -144,7 +149,7 @@ def _is_stream(x: fx.Node) -> bool:
 
 def _insert(graph: fx.Graph, norm: _Norm) -> None:
     with graph.inserting_before(norm.result):
-        arguments = (norm.x, norm.weight, norm.eps, norm.rounded and AS_WRITTEN)
+        arguments = (norm.x, norm.weight, norm.eps)
         call = graph.call_function(torch.ops.padfree.rms_norm.default, arguments)
         y = graph.call_function(operator.getitem, (call, 0))
     _replace(graph, norm.result, y)
@@ -152,12 +157,80 @@ def _insert(graph: fx.Graph, norm: _Norm) -> None:
 
 def _insert_with_sum(graph: fx.Graph, norm: _Norm) -> None:
     with graph.inserting_before(norm.x):
-        arguments = (*norm.x.args, norm.weight, norm.eps, norm.rounded and AS_WRITTEN)
+        arguments = (*norm.x.args, norm.weight, norm.eps)
         call = graph.call_function(torch.ops.padfree.add_rms_norm.default, arguments)
         y = graph.call_function(operator.getitem, (call, 0))
         total = graph.call_function(operator.getitem, (call, 1))
     _replace(graph, norm.result, y)
     _replace(graph, norm.x, total)
+
+
+class _Rotation(NamedTuple):
+    cos: fx.Node
+    sin: fx.Node
+    result: fx.Node
+
+
+def _match_rotation(norm: _Norm) -> _Rotation | None:
+    """The rotation of [1, H, T, d] by angles [1, T, d] that is all a norm of heads [1, T, H, d] is used for."""
+    heads: Any = _only_user(norm.result)
+    if not _is_call(heads, "transpose", users=3) or heads.args[1:] != (1, 2):
+        return None
+    row = _value(norm.x)
+    assert row is not None
+    half = row.shape[-1] // 2
+    parts = [user for user in heads.users if _is_call(user, operator.getitem)]
+    low = [part for part in parts if part.args[1] == (..., slice(None, half, None))]
+    high = [part for part in parts if part.args[1] == (..., slice(half, None, None))]
+    straight = [user for user in heads.users if _is_call(user, operator.mul)]
+    if not len(low) == len(high) == len(straight) == 1 or 2 * half != row.shape[-1]:
+        return None
+    negative, turned = _only_user(high[0]), _only_user(low[0])
+    if not _is_call(negative, operator.neg) or not _is_call(turned, torch.cat):
+        return None
+    if turned.args[0] != (negative, low[0]) and turned.args[0] != [negative, low[0]]:
+        return None
+    if turned.kwargs != {"dim": -1} or len(turned.args) != 1:
+        return None
+    crossed, result = _only_user(turned), _only_user(straight[0])
+    if not _is_call(crossed, operator.mul) or not _is_call(result, operator.add, users=None):
+        return None
+    if set(result.args) != {straight[0], crossed}:
+        return None
+    cos, sin = _angles(straight[0], heads, row), _angles(crossed, turned, row)
+    return None if cos is None or sin is None else _Rotation(cos, sin, result)
+
+
+def _angles(product: fx.Node, factor: fx.Node, row: Tensor) -> fx.Node | None:
+    """What `factor` is multiplied with, before it got a dimension for the heads."""
+    others: list[Any] = [arg for arg in product.args if arg is not factor]
+    if len(others) != 1 or not _is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):
+        return None
+    angles: fx.Node = others[0].args[0]
+    value = _value(angles)
+    if value is None or value.requires_grad or value.dtype != row.dtype:
+        return None
+    if not _same(value.shape, (*row.shape[:2], row.shape[3])):
+        return None
+    return angles
+
+
+def _only_user(node: Any) -> Any:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _insert_rotated(graph: fx.Graph, norm: _Norm) -> bool:
+    """Whether the norm of heads is followed by a rotation, and is replaced together with it."""
+    rotation = _match_rotation(norm)
+    if rotation is None:
+        return False
+    with graph.inserting_before(rotation.result):
+        arguments = (norm.x, norm.weight, rotation.cos, rotation.sin, norm.eps)
+        call = graph.call_function(torch.ops.padfree.rotated_rms_norm.default, arguments)
+        y = graph.call_function(operator.getitem, (call, 0))
+        heads = graph.call_method("transpose", (y, 1, 2))
+    _replace(graph, rotation.result, heads)
+    return True
 
 
 def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:

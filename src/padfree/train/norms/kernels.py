@@ -23,6 +23,8 @@ from torch import Tensor
 
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
+SHARED_MEMORY = 96 << 10
+"""Bytes of a program at most: what the smaller GPUs have."""
 
 
 class Configuration(NamedTuple):
@@ -44,15 +46,19 @@ class Choice(NamedTuple):
     backward: Configuration
 
 
-def choose(width: int) -> Choice:
-    """At most 40 numbers of a row for each thread, and as many programs as their registers leave room for."""
+def choose(width: int, itemsize: int = 2) -> Choice:
+    """At most 40 numbers of a row for each thread going forward, and 32 going back, where the next two rows of all
+    tensors are loaded ahead if shared memory holds them."""
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
         warps *= 2
-    held = 8 if width > 32 * 32 * warps else 12  # warps that a multiprocessor holds in the backward pass
+    back = 4
+    while 32 * 32 * back < width and back < 16:
+        back *= 2
+    ahead = 2 * 5 * triton.next_power_of_2(width) * itemsize <= SHARED_MEMORY
     return Choice(
-        forward=Configuration(warps=warps, resident=max(1, 20 // warps)),
-        backward=Configuration(warps=warps, resident=max(1, held // warps)),
+        forward=Configuration(warps=warps, resident=max(1, 28 // warps)),
+        backward=Configuration(warps=back, stages=3 if ahead else 1, resident=max(1, 8 // back)),
     )
 
 
@@ -62,16 +68,16 @@ def is_interpreted() -> bool:
 
 
 def forward(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rounded: bool, by: Configuration | None = None
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, by: Configuration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [.., D], x + added [.., D] (or nothing), and 1 / rms [..] of each row."""
-    by = choose(x.shape[-1]).forward if by is None else by
+    by = choose(x.shape[-1], x.itemsize).forward if by is None else by
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
     y = torch.empty_like(x)
     total = torch.empty_like(x) if added is not None else x.new_empty(0)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _forward_kernel[(_programs(num_rows, x.device, by),)](
+    _forward_kernel[(programs(num_rows, x.device, by),)](
         x,
         x if added is None else added.contiguous(),
         weight.contiguous(),
@@ -81,7 +87,6 @@ def forward(
         num_rows,
         eps,
         HAS_ADDED=added is not None,
-        ROUNDED=rounded,
         **_launch(width, by),
     )
     return y, total, rstd
@@ -98,14 +103,14 @@ def backward(
     by: Configuration | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dx [.., D] and the weight's gradient [D], or nothing."""
-    by = choose(x.shape[-1]).backward if by is None else by
+    by = choose(x.shape[-1], x.itemsize).backward if by is None else by
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
     first, *others = (dy.contiguous() for dy in _at_most_three(dys))
     dx = torch.empty_like(x)
-    programs = _programs(num_rows, x.device, by)
-    partial = x.new_empty(programs if weight_gradient else 0, width, dtype=torch.float32)
-    _backward_kernel[(programs,)](
+    count = programs(num_rows, x.device, by)
+    partial = x.new_empty(count if weight_gradient else 0, width, dtype=torch.float32)
+    _backward_kernel[(count,)](
         first,
         others[0] if others else first,
         others[1] if len(others) > 1 else first,
@@ -121,12 +126,16 @@ def backward(
         HAS_WEIGHT=weight_gradient,
         **_launch(width, by),
     )
-    if not weight_gradient:
-        return dx, weight.new_empty(0)
-    dweight = weight.new_empty(width)
+    return dx, sum_of_partials(partial, weight) if weight_gradient else weight.new_empty(0)
+
+
+def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
+    """What the programs have summed up [programs, D], added: the gradient of `weight` [D]."""
+    count, width = partial.shape
+    total = weight.new_empty(width)
     grid = (triton.cdiv(width, SUMMED_COLUMNS),)
-    _sum_kernel[grid](partial, dweight, programs, D=width, ROWS=SUMMED_ROWS, COLUMNS=SUMMED_COLUMNS, num_warps=4)
-    return dx, dweight
+    _sum_kernel[grid](partial, total, count, D=width, ROWS=SUMMED_ROWS, COLUMNS=SUMMED_COLUMNS, num_warps=4)
+    return total
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
@@ -139,7 +148,8 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
     return [*dys[:2], last]
 
 
-def _programs(num_rows: int, device: torch.device, by: Configuration) -> int:
+def programs(num_rows: int, device: torch.device, by: Configuration) -> int:
+    """How many are launched: as many as are resident, if there are as many rows."""
     held = 3  # in the interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * by.resident
@@ -203,7 +213,7 @@ def _per_row(pointer, first, num_rows, ROWS: tl.constexpr):
 def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
     """The chunks [1, CHUNK] of the weight."""
     chunks = ()
-    for c in tl.static_range(tl.cdiv(D, CHUNK)):
+    for c in tl.static_range((D + CHUNK - 1) // CHUNK):
         chunks += (_read(weight, 0, c, 1, D, CHUNK, 1),)
     return chunks
 
@@ -211,10 +221,10 @@ def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     x, added, weight, y, total, rstds, num_rows, eps,
-    HAS_ADDED: tl.constexpr, ROUNDED: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = tl.cdiv(D, CHUNK)
+    CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
     weights = _weights(weight, D, CHUNK)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
@@ -236,8 +246,6 @@ def _forward_kernel(
             if HAS_ADDED:
                 _write(total, values[c], first, c, num_rows, D, CHUNK, ROWS)
             normal = values[c].to(tl.float32) * rstd[:, None]
-            if ROUNDED:
-                normal = normal.to(y.dtype.element_ty).to(tl.float32)
             _write(y, normal * weights[c].to(tl.float32), first, c, num_rows, D, CHUNK, ROWS)
 
 
@@ -247,7 +255,7 @@ def _backward_kernel(
     NUM_DY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = tl.cdiv(D, CHUNK)
+    CHUNKS: tl.constexpr = (D + CHUNK - 1) // CHUNK
     weights = _weights(weight, D, CHUNK)
     sums = ()
     for _ in tl.static_range(CHUNKS):
