@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -150,7 +151,17 @@ def _padded_rows_by_hf(model: Any, setting: Setting, rows: int, longest: int) ->
 
 def hf_packed(setting: Setting, attention: str) -> Gradients:
     """One row, samples told apart by position ids that restart; transformers' own loss, mean over labelled tokens."""
-    return _packed_by_hf(make_model(setting, attention), setting)
+    more = {"attention_mask": _block_mask(setting)} if attention == "flex_attention" else {}
+    return _packed_by_hf(make_model(setting, attention), setting, **more)
+
+
+def _block_mask(setting: Setting) -> BlockMask:
+    """Made once: in every step transformers would make it by a kernel that takes Triton more than five minutes."""
+    sample = collate(setting.samples).to(setting.device).sample_index
+    return create_block_mask(
+        lambda _batch, _head, query, key: (sample[query] == sample[key]) & (query >= key),
+        B=None, H=None, Q_LEN=len(sample), KV_LEN=len(sample), device=str(setting.device),
+    )  # fmt: skip
 
 
 def _packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:

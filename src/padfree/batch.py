@@ -19,6 +19,7 @@ offsets of the segments) are kept on the host from the start, so that nobody syn
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
@@ -147,6 +148,10 @@ class Segments:
     max_seqlen: int
     pad_length: int = 0
     num_samples: int = 0
+    longest: Tensor = dataclasses.field(init=False, repr=False)  # [] `max_seqlen` for compiled code, always on the host
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest", torch.tensor(self.max_seqlen))
 
     @staticmethod
     def from_lengths(

@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_varlen_attention(name: str) -> None:
 def test_the_compiler_may_rely_on_shapes_strides_and_gradients(with_sinks: bool) -> None:
     leaves = inputs(with_sinks)
     arguments = (
-        *leaves[:3], leaves[3] if with_sinks else None, SEGMENTS.cu_seqlens, SEGMENTS.max_seqlen, 0.25, None, None,
+        *leaves[:3], leaves[3] if with_sinks else None, SEGMENTS.cu_seqlens, SEGMENTS.longest, 0.25, None, None,
         "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.padfree.self_attention.default, arguments)

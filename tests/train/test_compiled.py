@@ -40,9 +40,11 @@ class Layer(nn.Module):
         for name in ("q", "k", "v", "o", "gate", "up", "down"):
             self.add_module(name, nn.Linear(8, 8))
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor, longest: Tensor) -> Tensor:
         q, k, v = (layer(x).view(-1, 2, 4) for layer in (self.q, self.k, self.v))
-        attended, _ = torch.ops.padfree.self_attention(q * 2, k, v, None, cu_seqlens, 3, 0.5, None, None, "reference")
+        attended, _ = torch.ops.padfree.self_attention(
+            q * 2, k, v, None, cu_seqlens, longest, 0.5, None, None, "reference"
+        )
         x = x + self.o(attended.flatten(1))
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
@@ -57,7 +59,9 @@ def kept_by(kept: Kept) -> set[str]:
         graphs.append(graph)
         return graph.forward
 
-    torch.compile(Layer(), backend=backend)(torch.randn(5, 8), torch.tensor([0, 3, 5], dtype=torch.int32))
+    torch.compile(Layer(), backend=backend)(
+        torch.randn(5, 8), torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor(3)
+    )
     (graph,) = graphs
     nodes = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
     assert len([node for node in nodes if "self_attention" in str(node.target)]) == 1

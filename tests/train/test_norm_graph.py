@@ -325,7 +325,7 @@ def assert_taken_in(nodes: list[fx.Node]) -> None:
 
 
 def test_inductor_computes_the_same_gradients(seen: list[fx.Graph]) -> None:
-    """Two lengths, so that the number of tokens is a variable in the second graph."""
+    """Two lengths, and one graph for both."""
     torch._dynamo.reset()
     layer, expected = Layer(), Layer().double()
     compile_layers([layer], "inductor")
@@ -334,10 +334,7 @@ def test_inductor_computes_the_same_gradients(seen: list[fx.Graph]) -> None:
         exact = gradients(_Exact(expected), torch.float64, rows)
         for mine, right in zip(found, exact, strict=True):
             assert (mine - right).norm() <= 1e-6 * right.norm()
-    nodes = backward_nodes(seen)
-    assert len(nodes) == 4, "two norms, with a fixed and with any number of tokens"
-    assert_taken_in(nodes[:2])
-    assert_taken_in(nodes[2:])
+    assert_taken_in(backward_nodes(seen))
 
 
 class _Exact(nn.Module):
@@ -399,7 +396,7 @@ def test_inductor_computes_the_same_gradients_of_rotated_heads(seen: list[fx.Gra
         exact = gradients(_Exact(Angled(expected)), torch.float64, rows)
         for mine, right in zip(found, exact, strict=True):
             assert (mine - right).norm() <= 1e-6 * right.norm()
-    assert rotated_backwards(seen) == 4, "two norms, with a fixed and with any number of tokens"
+    assert rotated_backwards(seen) == 2, "one graph for both lengths"
 
 
 def bfloat16_errors(make: Callable[[], nn.Module], around: Callable[[nn.Module], nn.Module]) -> list[float]:

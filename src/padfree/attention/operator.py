@@ -4,8 +4,9 @@
     self_attention_backward   dout [T, H, dv], and all of these                            -> dq, dk, dv, dsinks
 
 The compiler sees shapes and a name, and calls the same kernels as `varlen_attention`. All that the kernels must know of
-the batch is among the arguments, so that recomputation and a second model are right here, too. Queries and keys are the
-same segments: rows that are split over context ranks take another way.
+the batch is among the arguments, so that recomputation and a second model are right here, too. The greatest length is a
+tensor [] on the host, whose number the compiler does not see: nothing is compiled for some lengths only. Queries and
+keys are the same segments: rows that are split over context ranks take another way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BACKWARD = "padfree::self_attention_backward"
 ON_HOST = ("reference", "cpu", "flex")
 """Backends that ask for the lengths on the host."""
 
-_OPTIONS = "Tensor cu_seqlens, SymInt max_seqlen, float scale, int? window, float? softcap, str backend"
+_OPTIONS = "Tensor cu_seqlens, Tensor max_seqlen, float scale, int? window, float? softcap, str backend"
 
 torch.library.define(SELF_ATTENTION, f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -53,7 +54,7 @@ def self_attention(
     """Causal `varlen_attention` of the samples of a row to themselves, for use inside a compiled region."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.self_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.max_seqlen, scale, window,
+        q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.longest, scale, window,
         softcap, backend,
     )  # fmt: skip
     result: Tensor = out
@@ -69,7 +70,7 @@ class _Call(NamedTuple):
 
 
 def _call(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, window: int | None,
+    q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, scale: float, window: int | None,
     softcap: float | None, backend: str,
 ) -> _Call:  # fmt: skip
     name = choose_backend(
@@ -77,8 +78,8 @@ def _call(
     )
     # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
     on_host = cu_seqlens.cpu().numpy().astype(np.int64) if name in ON_HOST else np.zeros(0, np.int64)
-    segments = Segments(cu_seqlens=cu_seqlens, offsets=on_host, max_seqlen=max_seqlen)
-    if window is not None and window >= max_seqlen:
+    segments = Segments(cu_seqlens=cu_seqlens, offsets=on_host, max_seqlen=int(max_seqlen))
+    if window is not None and window >= segments.max_seqlen:
         window = None  # no query has as many keys
     return _Call(name, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
 
@@ -90,7 +91,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) ->
 
 @torch.library.impl(SELF_ATTENTION, ("cpu", "cuda"))
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: Tensor, scale: float,
     window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
@@ -112,7 +113,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    max_seqlen: int, scale: float, window: int | None, softcap: float | None, backend: str,
+    max_seqlen: Tensor, scale: float, window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
     dout = dout.contiguous()
@@ -140,17 +141,15 @@ def _backward_shapes(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, cu_seqlens, *options = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens)
+    q, k, v, sinks, cu_seqlens, max_seqlen, *options = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens, max_seqlen)
     ctx.options = options
 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
-    *gradients, dsinks = torch.ops.padfree.self_attention_backward(
-        dout, q, k, v, sinks, out, lse, cu_seqlens, *ctx.options
-    )
-    return *gradients, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
+    q, k, v, sinks, *rest = ctx.saved_tensors
+    *gradients, dsinks = torch.ops.padfree.self_attention_backward(dout, q, k, v, sinks, *rest, *ctx.options)
+    return *gradients, None if sinks is None else dsinks, None, None, *(None for _ in ctx.options)
 
 
 torch.library.register_autograd(SELF_ATTENTION, _gradients, setup_context=_save)

@@ -1,8 +1,8 @@
 """`torch.compile` of each layer, and what a compiled layer keeps for its backward pass.
 
 Attention is one operator in a layer's graph (over context ranks: a break in it). On a GPU so are the norms and the
-gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. The second length makes the number
-of tokens a variable and compiles once more; what never changes stays constant. Of a decoder layer
+gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. The numbers of tokens and of
+samples are variables from the first row on; what never changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
 
@@ -67,10 +67,40 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
     for number, layer in enumerate(layers):
         is_first = kept == "host" and number < FIRST * len(layers)
         layer.compile(backend=compilers["input" if is_first else kept])
+        # What `nn.Module.compile` made, called in a frame around it: inside, it would be compiled.
+        call = _for_any_length(layer._compiled_call_impl)
         if memory is not None:
-            # What `nn.Module.compile` made, called in a frame around it: inside, it would be compiled.
-            call: Any = layer._compiled_call_impl
-            object.__setattr__(layer, "_compiled_call_impl", memory.around(layer, call, number))
+            call = memory.around(layer, call, number)
+        object.__setattr__(layer, "_compiled_call_impl", call)
+
+
+def _for_any_length(call: Any) -> Callable[..., Any]:
+    """`call` of a layer, which learns which sizes are those of the row before it is compiled."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        _mark_variable(args)
+        _mark_variable(kwargs.values())
+        context = kwargs.get("attn_context")
+        if context is not None:
+            _mark(context.segments.cu_seqlens, 0)
+        return call(*args, **kwargs)
+
+    return called
+
+
+def _mark_variable(inputs: Iterable[Any]) -> None:
+    """Hidden states [1, T, D], positions [1, T] and what is in tuples of such."""
+    for each in inputs:
+        if isinstance(each, Tensor) and each.ndim >= 2 and each.shape[0] == 1:
+            _mark(each, 1)
+        elif isinstance(each, tuple):
+            _mark_variable(each)
+
+
+def _mark(tensor: Tensor, dimension: int) -> None:
+    # Angles and offsets are the same tensors for all layers.
+    if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+        torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any], kept: Kept) -> Any:
@@ -82,8 +112,11 @@ def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any]
             "post_grad_custom_pre_pass": GatherGradients(),
             "post_grad_custom_post_pass": OverwriteActivations(),
         }
-        if row is not None and row.is_cuda and _size(row.shape[1]) >= LONG_ROW:
-            patches["triton.mix_order_reduction_split_size"] = ROWS_AT_A_TIME
+        if row is not None and row.is_cuda:
+            # Without asking how long the row is: each answer would be true of some lengths only, and compiled again.
+            patches["triton.mix_order_reduction_non_strict_mode"] = True
+            if _size(row.shape[1]) >= LONG_ROW:
+                patches["triton.mix_order_reduction_split_size"] = ROWS_AT_A_TIME
         backend = partial(backend, config_patches=patches)
     if kept == "none":
         return backend(graph, inputs)
