@@ -90,12 +90,12 @@ def test_marks_are_not_lost_in_the_compilers_cache(kept: Kept) -> None:
     assert functorch_config.enable_autograd_cache == before
 
 
-def engine_with(mesh: Mesh, checkpointing: str) -> Engine:
+def engine_with(mesh: Mesh, checkpointing: str, backend: str = BACKEND) -> Engine:
     torch._dynamo.reset()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     model = build("qwen3", num_hidden_layers=5).to(mesh.device)
     return make_engine(
-        mesh, LOSSES["sft"], model, attention="reference", compile=BACKEND, checkpointing=checkpointing, max_tokens=40
+        mesh, LOSSES["sft"], model, attention="reference", compile=backend, checkpointing=checkpointing, max_tokens=40
     )
 
 
@@ -141,6 +141,24 @@ def test_gradients_are_the_same_when_activations_wait_on_the_host(
     for call in memory_.calls.values():
         assert not call.away, "brought back"
         assert not call.parcels, "and not held on to"
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "host"])
+def test_gradients_are_the_same_with_operators_of_our_own(
+    mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, checkpointing: str
+) -> None:
+    """Norms, rotations and activations, as in wide layers on a GPU."""
+    counts = []
+    monkeypatch.setattr(compiled, "_pays", lambda row: True)
+    monkeypatch.setattr(compiled, "HostMemory", lambda num_layers: HostMemory(num_layers, smallest=0))
+    for name in ("replace_norms", "replace_gated"):
+        replace = getattr(compiled, name)
+        monkeypatch.setattr(compiled, name, lambda *args, replace=replace: counts.append(replace(*args)) or counts[-1])
+    found = gradients(engine_with(mesh, checkpointing, backend="inductor"))
+    assert set(counts) == {4, 1}, "two norms and two rotated ones, and one activation, in each graph"
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_what_vmap_sees_stays_where_it_is() -> None:
