@@ -13,7 +13,8 @@
     PYTHONPATH=src python bench/step.py --device cpu
 
 Model FLOPs are 6·P·T for all parameters (the tied embedding once, as the head) and 6·L·H·d·Σn² for causal attention,
-forward and backward; what is computed again is not counted. GiB is the peak beyond the weights.
+forward and backward; what is computed again is not counted. Beside them is their share of what a large matrix product
+reaches. GiB is the peak beyond the weights; of an update the optimizer's moments are in it.
 
 A GPU that computes for seconds draws all the power it may and lowers its clock, so each way begins after a rest of
 `REST` seconds and is timed over a few steps in a row, none of which waits for the device. On the CPU: medians.
@@ -91,8 +92,8 @@ def main() -> None:
         )
         report = header(setting)
         sections: dict[str, Callable[[], Any]] = {
-            "gradients": lambda: gradients_section(setting, arguments.repeats, arguments.only),
-            "update": lambda: update_section(setting),
+            "gradients": lambda: gradients_section(setting, report["ceiling"], arguments.repeats, arguments.only),
+            "update": lambda: update_section(setting, report["ceiling"]),
             "head": lambda: head_section(setting),
             "compile": lambda: compile_section(setting, arguments.compile_steps),
         }
@@ -167,6 +168,13 @@ def model_flops(setting: Setting) -> float:
     return float(6 * parameters * lengths.sum() + 6 * layers * width * (lengths**2).sum())
 
 
+def rates(setting: Setting, seconds: float, ceiling: float) -> Row:
+    """What a step of so many seconds gets done."""
+    speed = model_flops(setting) / seconds / 1e12
+    tokens = sum(len(sample) for sample in setting.samples)
+    return {"tokens/s": tokens / seconds, "TFLOP/s": speed, "share of the ceiling": speed / ceiling}
+
+
 # Gradients
 
 
@@ -214,9 +222,8 @@ def ways(setting: Setting) -> list[Way]:
     return found
 
 
-def gradients_section(setting: Setting, repeats: int, only: list[str] | None) -> list[Row]:
+def gradients_section(setting: Setting, ceiling: float, repeats: int, only: list[str] | None) -> list[Row]:
     rows: list[Row] = []
-    flops, tokens = model_flops(setting), sum(len(sample) for sample in setting.samples)
     for way in ways(setting):
         if only and not any(way.name == part[1:] if part.startswith("=") else part in way.name for part in only):
             continue
@@ -227,7 +234,7 @@ def gradients_section(setting: Setting, repeats: int, only: list[str] | None) ->
             except torch.cuda.OutOfMemoryError:
                 row = {"way": way.name, "kind": way.kind, "checkpointing": way.checkpointing, "loss": "out of memory"}
         if "seconds" in row:
-            row |= {"tokens/s": tokens / row["seconds"], "TFLOP/s": flops / row["seconds"] / 1e12}
+            row |= rates(setting, row["seconds"], ceiling)
         rows.append(row)
         print(line(row), flush=True)
     assert_same_losses(rows)
@@ -256,7 +263,7 @@ def line(row: Row) -> str:
     memory = f"  {row['GiB']:6.1f} GiB" if "GiB" in row else ""
     return (
         f"{row['way']:40s} {row['seconds'] * 1e3:9.1f} ms  {row['tokens/s']:9,.0f} tokens/s  "
-        f"{row['TFLOP/s']:7.2f} TFLOP/s{memory}  loss {row['loss']:.4f}"
+        f"{row['TFLOP/s']:7.2f} TFLOP/s ({row['share of the ceiling']:.1%}){memory}  loss {row['loss']:.4f}"
     )
 
 
@@ -269,14 +276,16 @@ def assert_same_losses(rows: list[Row]) -> None:
 # The whole update
 
 
-def update_section(setting: Setting) -> list[Row]:
+def update_section(setting: Setting, ceiling: float) -> list[Row]:
     rows: list[Row] = []
     for loss in ("sft", "rl"):
         with fresh(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             row = pipelined(setting, loss)
+        row |= rates(setting, row["seconds"], ceiling)
         rows.append(row)
         print(f"{loss:4s} {row['seconds'] * 1e3:8.1f} ms, {row['tokens/s']:,.0f} tokens/s,", end=" ")
+        print(f"{row['TFLOP/s']:.1f} TFLOP/s ({row['share of the ceiling']:.1%}), {row['GiB']:.1f} GiB,", end=" ")
         print(f"the host done after {row['host'] * 1e3:.1f} ms,", end=" ")
         print(f"{row['waiting']:.2%} waiting, {row['syncs']} host waits", flush=True)
     return rows
@@ -286,6 +295,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     """Steps in a row, the next one prepared while the device works: what of the time the device has nothing to do."""
     checkpointing = "none" if setting.shape == "0.6b" else "selective"
     engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)
+    held = torch.cuda.memory_allocated()
     old = setting.old_logprobs if loss == "rl" else None
     prepared = engine.prepare(setting.samples, old)
     for _ in range(3):
@@ -300,6 +310,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     syncs = [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
     pending.finish()
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
     event: Any = torch.cuda.Event
     marks = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(steps)]
     host = 0.0
@@ -316,9 +327,9 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     torch.cuda.synchronize()
     wall = time.perf_counter() - begin
     busy = sum(first.elapsed_time(last) for first, last in marks) / 1e3
-    tokens = sum(len(sample) for sample in setting.samples)
-    row: Row = {"update": loss, "seconds": wall / steps, "tokens/s": tokens * steps / wall, "host": host / steps}
-    return row | {"checkpointing": checkpointing, "waiting": 1 - busy / wall, "syncs": len(syncs)}
+    row: Row = {"update": loss, "seconds": wall / steps, "host": host / steps, "checkpointing": checkpointing}
+    row["GiB"] = (torch.cuda.max_memory_allocated() - held) / 2**30
+    return row | {"waiting": 1 - busy / wall, "syncs": len(syncs)}
 
 
 # The head, and compilation
