@@ -114,7 +114,7 @@ def header(setting: Setting) -> dict[str, Any]:
     ceiling = matrix_product_ceiling(setting)
     print(f"{hardware}, python {platform.python_version()}, {', '.join(f'{k} {v}' for k, v in packages.items())}")
     print(f"{setting.shape}, {len(setting.samples)} samples, {tokens:,} tokens, the longest {longest:,}")
-    print(f"matrix-product ceiling {ceiling:.1f} TFLOP/s")
+    print(f"matrix-product ceiling {ceiling:.3g} TFLOP/s")
     return {"hardware": hardware, **packages, "shape": setting.shape, "tokens": tokens, "ceiling": ceiling}
 
 

@@ -19,7 +19,6 @@ offsets of the segments) are kept on the host from the start, so that nobody syn
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
@@ -148,10 +147,11 @@ class Segments:
     max_seqlen: int
     pad_length: int = 0
     num_samples: int = 0
-    longest: Tensor = dataclasses.field(init=False, repr=False)  # [] `max_seqlen` for compiled code, always on the host
+    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host; made if it is not given
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "longest", torch.tensor(self.max_seqlen))
+        if self.longest is None:
+            object.__setattr__(self, "longest", torch.tensor(self.max_seqlen))
 
     @staticmethod
     def from_lengths(
