@@ -1,14 +1,9 @@
-"""What a GPU does, on the CPU: its path through the head, and Triton kernels in the interpreter.
+"""What a GPU does, on the CPU: its path through the head.
 
 CUDA multiplies bfloat16 into float32, which the CPU cannot do; the products here give the CPU what CUDA gets.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,16 +30,3 @@ def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (passes, chunks):
         monkeypatch.setattr(module, "product", cuda_product)
         monkeypatch.setattr(module, "rounded_product", cuda_rounded_product)
-
-
-def run_in_the_interpreter(tests: str, outcome: str) -> None:
-    """Run the tests of this file again, with Triton's interpreter in place of its compiler."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(tests))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert outcome in result.stdout, result.stdout

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import run_in_the_interpreter
+from interpreter import run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import fused_loss, score, steps

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import imitate_cuda, run_in_the_interpreter
+from head_cases import imitate_cuda
+from interpreter import run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import chunks, fused_loss, products, score, steps

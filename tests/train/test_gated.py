@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import run_in_the_interpreter
 from models import build, row
 from torch import Tensor, fx, nn
 
 from padfree.cp.shard import shard
 from padfree.model import attach, hidden_states
-from padfree.train.compiled import PRODUCTS, Kept, compile_layers
+from padfree.train.compiled import PRODUCTS, GraphPass, Kept, compile_layers
 from padfree.train.gated import swiglu, swiglu_backward
-from padfree.train.gated.graph import OverwriteActivations, overwrite, replace_gated
+from padfree.train.gated.graph import overwrite, replace_gated
 from padfree.train.parallelize import layers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
@@ -124,14 +122,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the pass, of layers that are narrow and on a CPU."""
     seen: list[fx.Graph] = []
 
-    def call(self: OverwriteActivations, graph: fx.Graph) -> None:
+    def overwrite_and_look(graph: fx.Graph) -> None:
         overwrite(graph)
         graph.lint()
         seen.append(graph)
 
     monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
-    monkeypatch.setattr(OverwriteActivations, "__call__", call)
-    monkeypatch.setattr(OverwriteActivations, "uuid", lambda self: None)  # no cache: the pass must be called
+    monkeypatch.setattr("padfree.train.compiled.overwrite", overwrite_and_look)
+    monkeypatch.setattr(GraphPass, "uuid", lambda self: None)  # no cache: the pass must be called
     torch._dynamo.reset()
     yield seen
     torch._dynamo.reset()
@@ -166,25 +164,13 @@ def test_memory_is_used_again_where_gate_and_up_are_computed_again(
         assert calls(graphs) == expected
 
 
-def test_the_caches_of_the_compiler_know_the_pass() -> None:
-    assert OverwriteActivations().uuid()
-
-
 # The kernels
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.7")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", "kernels"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "6 passed" in result.stdout, result.stdout
+    run_in_the_interpreter(__file__, "6 passed", "-k", "kernels")
 
 
 @needs_kernels

@@ -14,8 +14,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from padfree.cp.shard import shard
 from padfree.model import attach, hidden_states
-from padfree.train.compiled import PRODUCTS, _compiled, compile_layers
-from padfree.train.norms.graph import GatherGradients, gather, replace_norms
+from padfree.train.compiled import PRODUCTS, GraphPass, _compiled, compile_layers
+from padfree.train.gated.graph import overwrite
+from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.parallelize import layers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
@@ -308,13 +309,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """The graphs after the pass."""
     graphs: list[fx.Graph] = []
 
-    def call(self: GatherGradients, graph: fx.Graph) -> None:
+    def gather_and_look(graph: fx.Graph) -> None:
         gather(graph)
         graph.lint()
         graphs.append(graph)
 
-    monkeypatch.setattr(GatherGradients, "__call__", call)
-    monkeypatch.setattr(GatherGradients, "uuid", lambda self: None)  # no cache: the pass must be called
+    monkeypatch.setattr("padfree.train.compiled.gather", gather_and_look)
+    monkeypatch.setattr(GraphPass, "uuid", lambda self: None)  # no cache: the pass must be called
     return graphs
 
 
@@ -445,18 +446,19 @@ def test_without_inductor() -> None:
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
 
 
-def test_the_caches_of_the_compiler_know_the_pass() -> None:
-    assert GatherGradients().uuid()
+def test_the_caches_of_the_compiler_know_the_passes() -> None:
     seen: list[Any] = []
 
     def backend(graph: Any, inputs: Any, config_patches: dict[str, Any]) -> Any:
-        seen.append(config_patches["post_grad_custom_pre_pass"].uuid())
+        seen.extend(config_patches[f"post_grad_custom_{place}_pass"].uuid() for place in ("pre", "post"))
         return graph
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("padfree.train.compiled.lookup_backend", lambda name: backend)
         _compiled(fx.symbolic_trace(nn.Linear(2, 2)), (), backend=backend, kept="none")
-    assert seen == [GatherGradients().uuid()]
+    assert all(seen)
+    assert seen[0] != seen[1]
+    assert seen == [GraphPass(gather).uuid(), GraphPass(overwrite).uuid()]
 
 
 def traced(function: Any, *inputs: Tensor) -> fx.Graph:

@@ -6,13 +6,11 @@ Triton decides when it is imported whether it interprets: see `tests/head/test_k
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreter import run_in_the_interpreter
 from torch import Tensor
 
 from padfree.train.norms import norm, norm_backward
@@ -35,15 +33,7 @@ CONFIGURATIONS: list[dict[str, int] | None] = [None, {"rows": 2, "warps": 2, "st
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "54 passed, 1 skipped" in result.stdout, result.stdout
+    run_in_the_interpreter(__file__, "54 passed, 1 skipped")
 
 
 def test_numbers_per_thread() -> None:

@@ -20,6 +20,7 @@ What is computed again is what costs least for its bytes. The head never is.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,10 +30,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from padfree.train.gated.graph import OverwriteActivations, replace_gated
-from padfree.train.norms.graph import GatherGradients, replace_norms
+from padfree.train.gated.graph import overwrite, replace_gated
+from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.offload import HostMemory
 
 Kept = Literal["none", "input", "selective", "host"]
@@ -109,8 +111,9 @@ def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any]
         graph.recompile()
     if backend is lookup_backend("inductor"):
         patches: dict[str, Any] = {
-            "post_grad_custom_pre_pass": GatherGradients(),
-            "post_grad_custom_post_pass": OverwriteActivations(),
+            "post_grad_custom_pre_pass": GraphPass(gather),
+            # Behind the compiler's own passes, which expect that nothing is overwritten.
+            "post_grad_custom_post_pass": GraphPass(overwrite),
         }
         if row is not None and row.is_cuda:
             # Without asking how long the row is: each answer would be true of some lengths only, and compiled again.
@@ -124,6 +127,20 @@ def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any]
     # The compiler's cache on disk does not look at the marks, and would give us a layer compiled without them.
     with functorch_config.patch(enable_autograd_cache=False):
         return backend(graph, inputs)
+
+
+class GraphPass(CustomGraphPass):
+    """A change of each graph after autograd, as the compiler wants it."""
+
+    def __init__(self, change: Callable[[fx.Graph], None]) -> None:
+        self.change = change
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.change(graph)
+
+    def uuid(self) -> bytes:
+        """What the compiler's caches know this pass by."""
+        return get_hash_for_files((inspect.getfile(self.change),))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from padfree.train.precision import has_kernels, wide_type
+
 SWIGLU = "padfree::swiglu"
 BACKWARD = "padfree::swiglu_backward"
 OVERWRITING = "padfree::swiglu_backward_"
@@ -32,30 +34,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    wide = gate.to(_wide_type(gate))
+    wide = gate.to(wide_type(gate))
     share = torch.sigmoid(wide)
     dgate = share * (1 + wide * (1 - share)) * dact * up
     return dgate.to(gate.dtype), (dact * _silu(gate)).to(gate.dtype)
 
 
 def _silu(gate: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate.to(_wide_type(gate)))
-
-
-def _wide_type(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.nn.functional.silu(gate.to(wide_type(gate)))
 
 
 # As operators
 
 
-def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype != torch.float64
-
-
 @torch.library.impl(SWIGLU, ("cpu", "cuda"))
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if not _has_kernels(gate):
+    if not has_kernels(gate):
         return swiglu(gate, up).contiguous()
     from padfree.train.gated import kernels
 
@@ -64,7 +58,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
 def _swiglu_backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if not _has_kernels(gate):
+    if not has_kernels(gate):
         dgate, dup = swiglu_backward(dact, gate, up)
         return dgate.contiguous(), dup.contiguous()
     from padfree.train.gated import kernels
@@ -74,7 +68,7 @@ def _swiglu_backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
 
 @torch.library.impl(OVERWRITING, ("cpu", "cuda"))
 def _swiglu_backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
-    if not _has_kernels(gate):
+    if not has_kernels(gate):
         act, (dgate, dup) = swiglu(gate, up), swiglu_backward(dact, gate, up)
         for place, result in ((dact, act), (gate, dgate), (up, dup)):
             place.copy_(result)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import padfree.train.gated  # noqa: F401 (the operators)
 
@@ -50,17 +49,6 @@ def replace_gated(graph: fx.Graph, products: Collection[Any]) -> int:
         graph.erase_node(silu)
         count += 1
     return count
-
-
-class OverwriteActivations(CustomGraphPass):
-    """A pass of inductor's over each graph after autograd, behind its own: they expect that nothing is overwritten."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        overwrite(graph)
-
-    def uuid(self) -> bytes:
-        """What the compiler's caches know this pass by."""
-        return get_hash_for_files((__file__,))
 
 
 def overwrite(graph: fx.Graph) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from padfree.train.precision import has_kernels, wide_type
+
 RMS_NORM = "padfree::rms_norm"
 ADD_RMS_NORM = "padfree::add_rms_norm"
 BACKWARD = "padfree::rms_norm_backward"
@@ -60,14 +62,6 @@ def norm_backward(
         dx = dx + residual
     dweight = (dy * normal).flatten(0, -2).sum(0)
     return dx.to(x.dtype).contiguous(), dweight.to(weight.dtype)
-
-
-def wide_type(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def has_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
 
 
 # As operators

@@ -11,7 +11,7 @@ together with what comes next. Of heads [1, T, H, d]
 
     the same -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin                        becomes   rotated_rms_norm
 
-After autograd, in the backward graph (`GatherGradients`):
+After autograd, in the backward graph (`gather`):
 
     rms_norm_backward([d1 + d2 + d3], ..) + other     becomes   rms_norm_backward([d1, d2, d3], .., residual=other)
 
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import padfree.train.norms.rotated  # noqa: F401 (the operators)
@@ -254,17 +253,6 @@ def _same(left: Any, right: Any) -> bool:
 
 
 # After autograd
-
-
-class GatherGradients(CustomGraphPass):
-    """A pass of inductor's over each graph after autograd."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        gather(graph)
-
-    def uuid(self) -> bytes:
-        """What the compiler's caches know this pass by."""
-        return get_hash_for_files((__file__,))
 
 
 def gather(graph: fx.Graph) -> None:

@@ -62,11 +62,6 @@ def choose(width: int, itemsize: int = 2) -> Choice:
     )
 
 
-def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
-    return not isinstance(_forward_kernel, triton.JITFunction)
-
-
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, by: Configuration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

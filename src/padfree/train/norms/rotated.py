@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padfree.train.norms import has_kernels, norm_backward, wide_type
+from padfree.train.norms import norm_backward
+from padfree.train.precision import has_kernels, wide_type
 
 ROTATED = "padfree::rotated_rms_norm"
 BACKWARD = "padfree::rotated_rms_norm_backward"
