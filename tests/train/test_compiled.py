@@ -148,9 +148,10 @@ def test_gradients_are_the_same_when_activations_wait_on_the_host(
 def test_gradients_are_the_same_with_operators_of_our_own(
     mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, checkpointing: str
 ) -> None:
-    """Norms, rotations and activations, as in wide layers on a GPU."""
+    """Norms, rotations, activations and products, as in wide layers on a GPU."""
     counts = []
     monkeypatch.setattr(compiled, "_pays", lambda row: True)
+    monkeypatch.setattr(compiled, "_has_epilogues", lambda row: True)
     monkeypatch.setattr(compiled, "HostMemory", lambda num_layers: HostMemory(num_layers, smallest=0))
     for name in ("replace_norms", "replace_gated"):
         replace = getattr(compiled, name)

@@ -18,6 +18,7 @@ from padfree.train.compiled import PRODUCTS, GraphPass, _compiled, compile_layer
 from padfree.train.gated.graph import overwrite
 from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.parallelize import layers_of
+from padfree.train.products import graph as products
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 BACKEND = "aot_eager_decomp_partition"
@@ -458,7 +459,7 @@ def test_the_caches_of_the_compiler_know_the_passes() -> None:
         _compiled(fx.symbolic_trace(nn.Linear(2, 2)), (), backend=backend, kept="none")
     assert all(seen)
     assert seen[0] != seen[1]
-    assert seen == [GraphPass(gather).uuid(), GraphPass(overwrite).uuid()]
+    assert seen == [GraphPass(gather).uuid(), GraphPass(overwrite, products.overwrite).uuid()]
 
 
 def traced(function: Any, *inputs: Tensor) -> fx.Graph:

@@ -1,8 +1,9 @@
 """`torch.compile` of each layer, and what a compiled layer keeps for its backward pass.
 
 Attention is one operator in a layer's graph (over context ranks: a break in it). On a GPU so are the norms and the
-gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. The numbers of tokens and of
-samples are variables from the first row on; what never changes stays constant. Of a decoder layer
+gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. On Hopper the products around the
+activation compute it as well: `padfree.train.products`. The numbers of tokens and of samples are variables from the
+first row on; what never changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
 
@@ -36,6 +37,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from padfree.train.gated.graph import overwrite, replace_gated
 from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.offload import HostMemory
+from padfree.train.products import graph as products
+from padfree.train.products.support import has_kernels
 
 Kept = Literal["none", "input", "selective", "host"]
 
@@ -107,13 +110,15 @@ def _mark(tensor: Tensor, dimension: int) -> None:
 
 def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any], kept: Kept) -> Any:
     row = _hidden_states(inputs)
-    if _pays(row) and replace_norms(graph.graph, PRODUCTS) + replace_gated(graph.graph, PRODUCTS):
+    pays = _pays(row)
+    if pays and replace_norms(graph.graph, PRODUCTS) + replace_gated(graph.graph, PRODUCTS):
         graph.recompile()
     if backend is lookup_backend("inductor"):
+        fused = [products.fuse] if pays and _has_epilogues(row) else []
         patches: dict[str, Any] = {
-            "post_grad_custom_pre_pass": GraphPass(gather),
+            "post_grad_custom_pre_pass": GraphPass(gather, *fused),
             # Behind the compiler's own passes, which expect that nothing is overwritten.
-            "post_grad_custom_post_pass": GraphPass(overwrite),
+            "post_grad_custom_post_pass": GraphPass(overwrite, products.overwrite),
         }
         if row is not None and row.is_cuda:
             # Without asking how long the row is: each answer would be true of some lengths only, and compiled again.
@@ -130,17 +135,18 @@ def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any]
 
 
 class GraphPass(CustomGraphPass):
-    """A change of each graph after autograd, as the compiler wants it."""
+    """Changes of each graph after autograd, as the compiler wants them."""
 
-    def __init__(self, change: Callable[[fx.Graph], None]) -> None:
-        self.change = change
+    def __init__(self, *changes: Callable[[fx.Graph], None]) -> None:
+        self.changes = changes
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.change(graph)
+        for change in self.changes:
+            change(graph)
 
     def uuid(self) -> bytes:
         """What the compiler's caches know this pass by."""
-        return get_hash_for_files((inspect.getfile(self.change),))
+        return get_hash_for_files(tuple(inspect.getfile(change) for change in self.changes))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:
@@ -156,6 +162,10 @@ def _size(size: Any) -> int:
 def _pays(row: Tensor | None) -> bool:
     """Whether operators of our own are worth their launches; the compiler's cost the host less."""
     return row is not None and row.is_cuda and _size(row.shape[2]) >= WIDE_ROW
+
+
+def _has_epilogues(row: Tensor | None) -> bool:
+    return row is not None and has_kernels(row.device, row.dtype)
 
 
 def mark_kept(graph: fx.Graph, what: Kept) -> None:

@@ -1,0 +1,118 @@
+"""Products with epilogues against the product and the kernel after it, on a Hopper GPU that is hot.
+
+    PYTHONPATH=src python bench/products.py [--tiles]
+
+For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. `--tiles` times every tile of `quack-kernels` that works as well,
+the others only those that `padfree.train.products.hopper` takes. A GPU that computes for a second lowers its clock, and
+products take turns here so that all of them meet the same: times are medians of turns of `TURN` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from quack.gemm_config import GemmConfig
+from torch import Tensor
+
+from padfree.train.gated import kernels as gated
+from padfree.train.products import hopper
+
+T, D, F = 14_918, 2560, 9728
+TURN = 0.2
+TURNS = 3
+TILES = [
+    GemmConfig(tile_m=m, tile_n=n, pingpong=pingpong, cluster_m=c, cluster_n=3 - c, is_dynamic_persistent=False)
+    for (m, n, pingpong), c in product(
+        [
+            (256, 128, False), (256, 160, False), (256, 192, False), (128, 256, False), (128, 224, False),
+            (128, 128, True), (128, 160, True), (128, 192, True), (192, 128, True),
+        ],
+        (2, 1),
+    )
+]  # fmt: skip
+Ways = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", action="store_true")
+    arguments = parser.parse_args()
+    for name, ways in comparisons(every_tile=arguments.tiles).items():
+        print(f"\n{name}")
+        for run in ways.values():
+            run()
+        turns = [{way: microseconds(run) for way, run in ways.items()} for _ in range(TURNS)]
+        medians = {way: statistics.median(turn[way] for turn in turns) for way in ways}
+        first = next(iter(medians.values()))
+        for way, median in medians.items():
+            print(f"  {way:40s} {median:8.1f} µs  {median / first:.3f}", flush=True)
+
+
+def comparisons(*, every_tile: bool) -> dict[str, Ways]:
+    x, dy = random(T, D), random(T, D, scale=0.01)
+    up_weight, down_weight = random(F, D, scale=0.02), random(D, F, scale=0.02)
+    gate, up, act, dgate, dup = (random(T, F) for _ in range(5))
+    out = torch.empty_like(x)
+
+    def tiles(chosen: str, run: Callable[[], None]) -> Ways:
+        """`run` with the tile that the module has under a name, and with the others."""
+        return {
+            label(tile, "chosen" if tile == getattr(hopper, chosen) else ""): with_tile(chosen, tile, run)
+            for tile in (TILES if every_tile else [getattr(hopper, chosen)])
+        }
+
+    return {
+        "up and activation": {
+            "product, activation": lambda: gated.forward(gate, x @ up_weight.T),
+            **tiles("FORWARD_TILE", lambda: hopper.swiglu(x, up_weight.T, gate, up, act)),
+        },
+        "down's backward and activation's": {
+            "product, activation's backward": lambda: gated.backward(dy @ down_weight, gate, up),
+            **tiles("BACKWARD_TILE", lambda: hopper.swiglu_backward(dy, down_weight, gate, up, dgate, dup)),
+        },
+        "down and residual": {
+            "product, sum": lambda: (act @ down_weight.T).add_(x),
+            **tiles("WIDE_TILE", lambda: hopper.add(act, down_weight.T, x, out)),
+        },
+    }
+
+
+def with_tile(name: str, tile: GemmConfig, run: Callable[[], None]) -> Callable[[], None]:
+    plans: dict[tuple[object, ...], object] = {}
+
+    def way() -> None:
+        before, hopper._plans = hopper._plans, plans
+        setattr(hopper, name, tile)
+        run()
+        hopper._plans = before
+
+    return way
+
+
+def label(tile: GemmConfig, note: str) -> str:
+    kind = "pingpong" if tile.pingpong else "together"
+    return f"{tile.tile_m} x {tile.tile_n}, {kind}, {tile.cluster_m} x {tile.cluster_n} {note}"
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def microseconds(way: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < TURN:
+        for _ in range(10):
+            way()
+        torch.cuda.synchronize()
+        count += 10
+    return (time.perf_counter() - begin) / count * 1e6
+
+
+if __name__ == "__main__":
+    main()

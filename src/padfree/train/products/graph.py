@@ -1,0 +1,188 @@
+"""Puts products with epilogues into a layer's graphs, after autograd.
+
+    swiglu(gate, a·b)                       becomes   mm_swiglu(a, b, gate)             `fuse`
+    swiglu_backward(a·b, gate, up)          becomes   mm_swiglu_backward(a, b, ..)
+    a·b + c                                 becomes   mm_add(a, b, c)
+
+where nobody else asks for the product. (The `up` of mm_swiglu is a result as well: backward wants it.) In a backward
+graph that computes gate and up again, nobody needs them after that:
+
+    mm_swiglu_backward(a, b, gate, up)      becomes   mm_swiglu_backward_               `overwrite`
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+import padfree.train.products  # noqa: F401 (the operators)
+
+ATEN = torch.ops.aten
+RESHAPES = (ATEN.view.default, ATEN.reshape.default, ATEN.unsqueeze.default)
+
+
+class _Product(NamedTuple):
+    a: fx.Node
+    b: fx.Node
+
+
+def fuse(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu.default):
+        _fuse_forward(graph, node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
+        _fuse_backward(graph, node)
+    for node in graph.find_nodes(op="call_function", target=ATEN.add.Tensor):
+        _fuse_sum(graph, node)
+
+
+def _fuse_forward(graph: fx.Graph, node: fx.Node) -> None:
+    gate, up = _inputs(node)
+    product = _product(up, None)
+    if product is None or any(user is not node and user < node for user in up.users):
+        return
+    with graph.inserting_before(node):
+        results = _call(graph, torch.ops.padfree.mm_swiglu.default, (*product, _matrix(graph, gate)), 2)
+        for old, new in zip((up, node), results, strict=True):
+            _replace(graph, old, _shaped(graph, new, old))
+
+
+def _fuse_backward(graph: fx.Graph, node: fx.Node) -> None:
+    dact, gate, up = _inputs(node)
+    product = _product(dact, 1)
+    if product is None:
+        return
+    with graph.inserting_before(node):
+        matrices = (_matrix(graph, gate), _matrix(graph, up))
+        results = _call(graph, torch.ops.padfree.mm_swiglu_backward.default, (*product, *matrices), 2)
+        for part in list(node.users):
+            _, place = _inputs(part)
+            _replace(graph, part, _shaped(graph, results[place], part))
+
+
+def _fuse_sum(graph: fx.Graph, node: fx.Node) -> None:
+    if node.kwargs or len(node.args) != 2 or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return
+    parts = _inputs(node)
+    if any(part.meta["val"].dtype != node.meta["val"].dtype or not _same(part, node) for part in parts):
+        return
+    found = [(product, place) for place, part in enumerate(parts) if (product := _product(part, 1))]
+    if len(found) != 1:  # of two products, neither is at hand before the other
+        return
+    ((product, place),) = found
+    with graph.inserting_before(node):
+        (result,) = _call(graph, torch.ops.padfree.mm_add.default, (*product, _matrix(graph, parts[1 - place])), 1)
+        _replace(graph, node, _shaped(graph, result, node))
+
+
+def overwrite(graph: fx.Graph) -> None:
+    """Put dgate and dup in the places of gate and up, where these are computed in this graph and not used again."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.mm_swiglu_backward.default):
+        _, _, gate, up = _inputs(node)
+        if not _is_free(gate, node) or not _is_free(up, node):
+            continue
+        with graph.inserting_before(node):
+            call = graph.call_function(torch.ops.padfree.mm_swiglu_backward_.default, node.args)
+        call.meta["val"] = None
+        call.meta["eager_input_vals"] = (tuple(arg.meta["val"] for arg in _inputs(node)), {})
+        for part in list(node.users):
+            _, place = _inputs(part)
+            part.replace_all_uses_with((gate, up)[place])
+            graph.erase_node(part)
+        graph.erase_node(node)
+
+
+def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
+    """Whether a matrix is computed in this graph, and nobody besides `node` uses it but the product before."""
+    if matrix.target not in (ATEN.mm.default, operator.getitem):
+        return False
+    others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
+    return all(user.target is torch.ops.padfree.mm_swiglu.default for user in others)
+
+
+# The nodes
+
+
+def _inputs(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _product(node: fx.Node, num_users: int | None) -> _Product | None:
+    """The factors, if a row is a product, perhaps in another shape, and used only so often."""
+    row = node.meta["val"]
+    if (num_users is not None and len(node.users) != num_users) or not _is_row(row):
+        return None
+    while node.target in RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+        if len(node.users) != 1:
+            return None
+    if node.target is not ATEN.mm.default:
+        return None
+    a, b = _inputs(node)
+    sizes = (a.meta["val"].shape[1], b.meta["val"].shape[1])
+    if sizes[1] != row.shape[-1] or any(not isinstance(size, int) or size % 8 for size in sizes):
+        return None
+    return _Product(a, b)
+
+
+def _is_row(value: Tensor) -> bool:
+    """[T, N] or [1, T, N]"""
+    return value.ndim == 2 or (value.ndim == 3 and value.shape[0] == 1)
+
+
+def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A row as [T, N]."""
+    value = node.meta["val"]
+    if value.ndim == 2:
+        return node
+    if node.target in RESHAPES:
+        source: Any = node.args[0]
+        if source.meta["val"].ndim == 2 and source.meta["val"].shape[1] == value.shape[2]:
+            return source  # type: ignore[no-any-return]
+    matrix = graph.call_function(ATEN.squeeze.dim, (node, 0))
+    matrix.meta["val"] = value.squeeze(0)
+    return matrix
+
+
+def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
+    """A matrix in the shape of another node's result."""
+    if like.meta["val"].ndim == 2:
+        return matrix
+    shaped = graph.call_function(ATEN.unsqueeze.default, (matrix, 0))
+    shaped.meta["val"] = matrix.meta["val"].unsqueeze(0)
+    return shaped
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: int) -> list[fx.Node]:
+    """A call with what the compiler wants to know of it, and its results."""
+    values = tuple(arg.meta["val"] for arg in args)
+    call = graph.call_function(target, args)
+    call.meta["val"] = target(*values)
+    call.meta["eager_input_vals"] = (values, {})
+    if num_results == 1:
+        return [call]
+    results = [graph.call_function(operator.getitem, (call, place)) for place in range(num_results)]
+    for result, value in zip(results, call.meta["val"], strict=True):
+        result.meta["val"] = value
+    return results
+
+
+def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    _erase(graph, old)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    if node.users or node.op != "call_function":
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for each in inputs:
+        _erase(graph, each)
+
+
+def _same(left: fx.Node, right: fx.Node) -> bool:
+    return statically_known_true(sym_eq(tuple(left.meta["val"].shape), tuple(right.meta["val"].shape)))
