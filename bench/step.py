@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def header(setting: Setting) -> dict[str, Any]:
-    names = ("torch", "transformers", "triton", "flash-attn-4", "liger-kernel")
+    names = ("torch", "transformers", "triton", "flash-attn-4", "quack-kernels", "liger-kernel")
     packages = {name: installed(name) for name in names}
     on_cuda = setting.device.type == "cuda"
     hardware = torch.cuda.get_device_name() if on_cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"

@@ -4,8 +4,8 @@
     swiglu_backward(a·b, gate, up)          becomes   mm_swiglu_backward(a, b, ..)
     a·b + c                                 becomes   mm_add(a, b, c)
 
-where nobody else asks for the product. (The `up` of mm_swiglu is a result as well: backward wants it.) In a backward
-graph that computes gate and up again, nobody needs them after that:
+where nobody else asks for the product, and nothing else is added. (The `up` of mm_swiglu is a result as well: backward
+wants it.) In a backward graph that computes gate and up again, nobody needs them after that:
 
     mm_swiglu_backward(a, b, gate, up)      becomes   mm_swiglu_backward_               `overwrite`
 """
@@ -67,6 +67,9 @@ def _fuse_sum(graph: fx.Graph, node: fx.Node) -> None:
     if node.kwargs or len(node.args) != 2 or not all(isinstance(arg, fx.Node) for arg in node.args):
         return
     parts = _inputs(node)
+    # The compiler rounds a longer sum once, and not each time something is added.
+    if any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
+        return
     if any(part.meta["val"].dtype != node.meta["val"].dtype or not _same(part, node) for part in parts):
         return
     found = [(product, place) for place, part in enumerate(parts) if (product := _product(part, 1))]
