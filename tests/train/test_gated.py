@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import calls, graphs_after
 from interpreter import run_in_the_interpreter
 from models import build, row
 from torch import Tensor, fx, nn
 
 from padfree.cp.shard import shard
 from padfree.model import attach, hidden_states
-from padfree.train.compiled import PRODUCTS, GraphPass, Kept, compile_layers
+from padfree.train.compiled import PRODUCTS, Kept, compile_layers
 from padfree.train.gated import swiglu, swiglu_backward
-from padfree.train.gated.graph import overwrite, replace_gated
+from padfree.train.gated.graph import replace_gated
 from padfree.train.parallelize import layers_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
@@ -120,24 +121,9 @@ def gradients(module: nn.Module, rows: int) -> list[Tensor]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the pass, of layers that are narrow and on a CPU."""
-    seen: list[fx.Graph] = []
-
-    def overwrite_and_look(graph: fx.Graph) -> None:
-        overwrite(graph)
-        graph.lint()
-        seen.append(graph)
-
     monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
-    monkeypatch.setattr("padfree.train.compiled.overwrite", overwrite_and_look)
-    monkeypatch.setattr(GraphPass, "uuid", lambda self: None)  # no cache: the pass must be called
-    torch._dynamo.reset()
-    yield seen
-    torch._dynamo.reset()
-
-
-def calls(graphs: list[fx.Graph]) -> list[str]:
-    names = [str(node.target) for graph in graphs for node in graph.nodes if "swiglu" in str(node.target)]
-    return [name.split(".")[1] for name in names]
+    with graphs_after("padfree.train.compiled.overwrite") as seen:
+        yield seen
 
 
 @pytest.mark.parametrize(

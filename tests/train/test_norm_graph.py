@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from graph_cases import graphs_after
 from models import build, row
 from torch import Tensor, fx, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb, rotate_half
@@ -306,18 +307,10 @@ def backward_nodes(seen: list[fx.Graph]) -> list[fx.Node]:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+def seen() -> Iterator[list[fx.Graph]]:
     """The graphs after the pass."""
-    graphs: list[fx.Graph] = []
-
-    def gather_and_look(graph: fx.Graph) -> None:
-        gather(graph)
-        graph.lint()
-        graphs.append(graph)
-
-    monkeypatch.setattr("padfree.train.compiled.gather", gather_and_look)
-    monkeypatch.setattr(GraphPass, "uuid", lambda self: None)  # no cache: the pass must be called
-    return graphs
+    with graphs_after("padfree.train.compiled.gather") as graphs:
+        yield graphs
 
 
 def assert_taken_in(nodes: list[fx.Node]) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from graph_cases import calls, graphs_after
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from padfree.train.compiled import GraphPass, Kept, compile_layers
+from padfree.train.compiled import Kept, compile_layers
 from padfree.train.gated import swiglu, swiglu_backward
 from padfree.train.products import graph as products
 from padfree.train.products import support
@@ -115,26 +116,10 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the passes, of layers that are narrow and on a CPU."""
-    seen: list[fx.Graph] = []
-    overwrite = products.overwrite
-
-    def overwrite_and_look(graph: fx.Graph) -> None:
-        overwrite(graph)
-        graph.lint()
-        seen.append(graph)
-
     monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
     monkeypatch.setattr("padfree.train.compiled._has_epilogues", lambda row: True)
-    monkeypatch.setattr(products, "overwrite", overwrite_and_look)
-    monkeypatch.setattr(GraphPass, "uuid", lambda self: None)  # no cache: the passes must be called
-    torch._dynamo.reset()
-    yield seen
-    torch._dynamo.reset()
-
-
-def calls(graphs: list[fx.Graph]) -> list[str]:
-    names = [str(node.target) for graph in graphs for node in graph.nodes if "padfree" in str(node.target)]
-    return [name.split(".")[1] for name in names]
+    with graphs_after("padfree.train.products.graph.overwrite") as seen:
+        yield seen
 
 
 @pytest.mark.parametrize(
