@@ -16,10 +16,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from padfree.cp.shard import shard
 from padfree.model import attach, hidden_states
 from padfree.train.compiled import PRODUCTS, GraphPass, _compiled, compile_layers
+from padfree.train.epilogues import graph as epilogues
 from padfree.train.gated.graph import overwrite
 from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.parallelize import layers_of
-from padfree.train.products import graph as products
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 BACKEND = "aot_eager_decomp_partition"
@@ -452,7 +452,7 @@ def test_the_caches_of_the_compiler_know_the_passes() -> None:
         _compiled(fx.symbolic_trace(nn.Linear(2, 2)), (), backend=backend, kept="none")
     assert all(seen)
     assert seen[0] != seen[1]
-    assert seen == [GraphPass(gather).uuid(), GraphPass(overwrite, products.overwrite).uuid()]
+    assert seen == [GraphPass(gather).uuid(), GraphPass(overwrite, epilogues.overwrite).uuid()]
 
 
 def traced(function: Any, *inputs: Tensor) -> fx.Graph:

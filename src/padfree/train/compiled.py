@@ -2,7 +2,7 @@
 
 Attention is one operator in a layer's graph (over context ranks: a break in it). On a GPU so are the norms and the
 gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. On Hopper the products around the
-activation compute it as well: `padfree.train.products`. The numbers of tokens and of samples are variables from the
+activation compute it as well: `padfree.train.epilogues`. The numbers of tokens and of samples are variables from the
 first row on; what never changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
@@ -34,11 +34,11 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from padfree.train.epilogues import graph as epilogues
+from padfree.train.epilogues.support import has_kernels
 from padfree.train.gated.graph import overwrite, replace_gated
 from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.offload import HostMemory
-from padfree.train.products import graph as products
-from padfree.train.products.support import has_kernels
 
 Kept = Literal["none", "input", "selective", "host"]
 
@@ -114,11 +114,11 @@ def _compiled(graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any]
     if pays and replace_norms(graph.graph, PRODUCTS) + replace_gated(graph.graph, PRODUCTS):
         graph.recompile()
     if backend is lookup_backend("inductor"):
-        fused = [products.fuse] if pays and _has_epilogues(row) else []
+        fused = [epilogues.fuse] if pays and _has_epilogues(row) else []
         patches: dict[str, Any] = {
             "post_grad_custom_pre_pass": GraphPass(gather, *fused),
             # Behind the compiler's own passes, which expect that nothing is overwritten.
-            "post_grad_custom_post_pass": GraphPass(overwrite, products.overwrite),
+            "post_grad_custom_post_pass": GraphPass(overwrite, epilogues.overwrite),
         }
         if row is not None and row.is_cuda:
             # Without asking how long the row is: each answer would be true of some lengths only, and compiled again.

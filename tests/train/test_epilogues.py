@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from padfree.train.compiled import Kept, compile_layers
+from padfree.train.epilogues import graph as epilogues
+from padfree.train.epilogues import support
+from padfree.train.epilogues.support import has_kernels, is_supported
 from padfree.train.gated import swiglu, swiglu_backward
-from padfree.train.products import graph as products
-from padfree.train.products import support
-from padfree.train.products.support import has_kernels, is_supported
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 OPS = torch.ops.padfree
@@ -75,11 +75,11 @@ def test_which_quack_will_do(monkeypatch: pytest.MonkeyPatch, version: str | Non
         return version
 
     monkeypatch.setattr(support, "version", found)
-    monkeypatch.setitem(sys.modules, "padfree.train.products.hopper", None)
+    monkeypatch.setitem(sys.modules, "padfree.train.epilogues.hopper", None)
     if new_enough:
         with pytest.warns(UserWarning, match=f"quack-kernels {version} cannot be used"):
             assert not support._is_installed.__wrapped__(), "for it cannot be imported"
-        monkeypatch.setitem(sys.modules, "padfree.train.products.hopper", support)
+        monkeypatch.setitem(sys.modules, "padfree.train.epilogues.hopper", support)
     assert support._is_installed.__wrapped__() == new_enough
 
 
@@ -118,7 +118,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the passes, of layers that are narrow and on a CPU."""
     monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
     monkeypatch.setattr("padfree.train.compiled._has_epilogues", lambda row: True)
-    with graphs_after("padfree.train.products.graph.overwrite") as seen:
+    with graphs_after("padfree.train.epilogues.graph.overwrite") as seen:
         yield seen
 
 
@@ -163,7 +163,7 @@ def test_other_sums_are_left_alone() -> None:
 
     def changed(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[str]:
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty(shape) for shape in shapes))
-        products.fuse(traced.graph)
+        epilogues.fuse(traced.graph)
         traced.graph.lint()
         return calls([traced.graph])
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from padfree.train.epilogues.support import is_supported
 from padfree.train.gated import swiglu, swiglu_backward
-from padfree.train.products.support import is_supported
 
 ADD = "padfree::mm_add"
 SWIGLU = "padfree::mm_swiglu"
@@ -34,7 +34,7 @@ torch.library.define(OVERWRITING, "(Tensor a, Tensor b, Tensor(a!) gate, Tensor(
 def _mm_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if not is_supported(a, b):
         return torch.addmm(c, a, b)
-    from padfree.train.products import hopper
+    from padfree.train.epilogues import hopper
 
     out = torch.empty_like(c, memory_format=torch.contiguous_format)
     hopper.add(a, b, c, out)
@@ -46,7 +46,7 @@ def _mm_swiglu(a: Tensor, b: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     if not is_supported(a, b):
         up = a @ b
         return up, swiglu(gate, up).contiguous()
-    from padfree.train.products import hopper
+    from padfree.train.epilogues import hopper
 
     up, act = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     hopper.swiglu(a, b, gate, up, act)
@@ -70,7 +70,7 @@ def _backward_into(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor
         for place, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
             place.copy_(result)
         return
-    from padfree.train.products import hopper
+    from padfree.train.epilogues import hopper
 
     hopper.swiglu_backward(a, b, gate, up, dgate, dup)
 

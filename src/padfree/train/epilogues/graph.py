@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-import padfree.train.products  # noqa: F401 (the operators)
+import padfree.train.epilogues  # noqa: F401 (the operators)
 
 ATEN = torch.ops.aten
 RESHAPES = (ATEN.view.default, ATEN.reshape.default, ATEN.unsqueeze.default)

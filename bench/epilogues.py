@@ -1,10 +1,10 @@
 """Products with epilogues against the product and the kernel after it, on a Hopper GPU that is hot.
 
-    PYTHONPATH=src python bench/products.py [--tiles]
+    PYTHONPATH=src python bench/epilogues.py [--tiles]
 
-For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. `--tiles` times every tile of `quack-kernels` that works as well,
-the others only those that `padfree.train.products.hopper` takes. A GPU that computes for a second lowers its clock, and
-products take turns here so that all of them meet the same: times are medians of turns of `TURN` seconds.
+For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that `padfree.train.epilogues.hopper` takes are
+timed; with `--tiles` all that `quack-kernels` has. A GPU that computes for a second lowers its clock, and products take
+turns here so that all of them meet the same: times are medians of turns of `TURN` seconds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
+from padfree.train.epilogues import hopper
 from padfree.train.gated import kernels as gated
-from padfree.train.products import hopper
 
 T, D, F = 14_918, 2560, 9728
 TURN = 0.2
