@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/epilogues.py [--tiles]
 
-For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that `padfree.train.epilogues.hopper` takes are
+For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that `padfree.train.epilogues.kernels` takes are
 timed; with `--tiles` all that `quack-kernels` has. A GPU that computes for a second lowers its clock, and products take
 turns here so that all of them meet the same: times are medians of turns of `TURN` seconds.
 """
@@ -19,7 +19,7 @@ import torch
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from padfree.train.epilogues import hopper
+from padfree.train.epilogues import kernels
 from padfree.train.gated import kernels as gated
 
 T, D, F = 14_918, 2560, 9728
@@ -62,22 +62,22 @@ def comparisons(*, every_tile: bool) -> dict[str, Ways]:
     def tiles(chosen: str, run: Callable[[], None]) -> Ways:
         """`run` with the tile that the module has under a name, and with the others."""
         return {
-            label(tile, "chosen" if tile == getattr(hopper, chosen) else ""): with_tile(chosen, tile, run)
-            for tile in (TILES if every_tile else [getattr(hopper, chosen)])
+            label(tile, "chosen" if tile == getattr(kernels, chosen) else ""): with_tile(chosen, tile, run)
+            for tile in (TILES if every_tile else [getattr(kernels, chosen)])
         }
 
     return {
         "up and activation": {
             "product, activation": lambda: gated.forward(gate, x @ up_weight.T),
-            **tiles("FORWARD_TILE", lambda: hopper.swiglu(x, up_weight.T, gate, up, act)),
+            **tiles("FORWARD_TILE", lambda: kernels.swiglu(x, up_weight.T, gate, up, act)),
         },
         "down's backward and activation's": {
             "product, activation's backward": lambda: gated.backward(dy @ down_weight, gate, up),
-            **tiles("BACKWARD_TILE", lambda: hopper.swiglu_backward(dy, down_weight, gate, up, dgate, dup)),
+            **tiles("BACKWARD_TILE", lambda: kernels.swiglu_backward(dy, down_weight, gate, up, dgate, dup)),
         },
         "down and residual": {
             "product, sum": lambda: (act @ down_weight.T).add_(x),
-            **tiles("WIDE_TILE", lambda: hopper.add(act, down_weight.T, x, out)),
+            **tiles("WIDE_TILE", lambda: kernels.add(act, down_weight.T, x, out)),
         },
     }
 
@@ -86,10 +86,12 @@ def with_tile(name: str, tile: GemmConfig, run: Callable[[], None]) -> Callable[
     plans: dict[tuple[object, ...], object] = {}
 
     def way() -> None:
-        before, hopper._plans = hopper._plans, plans
-        setattr(hopper, name, tile)
+        chosen, before = getattr(kernels, name), kernels._plans
+        setattr(kernels, name, tile)
+        kernels._plans = plans
         run()
-        hopper._plans = before
+        setattr(kernels, name, chosen)
+        kernels._plans = before
 
     return way
 

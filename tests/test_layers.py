@@ -116,6 +116,7 @@ def test_no_module_needs_more_than_the_core_packages() -> None:
         "trl",
         "peft",
         "flash_attn",
+        "quack",
         "liger_kernel",
         "matplotlib",
         "tensorboard",

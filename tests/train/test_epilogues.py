@@ -75,11 +75,11 @@ def test_which_quack_will_do(monkeypatch: pytest.MonkeyPatch, version: str | Non
         return version
 
     monkeypatch.setattr(support, "version", found)
-    monkeypatch.setitem(sys.modules, "padfree.train.epilogues.hopper", None)
+    monkeypatch.setitem(sys.modules, "padfree.train.epilogues.kernels", None)
     if new_enough:
         with pytest.warns(UserWarning, match=f"quack-kernels {version} cannot be used"):
             assert not support._is_installed.__wrapped__(), "for it cannot be imported"
-        monkeypatch.setitem(sys.modules, "padfree.train.epilogues.hopper", support)
+        monkeypatch.setitem(sys.modules, "padfree.train.epilogues.kernels", support)
     assert support._is_installed.__wrapped__() == new_enough
 
 

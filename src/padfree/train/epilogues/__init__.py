@@ -7,7 +7,7 @@
 
 b may lie in memory either way, as `torch.mm` has it. The arithmetic is float32, and results are rounded once.
 
-On Hopper these are the products of `quack-kernels` with epilogues of ours (`hopper.py`), elsewhere what is below.
+On Hopper these are the products of `quack-kernels` with epilogues of ours (`kernels.py`), elsewhere what is below.
 `graph.py` puts them into compiled layers.
 """
 
@@ -34,10 +34,10 @@ torch.library.define(OVERWRITING, "(Tensor a, Tensor b, Tensor(a!) gate, Tensor(
 def _mm_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if not is_supported(a, b):
         return torch.addmm(c, a, b)
-    from padfree.train.epilogues import hopper
+    from padfree.train.epilogues import kernels
 
     out = torch.empty_like(c, memory_format=torch.contiguous_format)
-    hopper.add(a, b, c, out)
+    kernels.add(a, b, c, out)
     return out
 
 
@@ -46,10 +46,10 @@ def _mm_swiglu(a: Tensor, b: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     if not is_supported(a, b):
         up = a @ b
         return up, swiglu(gate, up).contiguous()
-    from padfree.train.epilogues import hopper
+    from padfree.train.epilogues import kernels
 
     up, act = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    hopper.swiglu(a, b, gate, up, act)
+    kernels.swiglu(a, b, gate, up, act)
     return up, act
 
 
@@ -70,9 +70,9 @@ def _backward_into(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor
         for place, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
             place.copy_(result)
         return
-    from padfree.train.epilogues import hopper
+    from padfree.train.epilogues import kernels
 
-    hopper.swiglu_backward(a, b, gate, up, dgate, dup)
+    kernels.swiglu_backward(a, b, gate, up, dgate, dup)
 
 
 @torch.library.register_fake(ADD)  # type: ignore[untyped-decorator]
