@@ -16,13 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from padfree.train.compiled import Kept, compile_layers
 from padfree.train.epilogues import graph as epilogues
 from padfree.train.epilogues import support
-from padfree.train.epilogues.support import has_kernels, is_supported
+from padfree.train.epilogues.support import has_epilogues, is_supported
 from padfree.train.gated import swiglu, swiglu_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 OPS = torch.ops.padfree
 needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_kernels(torch.device("cuda"), torch.bfloat16),
+    not torch.cuda.is_available() or not has_epilogues(torch.device("cuda"), torch.bfloat16),
     reason="needs a Hopper GPU and quack-kernels",
 )
 
@@ -59,9 +59,9 @@ def test_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     for major, expected in ((8, False), (9, True), (10, False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
-        assert has_kernels(cuda, torch.bfloat16) == expected
-        assert not has_kernels(cuda, torch.float32)
-    monkeypatch.setattr(support, "has_kernels", lambda device, dtype: True)
+        assert has_epilogues(cuda, torch.bfloat16) == expected
+        assert not has_epilogues(cuda, torch.float32)
+    monkeypatch.setattr(support, "has_epilogues", lambda device, dtype: True)
     assert is_supported(torch.empty(5, 8), torch.empty(8, 16))
     assert not is_supported(torch.empty(5, 8), torch.empty(8, 12)), "columns of no whole 16 bytes"
     assert not is_supported(torch.empty(5, 4), torch.empty(4, 8))

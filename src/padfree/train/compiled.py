@@ -34,8 +34,9 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from padfree.train import nodes
 from padfree.train.epilogues import graph as epilogues
-from padfree.train.epilogues.support import has_kernels
+from padfree.train.epilogues.support import has_epilogues
 from padfree.train.gated.graph import overwrite, replace_gated
 from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.offload import HostMemory
@@ -146,7 +147,7 @@ class GraphPass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What the compiler's caches know this pass by."""
-        return get_hash_for_files(tuple(inspect.getfile(change) for change in self.changes))
+        return get_hash_for_files((*(inspect.getfile(change) for change in self.changes), nodes.__file__))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:
@@ -165,7 +166,7 @@ def _pays(row: Tensor | None) -> bool:
 
 
 def _has_epilogues(row: Tensor | None) -> bool:
-    return row is not None and has_kernels(row.device, row.dtype)
+    return row is not None and has_epilogues(row.device, row.dtype)
 
 
 def mark_kept(graph: fx.Graph, what: Kept) -> None:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import padfree.train.epilogues  # noqa: F401 (the operators)
+from padfree.train.epilogues.support import is_whole
+from padfree.train.nodes import arguments, erase, is_plain_sum
 
 ATEN = torch.ops.aten
 RESHAPES = (ATEN.view.default, ATEN.reshape.default, ATEN.unsqueeze.default)
@@ -40,7 +41,7 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def _fuse_forward(graph: fx.Graph, node: fx.Node) -> None:
-    gate, up = _inputs(node)
+    gate, up = arguments(node)
     product = _product(up, None)
     if product is None or any(user is not node and user < node for user in up.users):
         return
@@ -51,7 +52,7 @@ def _fuse_forward(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _fuse_backward(graph: fx.Graph, node: fx.Node) -> None:
-    dact, gate, up = _inputs(node)
+    dact, gate, up = arguments(node)
     product = _product(dact, 1)
     if product is None:
         return
@@ -59,18 +60,14 @@ def _fuse_backward(graph: fx.Graph, node: fx.Node) -> None:
         matrices = (_matrix(graph, gate), _matrix(graph, up))
         results = _call(graph, torch.ops.padfree.mm_swiglu_backward.default, (*product, *matrices), 2)
         for part in list(node.users):
-            _, place = _inputs(part)
+            _, place = arguments(part)
             _replace(graph, part, _shaped(graph, results[place], part))
 
 
 def _fuse_sum(graph: fx.Graph, node: fx.Node) -> None:
-    if node.kwargs or len(node.args) != 2 or not all(isinstance(arg, fx.Node) for arg in node.args):
-        return
-    parts = _inputs(node)
+    parts = arguments(node)
     # The compiler rounds a longer sum once, and not each time something is added.
-    if any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
-        return
-    if any(part.meta["val"].dtype != node.meta["val"].dtype or not _same(part, node) for part in parts):
+    if not is_plain_sum(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
         return
     found = [(product, place) for place, part in enumerate(parts) if (product := _product(part, 1))]
     if len(found) != 1:  # of two products, neither is at hand before the other
@@ -84,15 +81,15 @@ def _fuse_sum(graph: fx.Graph, node: fx.Node) -> None:
 def overwrite(graph: fx.Graph) -> None:
     """Put dgate and dup in the places of gate and up, where these are computed in this graph and not used again."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.mm_swiglu_backward.default):
-        _, _, gate, up = _inputs(node)
+        _, _, gate, up = arguments(node)
         if not _is_free(gate, node) or not _is_free(up, node):
             continue
         with graph.inserting_before(node):
             call = graph.call_function(torch.ops.padfree.mm_swiglu_backward_.default, node.args)
         call.meta["val"] = None
-        call.meta["eager_input_vals"] = (tuple(arg.meta["val"] for arg in _inputs(node)), {})
+        call.meta["eager_input_vals"] = (tuple(arg.meta["val"] for arg in arguments(node)), {})
         for part in list(node.users):
-            _, place = _inputs(part)
+            _, place = arguments(part)
             part.replace_all_uses_with((gate, up)[place])
             graph.erase_node(part)
         graph.erase_node(node)
@@ -109,10 +106,6 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 # The nodes
 
 
-def _inputs(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
-
-
 def _product(node: fx.Node, num_users: int | None) -> _Product | None:
     """The factors, if a row is a product, perhaps in another shape, and used only so often."""
     row = node.meta["val"]
@@ -124,11 +117,9 @@ def _product(node: fx.Node, num_users: int | None) -> _Product | None:
             return None
     if node.target is not ATEN.mm.default:
         return None
-    a, b = _inputs(node)
-    sizes = (a.meta["val"].shape[1], b.meta["val"].shape[1])
-    if sizes[1] != row.shape[-1] or any(not isinstance(size, int) or size % 8 for size in sizes):
-        return None
-    return _Product(a, b)
+    a, b = arguments(node)
+    inner, columns = a.meta["val"].shape[1], b.meta["val"].shape[1]
+    return _Product(a, b) if columns == row.shape[-1] and is_whole(inner) and is_whole(columns) else None
 
 
 def _is_row(value: Tensor) -> bool:
@@ -175,17 +166,4 @@ def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: 
 
 def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new)
-    _erase(graph, old)
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    if node.users or node.op != "call_function":
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for each in inputs:
-        _erase(graph, each)
-
-
-def _same(left: fx.Node, right: fx.Node) -> bool:
-    return statically_known_true(sym_eq(tuple(left.meta["val"].shape), tuple(right.meta["val"].shape)))
+    erase(graph, old)

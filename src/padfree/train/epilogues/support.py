@@ -14,11 +14,16 @@ OLDEST = (0, 6, 5)
 
 
 def is_supported(a: Tensor, b: Tensor) -> bool:
-    """Whether there is a kernel for a·b: rows must be whole pieces of 16 bytes."""
-    return a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and has_kernels(a.device, a.dtype)
+    """Whether there is a kernel for a·b."""
+    return is_whole(a.shape[1]) and is_whole(b.shape[1]) and has_epilogues(a.device, a.dtype)
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+def is_whole(columns: int | torch.SymInt) -> bool:
+    """Whether rows of so many numbers of two bytes are whole pieces of 16 bytes, as the kernels read them."""
+    return isinstance(columns, int) and columns % 8 == 0
+
+
+def has_epilogues(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and _is_installed()

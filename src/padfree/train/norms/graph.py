@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import padfree.train.norms.rotated  # noqa: F401 (the operators)
+from padfree.train.nodes import arguments, erase, is_plain_sum, same_sizes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RESHAPES = ("view", "reshape", "flatten")
@@ -103,7 +103,7 @@ def _match_end(x: fx.Node, scaled: fx.Node, eps: float) -> _Norm | None:
     row, numbers = _value(x), _value(weight)
     if row is None or numbers is None or row.ndim not in (3, 4) or row.dtype not in DTYPES:
         return None
-    if rounding.args[1:] != (row.dtype,) or numbers.dtype != row.dtype or not _same(numbers.shape, row.shape[-1:]):
+    if rounding.args[1:] != (row.dtype,) or numbers.dtype != row.dtype or not same_sizes(numbers.shape, row.shape[-1:]):
         return None
     return _Norm(x, weight, eps, result)
 
@@ -143,7 +143,7 @@ def _is_stream(x: fx.Node) -> bool:
         return False
     total, *parts = (_value(node) for node in (x, *x.args))
     assert total is not None
-    return all(part is not None and part.dtype == total.dtype and _same(part.shape, total.shape) for part in parts)
+    return all(part is not None and part.dtype == total.dtype and same_sizes(part.shape, total.shape) for part in parts)
 
 
 def _insert(graph: fx.Graph, norm: _Norm) -> None:
@@ -209,7 +209,7 @@ def _angles(product: fx.Node, factor: fx.Node, row: Tensor) -> fx.Node | None:
     value = _value(angles)
     if value is None or value.requires_grad or value.dtype != row.dtype:
         return None
-    if not _same(value.shape, (*row.shape[:2], row.shape[3])):
+    if not same_sizes(value.shape, (*row.shape[:2], row.shape[3])):
         return None
     return angles
 
@@ -236,20 +236,7 @@ def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
     """Let `new` be asked for in place of `old`, and take out whatever nobody asks for then."""
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
-    _erase(graph, old)
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    if node.users or node.op in ("placeholder", "get_attr", "output"):
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for each in inputs:
-        _erase(graph, each)
-
-
-def _same(left: Any, right: Any) -> bool:
-    return statically_known_true(sym_eq(tuple(left), tuple(right)))
+    erase(graph, old)
 
 
 # After autograd
@@ -266,7 +253,7 @@ def gather(graph: fx.Graph) -> None:
 
 
 def _take_summands(graph: fx.Graph, node: fx.Node) -> None:
-    dys, x = _arguments(node)[:2]
+    dys, x = arguments(node)[:2]
     summands: list[Any] = list(dys)
     while len(summands) < MAX_SUMMANDS:
         found = [(place, total) for place, dy in enumerate(summands) if (total := _sum_behind(dy, x))]
@@ -276,7 +263,7 @@ def _take_summands(graph: fx.Graph, node: fx.Node) -> None:
         summands[place : place + 1] = total.args
     node.update_arg(0, summands)
     for dy in dys:
-        _erase(graph, dy)
+        erase(graph, dy)
 
 
 def _sum_behind(node: Any, x: fx.Node) -> fx.Node | None:
@@ -284,35 +271,22 @@ def _sum_behind(node: Any, x: fx.Node) -> fx.Node | None:
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]
-        if not _same(node.meta["val"].shape[-1:], x.meta["val"].shape[-1:]):
+        if not same_sizes(node.meta["val"].shape[-1:], x.meta["val"].shape[-1:]):
             return None
-    return node if len(node.users) == 1 and _is_plain_sum(node) else None
+    return node if len(node.users) == 1 and is_plain_sum(node) else None
 
 
 def _take_residual(graph: fx.Graph, node: fx.Node) -> None:
     found = [user for user in node.users if user.args[1] == 0]  # none if only the weight's gradient is asked for
-    if _arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
+    if arguments(node)[4] is not None or len(found) != 1 or len(found[0].users) != 1:
         return
     (dx,) = found
     (total,) = dx.users
-    if not _is_plain_sum(total):
+    if not is_plain_sum(total):
         return
-    (other,) = (arg for arg in _arguments(total) if arg is not dx)
+    (other,) = (arg for arg in arguments(total) if arg is not dx)
     if node < other:
         return
     node.update_arg(4, other)
     total.replace_all_uses_with(dx)
     graph.erase_node(total)
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    return node.args
-
-
-def _is_plain_sum(node: fx.Node) -> bool:
-    """Of two different tensors of one type and shape."""
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
-        return False
-    total = node.meta["val"]
-    parts = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
-    return len(parts) == 2 and all(part.dtype == total.dtype and _same(part.shape, total.shape) for part in parts)
