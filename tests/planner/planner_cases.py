@@ -17,6 +17,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
         "data": {"path": ["none"]},
         "batch": {"samples": 8, "max_tokens": 512},
         "run": {"folder": "runs"},
+        "parallel": {"compile": "none", "checkpointing": "none", "reshard": True},  # settled
     }
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes}

@@ -46,7 +46,7 @@ def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> 
     """The token mean over `count` scored tokens, with its gradient."""
     total = 0.0
     for batch in batches:
-        rows = padded_rows(batch)
+        rows = padded_rows(batch, model.device)
         logits = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows.labels[:, 1:].flatten(), reduction="sum")
         torch.autograd.backward(loss / count)

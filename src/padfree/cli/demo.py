@@ -7,7 +7,11 @@
     padded    the first steps of fine-tuning, plain transformers, padded rows
     packed    the same steps and more, packed: the losses must be the same      sft/
     reward    RL with rollouts written in the process                           rl/
+    gpu       where there is one: a larger model on it, padded and packed       gpu/
     report    both runs on one page                                             report.html
+
+The model that learns is so small that a CPU is as fast as a GPU for it, and its runs are on the CPU everywhere. What a
+GPU gains from packing is shown by a few steps of a model that is worth one.
 
 What a stage found is in `demo.json` once it is done. With `--resume` the demo goes on behind the last of these, and the
 two training runs go on from their checkpoints.
@@ -36,8 +40,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STATE = "demo.json"
-SAME_LOSS = 1e-5
-"""Losses of the padded and the packed way may differ by so much."""
+SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Losses of the padded and the packed way may differ by so much, by what is computed in."""
+
+SET_UP = 3
+"""Steps on a GPU that pay for set-up: compiling, choosing kernels, the first memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +61,10 @@ class Sizes:
     group: int = 8
     rl_steps: int = 20
     max_new_tokens: int = 64
+    gpu_hidden: int = 1024  # of the model for a GPU
+    gpu_layers: int = 8
+    gpu_samples: int = 512  # of one of its steps
+    gpu_steps: int = 16
 
 
 SIZES = Sizes()
@@ -173,6 +184,21 @@ class Demo:
             }
         )
 
+    @property
+    def gpu(self) -> Config:
+        """The settings of the larger model's steps."""
+        sizes = self.sizes
+        return config_from_dict(
+            {
+                "model": {"path": str(self.folder / "gpu" / "model"), "dtype": "bfloat16"},
+                "data": {"path": [str(self.folder / "data" / "train.jsonl")], "epochs": None},
+                "batch": {"samples": sizes.gpu_samples, "max_tokens": 65536},
+                "optimizer": {"lr": 1e-4},
+                "checkpoint": {"export": False},
+                "run": {"folder": str(self.folder / "gpu" / "run"), "steps": sizes.gpu_steps, "device": "cuda"},
+            }
+        )
+
 
 def make_data(demo: Demo) -> dict[str, Any]:
     sizes, data = demo.sizes, demo.folder / "data"
@@ -237,32 +263,40 @@ def check(demo: Demo) -> dict[str, Any]:
 
 
 def train_padded(demo: Demo) -> dict[str, Any]:
-    """The first steps by plain transformers code: each batch padded to its longest sample, one optimizer step."""
+    """The first steps by plain transformers code."""
+    return padded_steps(demo, demo.sft, demo.sizes.compared)
+
+
+def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
+    """Steps by plain transformers code: each batch padded to its longest sample, one optimizer step."""
     from transformers import AutoModelForCausalLM
 
     from padfree.train.optimizer import make_optimizer, set_learning_rate
     from padfree.train.schedule import learning_rate_factor
     from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
-    config = demo.sft
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path).train()
+    device, lower = config.run.device, config.model.dtype != "float32"
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train().to(device)
     chosen = config.optimizer
     optimizer = make_optimizer(
         model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
     )
     batcher = make_batcher(config, load_source(config, load_tokenizer(config)).samples)
-    course: dict[str, Any] = asdict(config.schedule)  # kind, warmup, final
+    schedule: dict[str, Any] = asdict(config.schedule)  # kind, warmup, final
     losses, seconds = [], []
-    with demo.bar(demo.sizes.compared) as bar:
-        for step in range(demo.sizes.compared):
+    with demo.bar(steps) as bar:
+        for step in range(steps):
             samples: list[Any] = [sample for group in next(batcher) for sample in group]
             begin = time.perf_counter()
-            set_learning_rate(optimizer, chosen.lr * learning_rate_factor(step, steps=config.run.steps, **course))
-            losses.append(padded_loss(model, [samples], sum(sample.num_labels for sample in samples)))
+            set_learning_rate(optimizer, chosen.lr * learning_rate_factor(step, steps=config.run.steps, **schedule))
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=lower):
+                losses.append(padded_loss(model, [samples], sum(sample.num_labels for sample in samples)))
             assert chosen.max_grad_norm is not None
             torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if device == "cuda":
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
             bar(step + 1, f"loss {losses[-1]:.4f}")
     return {"losses": losses, "seconds": seconds}
@@ -278,14 +312,38 @@ def train_packed(demo: Demo) -> dict[str, Any]:
 
 def compared(demo: Demo) -> dict[str, Any]:
     """The steps that both ways have made: their losses, which must be the same, and their time."""
-    padded, both = demo.found["padded"], demo.sizes.compared
-    steps = _metrics(demo.folder / "sft")[:both]
+    return comparison(demo.sft, demo.found["padded"], set_up=1)
+
+
+def comparison(config: Config, padded: Mapping[str, Any], *, set_up: int) -> dict[str, Any]:
+    """The same of the steps of a run that `padded_steps` made, too; the first `set_up` of either are not timed."""
+    steps = _metrics(Path(config.run.folder))[: len(padded["losses"])]
     difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
-    if difference > SAME_LOSS:
+    if difference > SAME_LOSS[config.model.dtype]:
         raise ValueError(f"demo: losses differ by {difference:.1e} from the padded ones; this torch cannot be trusted")
-    # the first step of either way pays for set-up
-    faster = sum(padded["seconds"][1:]) / sum(step["seconds"] for step in steps[1:])
+    faster = sum(padded["seconds"][set_up:]) / sum(step["seconds"] for step in steps[set_up:])
     return {"difference": difference, "faster": faster}
+
+
+def compare_on_gpu(demo: Demo) -> dict[str, Any]:
+    """Padded and packed steps of a model that is worth a GPU."""
+    from transformers import AutoTokenizer
+
+    if not torch.cuda.is_available():
+        demo.say("there is none here; skipped")
+        return {}
+    config, sizes = demo.gpu, demo.sizes
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo.folder / "model")
+    parameters = write_model(
+        demo.folder / "gpu" / "model", tokenizer, sizes.gpu_hidden, layers=sizes.gpu_layers, head=64
+    )
+    padded = padded_steps(demo, config, sizes.gpu_steps)
+    _train(demo, config, lambda metrics: f"loss {metrics['loss']:.4f}")
+    found = {**comparison(config, padded, set_up=SET_UP), "parameters": parameters}
+    found["device"] = torch.cuda.get_device_name()
+    demo.say(f"a random Qwen3 of {parameters:,} parameters: packed {found['faster']:.1f} times as fast as padded")
+    demo.say(f"losses differ by at most {found['difference']:.1e}, in bfloat16")
+    return found
 
 
 def train_by_reward(demo: Demo) -> dict[str, Any]:
@@ -315,6 +373,7 @@ STAGES: tuple[tuple[str, str, Stage], ...] = (
     ("padded", "fine-tune, padded, by plain transformers", train_padded),
     ("packed", "fine-tune, packed", train_packed),
     ("reward", "train by rewards", train_by_reward),
+    ("gpu", "the same comparison on a GPU", compare_on_gpu),
     ("report", "report", make_report),
 )
 
@@ -324,6 +383,7 @@ def show_result(demo: Demo, seconds: float) -> None:
     rows = (
         ("packed against padded", f"{found['packed']['faster']:.1f} times as fast"),
         ("their losses", f"the same to {found['packed']['difference']:.0e}"),
+        *_gpu_rows(found["gpu"]),
         ("gradients, packed against one at a time", f"the same to {found['check']['gradients']:.0e}"),
         ("reward before and after", f"{found['reward']['before']:.2f} -> {found['reward']['after']:.2f}"),
         ("this took", f"{seconds:.0f} s"),
@@ -332,6 +392,13 @@ def show_result(demo: Demo, seconds: float) -> None:
     demo.console.print()
     for name, value in rows:
         demo.console.print(f"{name:42}{value}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _gpu_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    size = f"{found['parameters'] / 1e6:.0f}M parameters"
+    return [(f"the same on {found['device']}", f"{found['faster']:.1f} times as fast, {size}")]
 
 
 def _train(demo: Demo, config: Config, shown: Callable[[Mapping[str, Any]], str]) -> None:

@@ -81,8 +81,11 @@ def train_tokenizer(rows: list[dict[str, str]]) -> Any:
     return make(tokenizer_object=tokenizer, eos_token=EOS)
 
 
-def write_model(folder: Path, tokenizer: Any, hidden: int) -> int:
-    """A random two-layer Qwen3 and its tokenizer, as transformers stores them; returns the number of parameters."""
+def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, head: int | None = None) -> int:
+    """A random Qwen3 and its tokenizer, as transformers stores them; returns the number of parameters.
+
+    `head` is the size of a head; None: there are four.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -91,13 +94,13 @@ def write_model(folder: Path, tokenizer: Any, hidden: int) -> int:
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head if head else 4,
+        num_key_value_heads=hidden // head // 2 if head else 2,
+        head_dim=head or hidden // 4,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=0.1,  # so small a model learns faster from larger weights
+        initializer_range=0.1 if hidden < 256 else 0.02,  # so small a model learns faster from larger weights
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         pad_token_id=None,

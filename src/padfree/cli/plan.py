@@ -66,6 +66,7 @@ def run(settings: argparse.Namespace) -> None:
     if config.model.path == NO_MODEL and (settings.suggest or settings.calibrate):
         flag, why = ("--suggest", ", memory depends on it") if settings.suggest else ("--calibrate", "")
         raise ValueError(f"{flag}: without a model; give --model{why}")
+    config = _settled(config, settings)
     if settings.calibrate:
         _calibrate(config, settings)
         if not _has_data(settings):
@@ -172,6 +173,29 @@ def _config(settings: argparse.Namespace) -> Config:
     return load_config(recipe, [*written, *_overrides(settings)])
 
 
+def _settled(config: Config, settings: argparse.Namespace) -> Config:
+    """Without any `auto`: as a run on these devices would decide."""
+    from padfree.train.memory import skeleton
+    from padfree.train.settle import settle
+
+    if config.model.path == NO_MODEL:
+        return config
+    is_measured_on_cpu = settings.calibrate and not _sees_gpu(config)
+    return settle(
+        config,
+        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        processes=settings.ranks,
+        device_type="cpu" if config.run.device == "cpu" or is_measured_on_cpu else "cuda",
+        memory=_device_memory(settings),
+    ).config
+
+
+def _sees_gpu(config: Config) -> bool:
+    import torch
+
+    return config.run.device != "cpu" and torch.cuda.is_available()
+
+
 def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     from padfree.planner import calibrate
     from padfree.train.memory import skeleton
@@ -180,7 +204,8 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     with _bar("measuring") as progress:
         found = calibrate(model.config, config, max_tokens=settings.max_tokens, progress=progress)
     print(
-        f"measured    on {found.device}, {config.model.dtype}, models of {_listed(found.layers)} layers, milliseconds"
+        f"measured    on {found.device}, {config.model.dtype}, compile {config.parallel.compile}, checkpointing "
+        f"{config.parallel.checkpointing}, models of {_listed(found.layers)} layers, milliseconds"
     )
     for each in found.measurements:
         lengths = f"{len(each.lengths)} x {each.lengths[0]:,}"
@@ -188,7 +213,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     cost = found.cost
     print(
         f"cost        {cost.linear:.3e} s a token, {cost.quadratic:.3e} s a token squared, {cost.constant:.3e} s a "
-        f"micro-batch; no measurement is off by more than {found.worst:.2f} times"
+        f"micro-batch, {cost.step:.3e} s a step; no measurement is off by more than {found.worst:.2f} times"
     )
     print(f"stored      {found.path}")
     print(f"            padfree plan uses it on this device; elsewhere, and in a run, set batch.cost={found.path}")

@@ -62,15 +62,22 @@ def run(settings: argparse.Namespace) -> None:
             print(line)
         return
 
+    import torch
+
     from padfree.dist import PeerLostError
     from padfree.train.engine import NonFiniteError
     from padfree.train.loop import train
 
     try:
         with progress(config.run.steps, shown=first) as shown:
-            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising)
+            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising, on_note=shown.note)
     except (NonFiniteError, PeerLostError) as error:
         raise ValueError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"batch.max_tokens: {config.batch.max_tokens}, but the device's memory ran out ({first_sentence(error)}); "
+            "give fewer, or set parallel.checkpointing=full"
+        ) from error
     if first:
         end = "stopped by a signal" if result.stopped else "done"
         print(f"{end} after {result.step} steps; everything is in {config.run.folder}")
@@ -91,6 +98,10 @@ class Lines:
             self._tenths = tenths
             print(f"tokenising {tenths * 10} %", flush=True)
 
+    def note(self, text: str) -> None:
+        if self._shown:
+            print(text, flush=True)
+
     def step(self, metrics: Mapping[str, Any]) -> None:
         if self._shown:
             print(f"step {metrics['step'] + 1}  {summary(metrics)}", flush=True)
@@ -108,6 +119,9 @@ class Bars(Lines):
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, count=count, text=text)
         self._bars.update(self._tasks[name], completed=done, total=total, count=count, text=text)
+
+    def note(self, text: str) -> None:
+        self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def tokenising(self, done: int, total: int) -> None:
         self._show("tokenising", done, total, f"{done / total:.0%}" if total else "")
@@ -138,6 +152,11 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
         yield Bars(bars, steps)
 
 
+def first_sentence(error: Exception) -> str:
+    """What a long message begins with."""
+    return " ".join(str(error).split()).partition(". ")[0]
+
+
 def summary(metrics: Mapping[str, Any]) -> str:
     """The numbers of a step that are worth a line."""
     parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
@@ -159,6 +178,7 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing import CostModel, plan_step
     from padfree.train.costs import read_cost
     from padfree.train.memory import estimate_memory, skeleton
+    from padfree.train.settle import device_memory, settle
     from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
     processes, context, replicate = (
@@ -191,17 +211,31 @@ def description(config: Config) -> Iterator[str]:
     device_type = config.run.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    memory = estimate_memory(
+    lengths_of_rows = {
+        "longest": -(-int(plan.tokens.max()) // context),
+        "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
+    }
+    settled = settle(
         config,
         model,
         processes=processes,
         device_type=device_type,
-        longest=-(-int(plan.tokens.max()) // context),
-        prompt_tokens=max(len(sample.tokens) for sample in source.samples) if sampled else 0,
+        memory=device_memory(torch.device(device_type)),
+        **lengths_of_rows,
+    )
+    config = settled.config
+    memory = estimate_memory(
+        config,
+        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        processes=processes,
+        device_type=device_type,
+        **lengths_of_rows,
     )
 
     yield from recipe_lines(config.to_dict())
     yield ""
+    for line in settled.lines():
+        yield f"auto: {line}"
     yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
     yield from memory_lines(memory, config)
     dropped = len(source.report.skipped) + len(source.report.dropped)

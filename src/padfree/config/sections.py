@@ -154,10 +154,10 @@ class ParallelConfig:
     replicate: int = 1
     layout: Literal["contiguous", "headtail", "balanced"] = "balanced"
     method: Literal["allgather", "ring", "ulysses"] = "allgather"
-    checkpointing: Literal["none", "full", "selective", "host"] = "none"
-    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    checkpointing: Literal["auto", "none", "host", "selective", "full"] = "auto"  # the fastest that fits the device
+    compile: Literal["auto", "none", "inductor", "aot_eager"] | bool = "auto"  # true: inductor; auto: on a GPU
     head_memory: Literal["speed", "low"] | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
-    reshard: bool = True  # layers are gathered again for backward; false: they stay whole, faster in more memory
+    reshard: Literal["auto"] | bool = "auto"  # true: only layers that compute are whole; false: all, if that fits
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
 
     @property
@@ -170,6 +170,8 @@ class ParallelConfig:
             _need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
         if isinstance(self.head_memory, float):
             _need(self.head_memory > 0, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
+        if isinstance(self.compile, bool):
+            object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         compiled = self.checkpointing != "host" or self.compile != "none"
         _need(compiled, "parallel.checkpointing", "host", "it is for compiled layers: set parallel.compile=inductor")
 

@@ -30,6 +30,14 @@ def is_interpreted() -> bool:
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 
+PER_ROW = (
+    "labels", "inverse_temperature", "block_peaks", "totals", "moments", "targets", "peaks", "log_totals", "logprobs",
+    "entropies", "pull_logprobs", "pull_entropies",
+)  # fmt: skip
+"""Pointers that begin at any row. Like numbers of rows they differ from step to step, and a kernel that was compiled
+for multiples of 16 would be compiled once more for the others."""
+
+
 @triton.jit
 def _logits(
     products, bias, column, inside, inverse_temperature, logit_scale, softcap,
@@ -63,7 +71,7 @@ def _cap_slope(logits, inverse_temperature, softcap):
     return 1.0 - tanh * tanh
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def _reduce_kernel(
     products, labels, bias, inverse_temperature, peaks, totals, moments, targets, stored,
     first, num_columns, products_stride, stored_stride, sums_stride, logit_scale, softcap,
@@ -94,7 +102,7 @@ def _reduce_kernel(
         tl.store(stored + row * stored_stride + column, below.to(stored.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _products_kernel(
     products, labels, bias, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
     first, num_columns, products_stride, out_stride, logit_scale, softcap,
@@ -124,7 +132,7 @@ def _products_kernel(
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def _stored_kernel(
     stored, labels, inverse_temperature, block_peaks, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
     num_columns, stored_stride, out_stride, sums_stride, logit_scale, softcap,
@@ -157,7 +165,7 @@ def _stored_kernel(
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def _merge_kernel(
     block_peaks, totals, moments, targets, peaks, log_totals, logprobs, entropies,
     num_rows, sums_stride,

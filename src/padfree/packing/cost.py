@@ -1,4 +1,4 @@
-"""What a sample costs: linear · n + quadratic · n², and a constant for each micro-batch.
+"""What a sample costs: linear · n + quadratic · n², a constant for each micro-batch, and one for each step.
 
     tokens of a sample        100        1000        8000
     matrix products           100 a      1000 a      8000 a       every weight meets every token once
@@ -29,11 +29,13 @@ FORWARD_AND_BACKWARD = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """cost of a sample of n tokens = linear · n + quadratic · n²; a micro-batch costs `constant` on top."""
+    """cost of a sample of n tokens = linear · n + quadratic · n²; a micro-batch costs `constant` on top, and a step
+    (the optimizer's part of it) `step`."""
 
     linear: float
     quadratic: float = 0.0
     constant: float = 0.0
+    step: float = 0.0
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
@@ -41,7 +43,7 @@ class CostModel:
                 raise ValueError(f"{field}: {value}; give a finite number of 0 or more")
 
     def __call__(self, lengths: ArrayLike) -> Floats:
-        """[n] lengths -> [n] costs, without the constant."""
+        """[n] lengths -> [n] costs, without the constants."""
         n = np.asarray(lengths, dtype=np.float64)
         return self.linear * n + self.quadratic * n * n
 
@@ -93,7 +95,7 @@ class CostModel:
     def from_json(path: str | Path) -> CostModel:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         names = [*CostModel.__dataclass_fields__]
-        if not isinstance(values, dict) or sorted(values) != sorted(names):
+        if not isinstance(values, dict) or not {"linear"} <= set(values) <= set(names):
             raise ValueError(f"{path}: not a cost model; write it with CostModel.to_json ({', '.join(names)})")
         return CostModel(**values)
 

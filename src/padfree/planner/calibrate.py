@@ -1,8 +1,9 @@
 """The cost model measured on the device at hand.
 
     micro-batches    one sample of T, of T/2, T/4;  2 x T/2, 4 x T/4, 16 x T/16, ...
-    seconds          forward and backward of the model with random weights, the fastest of a few
-    CostModel.fit    linear · Σn + quadratic · Σn² + constant
+    seconds          forward and backward by the engine of a run, of a model with random weights: compiled, with the
+                     checkpointing and the types of the run; the fastest of a few
+    CostModel.fit    linear · Σn + quadratic · Σn² + constant; and what an update takes besides its micro-batches
 
 A model of many layers is not built: layers are alike, so two shallow models tell what a layer costs and what the rest.
 
@@ -19,7 +20,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,16 @@ import torch
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.cp import shard
-from padfree.head import fused_loss
-from padfree.losses import LossInputs, SFTSettings, make_token_loss
-from padfree.model import attach, hidden_states
+from padfree.dist import Mesh, distributed, make_mesh
+from padfree.losses import SFTSettings
 from padfree.model.load import load_model
-from padfree.packing import CostModel, collate
+from padfree.packing import CostModel
 from padfree.planner.clock import cost_path, device_name
 from padfree.train.costs import check_grows
-from padfree.train.parallelize import checkpoint_layers
-from padfree.train.scorer import head_of
+from padfree.train.engine import Engine, LossSettings, PreparedStep
+from padfree.train.optimizer import make_optimizer
+from padfree.train.parallelize import parallelize, transformations
+from padfree.train.scorer import Scorer
 
 REPEATS = 3
 FLOPS_A_WEIGHT = 6  # a multiplication and an addition, forward and twice in backward
@@ -50,8 +51,11 @@ AFFORDABLE = {"cpu": 2e11, "cuda": 1e15}
 LEAST = 64
 """... but not fewer than this."""
 
-WHOLE = {"cpu": 20_000_000, "cuda": 200_000_000}
+WHOLE = {"cpu": 20_000_000, "cuda": 1_000_000_000}
 """Models of which a token meets up to so many weights are measured as they are."""
+
+IN_A_ROW = {"cpu": 1, "cuda": 3}
+"""Micro-batches that are measured together: from the second on the host is ahead of a GPU, as it is in a run."""
 
 TRUSTED = 4.0
 """Measurements further than this factor from the fitted model are refused."""
@@ -84,22 +88,27 @@ class Calibration:
 def calibrate(
     model_config: Any, config: Config, *, max_tokens: int | None = None, progress: OnMeasurement | None = None
 ) -> Calibration:
-    """Measure on `run.device`, and store what comes out under `cost_path`."""
+    """Measure on `run.device`, and store what comes out under `cost_path`. The settings must be settled."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device: 'cuda', but torch sees no GPU here; leave it out or set it to cpu")
     if config.lora.rank:
         raise ValueError(f"lora.rank: {config.lora.rank} with --calibrate; measure all weights, with lora.rank=0")
-    device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
-    depths = measured_layers(model_config, WHOLE[device.type])
-    flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
-    affordable = max(LEAST, int(AFFORDABLE[device.type] / flops))
-    tokens = min(max_tokens or TOKENS[device.type], TOKENS[device.type], affordable)
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    batches = micro_batches(min(tokens, positions) if positions else tokens, tokens)
-    runs = [_runner(with_layers(model_config, layers), config, device) for layers in depths]
-    taken = _measured(runs, batches, progress)
-    seconds = extrapolated(taken, depths, int(model_config.get_text_config().num_hidden_layers))
-    cost = CostModel.fit(batches, seconds)
+    layers = int(model_config.get_text_config().num_hidden_layers)
+    with distributed(device=config.run.device) as device:
+        depths = measured_layers(model_config, WHOLE[device.type])
+        flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
+        affordable = max(LEAST, int(AFFORDABLE[device.type] / flops))
+        tokens = min(max_tokens or TOKENS[device.type], TOKENS[device.type], affordable)
+        positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        batches = micro_batches(min(tokens, positions) if positions else tokens, tokens)
+        mesh = make_mesh(device)
+        runs = [_runner(with_layers(model_config, depth), config, mesh) for depth in depths]
+        taken = _measured(runs, batches, progress)
+        updates = [min(run([]) for _ in range(REPEATS + 1)) for run in runs]
+        name = device_name(device.type)
+    seconds = extrapolated(taken, depths, layers)
+    step = extrapolated([[update] for update in updates], depths, layers)[0]
+    cost = replace(CostModel.fit(batches, seconds), step=step)
     check_grows(cost, "--calibrate")
     measured = [
         Measurement(lengths=tuple(batch), seconds=each, predicted=float(cost(batch).sum() + cost.constant))
@@ -111,7 +120,6 @@ def calibrate(
             f"--calibrate: a micro-batch took {worst:.1f} times what the others let expect, or as much less; "
             "measure again while nothing else runs on the device"
         )
-    name = device_name(device.type)
     path = cost_path(name, model_config, config)
     path.parent.mkdir(parents=True, exist_ok=True)
     cost.to_json(path)
@@ -172,34 +180,52 @@ def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers
 
 
 Run = Callable[[Sequence[int]], float]
-"""A micro-batch of these lengths, forward and backward: its seconds."""
+"""Seconds of a micro-batch of these lengths, forward and backward; of no lengths: of the rest of an update."""
 
 
-def _runner(model_config: Any, config: Config, device: torch.device) -> Run:
-    """A model with random weights that computes as a training step would."""
-    model = load_model(model_config, dtype=getattr(torch, config.model.dtype), device=device)
-    attach(model, config.model.attention)
-    if config.parallel.checkpointing != "none":  # nothing is compiled here, which `host` is for
-        checkpoint_layers(model, "full" if config.parallel.checkpointing == "full" else "selective")
+def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
+    """An engine as a run would build it, of a model with random weights."""
+    parallel = config.parallel
+    assert parallel.checkpointing != "auto", "settled before"
+    assert parallel.reshard != "auto", "settled before"
+    steps = transformations(
+        mesh,
+        attention=config.model.attention,
+        compile=str(parallel.compile),
+        checkpointing=parallel.checkpointing,
+        dtype=getattr(torch, config.model.dtype),
+        reshard=parallel.reshard,
+        offload=parallel.offload,
+    )
+    model = load_model(
+        model_config, device=mesh.device, shard=lambda model: parallelize(model, steps), offload=parallel.offload
+    )
+    scorer = Scorer(model, mesh, max_tokens=1, overlong="alone")
+    settings = LossSettings(loss=SFTSettings(), head_memory=parallel.head_bytes)
+    engine = Engine(scorer, make_optimizer(model, lr=0.0), settings)
     vocabulary = int(model_config.get_text_config().vocab_size)
     generator = np.random.default_rng(0)
 
-    def run(lengths: Sequence[int]) -> float:
-        samples = [Sample(tokens=generator.integers(0, vocabulary, length)) for length in lengths]
-        batch = shard(collate(samples).to(device))
-        _wait(device)
+    def prepared(lengths: Sequence[int], times: int) -> PreparedStep:
+        scorer.max_tokens = sum(lengths)
+        found = engine.prepare([Sample(tokens=generator.integers(0, vocabulary, length)) for length in lengths])
+        return replace(found, rows=found.rows * times)
+
+    def seconds(work: Callable[[], object]) -> float:
+        _wait(mesh.device)
         start = time.perf_counter()
-        head = head_of(model)
-        fused = fused_loss(
-            hidden_states(model, batch), head.weight, batch.labels,
-            make_token_loss(LossInputs.from_batch(batch), SFTSettings()),
-            bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale,
-        )  # fmt: skip
-        torch.autograd.backward(fused.loss)
-        _wait(device)
-        seconds = time.perf_counter() - start
-        model.zero_grad(set_to_none=True)
-        return seconds
+        work()
+        _wait(mesh.device)
+        return time.perf_counter() - start
+
+    def run(lengths: Sequence[int]) -> float:
+        if not lengths:  # the difference that the optimizer makes to the smallest of steps
+            smallest = prepared([LEAST], 1)
+            update = seconds(lambda: engine.begin(smallest, lr=0.0).finish())
+            return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
+        in_a_row = IN_A_ROW[mesh.device.type]
+        step = prepared(lengths, in_a_row)
+        return seconds(lambda: engine.gradients(step)) / in_a_row
 
     return run
 
@@ -237,6 +263,7 @@ def _write_about(found: Calibration, config: Config) -> None:
         "device": found.device,
         "model": config.model.path,
         "dtype": config.model.dtype,
+        "compile": config.parallel.compile,
         "checkpointing": config.parallel.checkpointing,
         "torch": torch.__version__,
         "layers": list(found.layers),

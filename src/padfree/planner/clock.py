@@ -4,8 +4,8 @@
     a GPU whose peak is known, bfloat16                                      FLOPs / (SHARE · peak)
     neither                                                                  FLOPs stay FLOPs
 
-What is predicted is forward and backward of the slowest rank of each micro-batch. The optimizer, communication between
-devices and reading data come on top.
+What is predicted is forward and backward of the slowest rank of each micro-batch, and, where it was measured, the
+optimizer. Communication between devices, compiling, checkpoints and, in RL, rollouts and scoring come on top.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def device_name(device: str) -> str:
 def cost_path(device: str, model_config: Any, config: Config) -> Path:
     """Where the measurement for this device, model and way of computing is kept."""
     values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
-    key = hash_of([device, values, config.model.dtype, config.parallel.checkpointing, config.lora.rank])
+    parallel = config.parallel
+    way = [parallel.compile, parallel.checkpointing, parallel.reshard, parallel.offload]
+    key = hash_of([device, values, config.model.dtype, way, config.lora.rank])
     words = re.sub(r"[^a-z0-9]+", "-", f"{device} {model_config.model_type} {config.model.dtype}".lower())
     return default_cache_folder() / "cost" / f"{words}-{key[:12]}.json"

@@ -122,7 +122,7 @@ class EpochPlan:
         total = 0.0
         for plan in self.plans:
             constant = plan.num_micro_batches * self.cost.constant
-            total += (plan.step_cost - constant) / self.shape.context * uneven + constant
+            total += (plan.step_cost - constant) / self.shape.context * uneven + constant + self.cost.step
         return total * float(self.costs.sum() / self.costs[self.planned].sum())
 
     def rows(self, most: int) -> list[Lengths]:

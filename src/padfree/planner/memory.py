@@ -14,11 +14,9 @@ from padfree.model.lora import add_adapters
 from padfree.planner.epoch import Shape
 from padfree.train.memory import MemoryEstimate, estimate_memory
 from padfree.train.parallelize import Checkpointing
+from padfree.train.settle import USABLE
 
 GIBIBYTE = 1 << 30
-
-USABLE = 0.9
-"""Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""
 
 MOST = 1 << 22
 """No more tokens of a micro-batch than this are considered."""
@@ -38,6 +36,7 @@ class DeviceMemory:
 
     @property
     def checkpointing(self) -> Checkpointing:
+        assert self.config.parallel.checkpointing != "auto", "settings are settled before memory is estimated"
         return self.config.parallel.checkpointing
 
     def estimate(self, shape: Shape, *, checkpointing: Checkpointing | None = None) -> MemoryEstimate:

@@ -18,8 +18,9 @@ from padfree.batch import LayoutKind
 from padfree.packing import CostModel
 from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance
 from padfree.planner.epoch import EpochPlan, Shape, plan_epoch
-from padfree.planner.memory import GIBIBYTE, GRAIN, USABLE, DeviceMemory
+from padfree.planner.memory import GIBIBYTE, GRAIN, DeviceMemory
 from padfree.planner.steps import Lengths
+from padfree.train.settle import USABLE
 
 TRIED_STEPS = 16
 """So many steps are planned for each candidate."""

@@ -50,9 +50,13 @@ class BusyClock:
         else:
             self._marks.append(time.perf_counter())
 
-    def take(self) -> tuple[float, ...]:
-        """Seconds of each data rank since the last call. Every rank calls it, when the device is done with the step."""
+    def cut(self) -> list[Any]:
+        """The marks since the last call: those of one step."""
         marks, self._marks = self._marks, []
+        return marks
+
+    def seconds(self, marks: list[Any]) -> tuple[float, ...]:
+        """Of each data rank, by the marks of a step. Every rank calls it, when the device is done with that step."""
         pairs = zip(marks[::2], marks[1::2], strict=True)
         own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
         mesh = self._mesh

@@ -12,8 +12,12 @@ How the samples are divided changes the order of additions and nothing else. A l
 log-probabilities is fused with the head; the others (GSPO, OPSM) score first.
 
 On a GPU `prepare` and `begin` never wait for the device: the host can prepare the next step while this one runs, and
-only `finish` waits. A loss or gradient norm that is not finite therefore keeps the optimizer from changing anything by
-a flag on the device; `finish` then raises, with the samples to blame.
+begin it, too; only `finish` waits. A loss or gradient norm that is not finite therefore keeps the optimizer from
+changing anything by a flag on the device, in this step and in those that were begun after it; `finish` then raises,
+with the samples to blame.
+
+    host      begin 1 | prepare 2 | begin 2 | finish 1 | prepare 3 | begin 3 | finish 2 ...
+    device            1 1 1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2 2 3 3 3 3 ...        never waits for the host
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +52,7 @@ from padfree.model import hidden_states
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.clock import BusyClock
+from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
 from padfree.train.parallelize import inside
@@ -76,6 +82,7 @@ class StepReport:
     num_labels: int
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
+    votes: int  # ranks that gave their vote when the step began: for whatever all must agree on
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
 
@@ -151,31 +158,49 @@ class Engine:
         ]
         return PreparedStep(samples=samples, plan=plan, rows=rows)
 
-    def begin(self, prepared: PreparedStep, *, lr: float, step: int = 0) -> PendingStep:
-        """The update itself; its numbers come with `finish`, which must be called before the next one begins."""
+    def begin(
+        self,
+        prepared: PreparedStep,
+        *,
+        lr: float,
+        step: int = 0,
+        after: PendingStep | None = None,
+        vote: bool = False,
+    ) -> PendingStep:
+        """The update itself; its numbers come with `finish`.
+
+        `after` is the step before this one, if it is not finished yet. Should it turn out not to be finite, this one
+        changes nothing either. `vote`: see `StepReport.votes`.
+        """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh)
-        numbers = torch.cat([self._summed(prepared, sums), norm[None]])
+        numbers = torch.cat([self._summed(prepared, sums, vote), norm[None]])
         finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
+        if after is not None:
+            finite &= after.finite
         if self.settings.max_grad_norm is not None:
             scale_gradients(self.parameters, (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         set_learning_rate(self.optimizer, lr)
         step_if(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return PendingStep(self, prepared, sums, numbers, step)
+        marks = None if self.clock is None else self.clock.cut()
+        return PendingStep(self, prepared, sums, numbers, finite, marks, step)
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
         self.optimizer.zero_grad(set_to_none=True)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
-        for batch, _ in prepared.rows:
-            loss, token_losses, statistics = inside(self.model, self._losses, batch)
-            # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
-            with torch.autograd.set_multithreading_enabled(False):
-                loss.backward()  # type: ignore[no-untyped-call]
-            sums.loss += loss.detach()
-            sums.statistics = merge_statistics(sums.statistics, statistics)
-            sums.token_losses.append(token_losses)
+        with computing(self.model) as masters:
+            for batch, _ in prepared.rows:
+                loss, token_losses, statistics = inside(self.model, self._losses, batch)
+                # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                if masters is not None:
+                    masters.collect_gradients()
+                sums.loss += loss.detach()
+                sums.statistics = merge_statistics(sums.statistics, statistics)
+                sums.token_losses.append(token_losses)
         return sums
 
     def _losses(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Statistics]:
@@ -217,13 +242,14 @@ class Engine:
         dist.all_reduce(total, group=self.mesh.context.group)
         return total
 
-    def _summed(self, prepared: PreparedStep, sums: _Sums) -> Tensor:
-        """Loss, number of labels, and (sum, count) of each statistic by name, of the global batch."""
+    def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:
+        """Loss, number of labels, votes, and (sum, count) of each statistic by name, of the global batch."""
         num_labels = sum(batch.num_labels for batch, _ in prepared.rows)
         numbers = torch.stack(
             [
                 sums.loss,
                 torch.full_like(sums.loss, num_labels),
+                torch.full_like(sums.loss, int(vote)),
                 *(number.to(sums.loss) for name in sorted(sums.statistics) for number in sums.statistics[name]),
             ]
         )
@@ -234,12 +260,31 @@ class Engine:
 class PendingStep:
     """An update that the device may still be busy with."""
 
-    def __init__(self, engine: Engine, prepared: PreparedStep, sums: _Sums, numbers: Tensor, step: int) -> None:
-        self._engine, self._prepared, self._sums, self._numbers, self._step = engine, prepared, sums, numbers, step
+    def __init__(
+        self,
+        engine: Engine,
+        prepared: PreparedStep,
+        sums: _Sums,
+        numbers: Tensor,
+        finite: Tensor,
+        marks: list[Any] | None,
+        step: int,
+    ) -> None:
+        self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
+        self._marks = marks
+        self.finite = finite  # [] whether the optimizer has done it
+        # On their way to the host from now on: `finish` waits for this step and not for what was begun after it.
+        self._numbers, self._arrived = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
 
     def finish(self) -> StepReport:
         """Wait, and report. Raises `NonFiniteError` if the loss or the gradient norm was not finite."""
-        loss, num_labels, *rest, norm = self._numbers.tolist()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, num_labels, votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._blame(loss, norm)
         names = sorted(self._sums.statistics)
@@ -255,8 +300,14 @@ class PendingStep:
             num_labels=int(num_labels),
             padding_share=1.0 - num_tokens / computed,
             plan=plan,
-            busy_seconds=() if self._engine.clock is None else self._engine.clock.take(),
+            votes=int(votes),
+            busy_seconds=() if self._marks is None else self._seconds(self._marks),
         )
+
+    def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
+        clock = self._engine.clock
+        assert clock is not None
+        return clock.seconds(marks)
 
     def _blame(self, loss: float, norm: float) -> NonFiniteError:
         """Who made it: samples with a token loss that is not finite, or, where all are finite, all samples."""

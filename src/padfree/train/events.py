@@ -1,12 +1,15 @@
 """What happened to a run besides its steps: `events.jsonl` in the run folder, one line of JSON each, never rewritten.
 
     {"time": "2026-03-01T12:00:00+00:00", "kind": "start", "step": 0, "python": "3.11.9", "torch": "2.13.0", ...}
-    {"time": "2026-03-01T12:10:00+00:00", "kind": "stop", "step": 40, "reason": "signal"}
+    {"time": "2026-03-01T12:00:01+00:00", "kind": "settled", "step": 0, "parallel.checkpointing": "none", ...}
+    {"time": "2026-03-01T12:00:30+00:00", "kind": "compile", "step": 0, "graphs": 2, "seconds": 21.3}
+    {"time": "2026-03-01T12:10:00+00:00", "kind": "stop", "step": 40}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040"}
 
-`step` is the number of optimizer steps done before the event. `metrics.jsonl` reads as that of an undisturbed run; this
-file is where the disturbances are.
+`step` is the number of optimizer steps done before the event. `settled` says what became of the settings that were
+`auto`, and why; `compile` that layers were compiled in this step. `metrics.jsonl` reads as that of an undisturbed run;
+this file is where the disturbances are.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from padfree.dist import Mesh
 
 FILE = "events.jsonl"
 
-Kind = Literal["start", "resume", "stop", "end", "nonfinite"]
+Kind = Literal["start", "settled", "resume", "compile", "stop", "end", "nonfinite"]
 
 
 class Events:

@@ -4,8 +4,11 @@
                                           RL    advantages, reference and old log-probabilities of the whole rollout
                                                 batch first; then `loss.epochs` passes over it in `loss.mini_batches`
                                                 parts, every part an optimizer step
-            -> engine.step -> metrics.jsonl
+            -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: the end if a signal asks for it, a checkpoint if it is due
+
+On a GPU an update whose samples are there already is begun before the one before it is finished, so that the device
+never waits for the host. Its numbers come one update later then, and a checkpoint waits for them.
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
@@ -15,6 +18,7 @@ one would have made, on any number of ranks.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -34,8 +38,9 @@ from padfree.dist import distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
+from padfree.train.compiler_watch import CompilerWatch
 from padfree.train.credit import with_advantages
-from padfree.train.engine import Engine, NonFiniteError, PreparedStep
+from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.events import Events, environment
 from padfree.train.flops import Flops
 from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
@@ -43,9 +48,10 @@ from padfree.train.reference import Reference
 from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
 from padfree.train.rollouts import make_sampling
 from padfree.train.schedule import learning_rate_factor
+from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
+from padfree.train.sources import Batcher, load_source, load_tokenizer, longest_of, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
 
 
@@ -64,8 +70,19 @@ MakeSamples = Callable[[Sequence[Any]], list[Sample]]
 OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
 
+OnNote = Callable[[str], None]
+"""Called with a line for the user: what was decided for them, or what the run waits for."""
 
-def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progress | None = None) -> RunResult:
+COMPILING = "compiling the layers: up to a minute at the first time, a few seconds where the compiler's cache has them"
+
+
+def train(
+    config: Config,
+    *,
+    on_step: OnStep | None = None,
+    on_tokenising: Progress | None = None,
+    on_note: OnNote | None = None,
+) -> RunResult:
     """A whole run, as one of the processes that torchrun started, or alone."""
     require_trackers(config.track)
     with (
@@ -81,10 +98,19 @@ def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progr
         tokenizer = load_tokenizer(config)
         source = load_source(config, tokenizer, progress=on_tokenising)
         batcher = make_batcher(config, source.samples)
+        settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
+        config = settled.config
+        if on_note is not None:
+            for line in settled.lines():
+                on_note(line)
         engine = build_engine(config, mesh)
         reference = build_reference(config, mesh, engine)
         sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
-        loop = Loop(config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step)
+        loop = Loop(
+            config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step, on_note=on_note
+        )
+        if settled.reasons:
+            loop.events.write("settled", step=loop.step, **settled.fields())
         if sampling is not None:
             loop.end_tokens = stop_tokens(tokenizer, engine.model)
         if mesh.loss.rank == 0:
@@ -93,6 +119,17 @@ def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progr
         if config.checkpoint.export and not result.stopped:
             export(config, engine.model, loop.folder / "model", tokenizer)
         return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Begun:
+    """An update that is not finished yet, and what is to be written of it."""
+
+    pending: PendingStep
+    step: int
+    lr: float
+    metrics: dict[str, Any]
+    begin: float  # by the clock of `time.perf_counter`
 
 
 class Loop:
@@ -107,10 +144,11 @@ class Loop:
         reference: Reference | None = None,
         make_samples: MakeSamples | None = None,
         on_step: OnStep | None = None,
+        on_note: OnNote | None = None,
     ) -> None:
         self.make_samples = make_samples or _flat
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
-        self.on_step = on_step
+        self.on_step, self.on_note = on_step, on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
@@ -119,6 +157,10 @@ class Loop:
         self._following: RolloutBatch | None = None  # what comes behind it, if that was looked at already,
         self._cursor: dict[str, Any] | None = None  # and the place in the data before it
         self._ahead: PreparedStep | None = None  # the next update, laid out while the device was busy with the last
+        self.begins_ahead = self.mesh.device.type == "cuda"  # elsewhere there is nothing to gain
+        self._begun: _Begun | None = None
+        self._last_end = 0.0  # when the last update was finished,
+        self._votes = 0  # and how many ranks wanted to end the run when it began
         self._saved: Path | None = None
         self._saved_step = 0
         self.checkpointer = Checkpointer(
@@ -160,6 +202,8 @@ class Loop:
             deterministic(self.config.run.deterministic),
             closing(self.trackers),
             self.checkpointer.finishing(),
+            CompilerWatch(self._compiling) as compiler,
+            _quiet_collector(self.mesh.device.type == "cuda"),
         ):
             while not self.finished() and not stopped:
                 if self._batch is None:
@@ -167,21 +211,29 @@ class Loop:
                     self._following = self._cursor = None
                     if self._batch is None:
                         break
-                self._update(self._batch)
+                self._update(self._batch, vote=signals.received)
+                if compiler.count:
+                    self.events.write("compile", step=self.step - 1, **compiler.take())
                 if self._batch.finished:
                     self._batch = None
                     if self.reference is not None:
                         self.reference.after_batch(self.engine.model)
-                stopped = agreed(signals.received, self.mesh)
+                # While the device is at work on an update, what the ranks said when the one before it began must do.
+                stopped = self._votes > 0 if self._begun is not None else agreed(signals.received, self.mesh)
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
                     self.save()
+            self._finish_begun()
             if self.step == 0:
                 raise ValueError("data.path: it gave no batch; give files with at least one sample")
             if self.step > self._saved_step:
                 self.save()
         self.events.write("stop" if stopped else "end", step=self.step)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
+
+    def _compiling(self) -> None:
+        if self.on_note is not None:
+            self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
 
     # Updates
 
@@ -238,41 +290,55 @@ class Loop:
             "number": self.batcher.step,
         }
 
-    def _update(self, batch: RolloutBatch) -> None:
-        """The next optimizer step of a batch."""
+    def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
+        """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
         schedule = self.config.schedule
         lr = self.config.optimizer.lr * learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
         begin = time.perf_counter()
+        prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done))
+        earlier = self._begun
+        pending = self.engine.begin(
+            prepared, lr=lr, step=self.step, after=None if earlier is None else earlier.pending, vote=vote
+        )
+        self._look_ahead(batch)
+        self._finish_begun()
+        self._begun = _Begun(pending=pending, step=self.step, lr=lr, metrics=metrics, begin=begin)
+        self.step += 1
+        batch.done += 1
+        if not self.begins_ahead or self._ahead is None:
+            self._finish_begun()
+
+    def _finish_begun(self) -> None:
+        """Wait for the update that was begun last, if there is one, and write its numbers."""
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
         try:
-            prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done))
-            pending = self.engine.begin(prepared, lr=lr, step=self.step)
-            self._look_ahead(batch)
-            report = pending.finish()
+            report = begun.pending.finish()
         except NonFiniteError as error:
-            path = self.folder / f"nonfinite-step-{self.step:08d}.jsonl"
+            path = self.folder / f"nonfinite-step-{begun.step:08d}.jsonl"
             if self.mesh.loss.rank == 0:
                 write_samples(path, error.samples)
-            self.events.write("nonfinite", step=self.step, file=path.name)
+            self.events.write("nonfinite", step=begun.step, file=path.name)
             raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
-        seconds = time.perf_counter() - begin
+        end = time.perf_counter()
         numbers = step_metrics(
-            self.step,
+            begun.step,
             report,
-            lr=lr,
-            seconds=seconds,
+            lr=begun.lr,
+            seconds=end - max(begun.begin, self._last_end),
             flops=self.flops,
             busy_seconds=report.busy_seconds,
             memory_gib=peak_memory_gib(self.mesh.device),
         )
-        written = {**numbers, **metrics}
+        self._last_end, self._votes = end, report.votes
+        written = {**numbers, **begun.metrics}
         with _writing(self.folder):
             self.metrics.write(written)
-            self.trackers.log(self.step, written)
-        self.step += 1
-        batch.done += 1
+            self.trackers.log(begun.step, written)
         if self.on_step is not None:
             self.on_step(written)
 
@@ -280,6 +346,7 @@ class Loop:
 
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
+        self._finish_begun()
         extra = {"step": self.step, "batcher": self._cursor or self.batcher.state_dict()}
         if self._batch is not None:
             extra |= self._batch.state()
@@ -331,6 +398,27 @@ def deterministic(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+
+
+@contextmanager
+def _quiet_collector(wanted: bool) -> Iterator[None]:
+    """Python's garbage collector leaves alone what is there already: it would look through all these objects in the
+    middle of a step, which may take no longer than that."""
+    if wanted:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.unfreeze()
+
+
+def _longest(config: Config, longest: int) -> dict[str, int]:
+    """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
+    if config.rollout.reward is not None:
+        return {"prompt_tokens": longest}
+    return {"longest": -(-longest // config.parallel.context)}
 
 
 @contextmanager

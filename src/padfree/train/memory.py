@@ -17,6 +17,8 @@ or 2), D is the hidden size, q k v o are widths of all heads together, I the MLP
     attention                   e (q + k + v + o) + 4 heads        and the log-sum-exp
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k a token          k e (2 D + 4 I)                    the token once for each, in and out, and their MLPs
+    compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are computed again; q and k as they come and
+                                                                   rotated; gate, up and their product
 
 An estimate: memory that an allocator cannot use, buffers of collectives and the CUDA context are not in it.
 """
@@ -112,6 +114,9 @@ def estimate_memory(
     `longest`: tokens of a device in its longest micro-batch, where that may be more than `batch.max_tokens`.
     `prompt_tokens`: of the longest prompt that responses will be written to.
     """
+    checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
+    assert checkpointing != "auto", "settled before: see padfree.train.settle"
+    assert reshard != "auto", "settled before: see padfree.train.settle"
     shards, size = processes // config.parallel.replicate, SIZES[config.model.dtype]
     if config.lora.rank:
         add_adapters(model, config.lora)
@@ -136,10 +141,10 @@ def estimate_memory(
         gradients=counts.trained * FLOAT32,
         optimizer=2 * counts.trained * FLOAT32,
         offloaded=config.parallel.offload,
-        gathered=_gathered(model, size, config.parallel.reshard) if sharded else 0,
+        gathered=_gathered(model, size, reshard) if sharded else 0,
         tokens=tokens,
-        activations=tokens * token_bytes(model, size, config.parallel.checkpointing, compiled=compiled),
-        activations_away=tokens * away_bytes(model, size) if config.parallel.checkpointing == "host" else 0,
+        activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
+        activations_away=tokens * away_bytes(model, size) if checkpointing == "host" else 0,
         working=_working(config, model, tokens, size, device_type),
         reference=reference,
         reference_offloaded=config.reference.offload,
@@ -210,7 +215,8 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
     widths = _Widths(text)
     outside = _norm_bytes(widths.hidden, size) + 2 * widths.head * size
     if checkpointing == "none":
-        return outside + sum(layer_bytes(text, layer, size) for layer in layers_of(model))
+        kept_by = compiled_layer_bytes if compiled else layer_bytes
+        return outside + sum(kept_by(text, layer, size) for layer in layers_of(model))
     inputs = widths.hidden * size
     num_layers = len(layers_of(model))
     if checkpointing == "host":
@@ -254,6 +260,17 @@ def layer_bytes(text: Any, layer: nn.Module, size: int) -> int:
     if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):
         copies += 3  # it is written out in elementary operations
     return norms + attention + size * (2 * widths.hidden + copies * widths.mlp)
+
+
+def compiled_layer_bytes(text: Any, layer: nn.Module, size: int) -> int:
+    """The same of a compiled layer: the compiler keeps what products are made of and computes the rest again."""
+    widths = _Widths(text)
+    written_out = layer_bytes(text, layer, size)
+    if any("experts" in name for name, _ in layer.named_modules()):
+        return written_out
+    attention = 2 * (widths.query + widths.key) + widths.value + widths.output
+    kept = size * (4 * widths.hidden + attention + 3 * widths.mlp) + FLOAT32 * widths.heads
+    return min(kept, written_out)
 
 
 def cache_bytes(model: PreTrainedModel, size: int) -> int:

@@ -5,13 +5,15 @@
     adapters        low-rank ones are trained instead of the weights     lora.rank
     compile         each layer by itself                                 parallel.compile
     checkpointing   each layer's activations are computed again          parallel.checkpointing
-    shard           FSDP2: each layer a unit, the rest with the root     more than one process, or bfloat16
+    shard           FSDP2: each layer a unit, the rest with the root     more than one process
+    masters         float32 weights behind bfloat16 ones                 a single process: `padfree.train.masters`
 
-None of them renames a parameter in what is read and written. With bfloat16, FSDP2 keeps float32 master weights (also
-of a single process), computes in bfloat16 and reduces gradients in float32; weights that are not trained are kept in
-bfloat16 itself, which is what they would be rounded to at every use. Without `reshard` a layer's weights stay whole
-from forward to backward. With `offload` the shards, their gradients and so the optimizer's state are on the CPU, and
-a unit's weights are on the device while it computes.
+None of them renames a parameter in what is read and written. With bfloat16, weights and their gradients are float32
+between steps, and bfloat16 while they compute: FSDP2 does this where it shards, `masters` in a single process. Weights
+that are not trained are kept in bfloat16 itself, which is what they would be rounded to at every use. With `reshard`
+only the layers that compute are there in bfloat16 (in a single process FSDP2 does that, too); without it all are, which
+takes two bytes a weight and no time. With `offload` the shards, their gradients and so the optimizer's state are on the
+CPU, and a unit's weights are on the device while it computes.
 
 Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's own weight, and whatever gradient reaches that weight, a fused
@@ -47,6 +49,7 @@ from padfree.dist import Mesh
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.train.compiled import Kept, compile_layers
+from padfree.train.masters import computing, keep_masters
 
 Checkpointing = Literal["none", "full", "selective", "host"]
 Transformation = Callable[[PreTrainedModel], None]
@@ -86,7 +89,9 @@ def transformations(
         steps.append(partial(_compile, backend=compile, kept=kept))
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(checkpoint_layers, mode=checkpointing))
-    if mesh.loss.size > 1 or dtype != torch.float32 or offload:
+    if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
+        steps.append(partial(_keep_masters, dtype=dtype))
+    elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
         steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload))
     return steps
 
@@ -116,6 +121,10 @@ def _freeze(model: PreTrainedModel) -> None:
 
 def _compile(model: PreTrainedModel, backend: str, kept: Kept) -> None:
     compile_layers(layers_of(model), backend, kept)
+
+
+def _keep_masters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    keep_masters(model, dtype, layers_of(model))
 
 
 def checkpoint_layers(model: PreTrainedModel, mode: Checkpointing) -> None:
@@ -165,7 +174,8 @@ def shard_model(
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
     """`function(model, *args)` while the parameters of the root unit are whole."""
     if not isinstance(model, FSDPModule):
-        return function(model, *args)
+        with computing(model):
+            return function(model, *args)
     if not hasattr(model, ENTRY):
         setattr(model, ENTRY, MethodType(_run, model))
         register_fsdp_forward_method(model, ENTRY)

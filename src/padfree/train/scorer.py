@@ -27,6 +27,7 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.model.outputs import LmHead, unchecked_head
 from padfree.packing import CostModel, StepPlan, plan_step
 from padfree.packing.plan import Overlong
+from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
 
@@ -68,13 +69,14 @@ class Scorer:
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
-        for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
-            batch = make_micro_batch(samples, indices, self.mesh, self.rows)
-            row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
-            if batch.is_filler or self.mesh.context.rank:
-                continue
-            for i, values in zip(indices, batch.packed.unpack(row), strict=True):
-                found[starts[i] + 1 : starts[i + 1]] = values[:-1]
+        with computing(self.model):
+            for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
+                batch = make_micro_batch(samples, indices, self.mesh, self.rows)
+                row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
+                if batch.is_filler or self.mesh.context.rank:
+                    continue
+                for i, values in zip(indices, batch.packed.unpack(row), strict=True):
+                    found[starts[i] + 1 : starts[i + 1]] = values[:-1]
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
         host = found.cpu().numpy()

@@ -42,6 +42,7 @@ from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.reference import AdapterReference, ModelReference, Reference
 from padfree.train.scorer import Scorer
+from padfree.train.settle import settle_on
 
 OBJECTIVES: dict[str, type[Any]] = {
     "clip": ClipSettings,
@@ -80,6 +81,7 @@ def loss_settings(config: LossConfig) -> TokenLossSettings:
 
 def build_engine(config: Config, mesh: Mesh) -> Engine:
     """The model with its weights, parallelized, and everything a step needs."""
+    config = settle_on(config, mesh).config
     if config.parallel.offload and mesh.device.type == "cpu":
         raise ValueError("parallel.offload: true, but the device is the CPU already; set it to false")
     if config.parallel.checkpointing == "host" and mesh.device.type == "cpu":
@@ -123,6 +125,7 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
     path, every = config.reference.path, config.reference.refresh
     if path is None:
         return None
+    config = settle_on(config, mesh).config
     if engine is not None and config.lora.rank and _place(path) == _place(config.model.path):
         return AdapterReference(engine.scorer, every)
     offload = config.reference.offload and mesh.device.type != "cpu"
@@ -153,7 +156,7 @@ def _load(config: Config, mesh: Mesh, path: str, *, offload: bool, **changes: An
     steps = transformations(
         mesh,
         attention=config.model.attention,
-        compile=config.parallel.compile,
+        compile=str(config.parallel.compile),
         dtype=getattr(torch, config.model.dtype),
         offload=offload,
         **changes,

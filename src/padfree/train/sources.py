@@ -107,6 +107,13 @@ def _load_prompts(config: Config, tokenizer: Any, settings: RolloutDataSettings)
     return Source(samples=found.prompts, report=found.report)
 
 
+def longest_of(samples: Samples) -> int:
+    """Tokens of the longest one."""
+    if isinstance(samples, TokenizedDataset):
+        return int(samples.lengths.max(initial=0))
+    return max((len(sample.tokens) for sample in samples), default=0)
+
+
 def make_batcher(config: Config, samples: Samples) -> Batcher:
     """Global batches of groups: of whole groups for RL, and of groups of one sample for SFT.
 

@@ -92,6 +92,7 @@ def reduce_rows(
         TensorDescriptor.from_tensor(hidden, [by.rows, by.depth]),
         TensorDescriptor.from_tensor(head.weight, [by.columns, by.depth]),
         anything if stored is None else TensorDescriptor.from_tensor(stored, [by.rows, by.block]),
+        anything if stored is None else stored,
         rows.labels,
         anything if head.bias is None else head.bias,
         rows.inverse_temperature,
@@ -103,6 +104,7 @@ def reduce_rows(
         width,
         len(head.weight),
         0 if stored is None else stored.shape[1],
+        0 if stored is None else stored.stride(0),
         sums.peak.stride(1),
         float(head.logit_scale),
         float(head.softcap or 1.0),
@@ -110,6 +112,7 @@ def reduce_rows(
         HAS_SOFTCAP=head.softcap is not None,
         HAS_MOMENT=sums.moment is not None,
         HAS_STORED=stored is not None,
+        IS_CUT=stored is not None and _is_cut(stored),
         **_launch(by),
     )
 
@@ -141,6 +144,7 @@ def gradient_columns(
         TensorDescriptor.from_tensor(hidden, [by.rows, by.depth]),
         TensorDescriptor.from_tensor(weight, [by.columns, by.depth]),
         TensorDescriptor.from_tensor(out, [by.rows, by.block]),
+        out,
         rows.labels,
         anything if head.bias is None else head.bias,
         rows.inverse_temperature,
@@ -153,13 +157,20 @@ def gradient_columns(
         width,
         first,
         num_columns,
+        out.stride(0),
         float(head.logit_scale),
         float(head.softcap or 1.0),
         HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=upstream.entropy is not None,
+        IS_CUT=_is_cut(out),
         **_launch(by),
     )
+
+
+def _is_cut(written: Tensor) -> bool:
+    """Whether the rows end inside of the 16 bytes that a descriptor writes at a time."""
+    return bool(written.shape[1] * written.element_size() % 16)
 
 
 def _grid(num_rows: int, num_columns: int, device: torch.device, by: Configuration) -> tuple[int]:

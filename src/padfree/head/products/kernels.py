@@ -2,7 +2,11 @@
 """The products as Triton kernels: the loop over tiles and steps of D, and what is done with a tile at its end.
 
 Out of range is the descriptors' business: they read 0 there and do not write. Only the last columns of the vocabulary
-are masked, in the one tile that has them.
+are masked, in the one tile that has them. But a descriptor cuts what it writes at a multiple of 16 bytes: where the
+columns end elsewhere (five numbers of two bytes), `_store` writes the last tile of a row number by number.
+
+Numbers of rows differ from step to step. Triton compiles a kernel once more for numbers that 16 divides, which would
+happen in the middle of a run, so it is told not to look at those.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from padfree.head.kernels import _LOG2_E, _cap_slope, _gradient, _logits
+from padfree.head.kernels import _LOG2_E, PER_ROW, _cap_slope, _gradient, _logits
 from padfree.head.steps import FLOOR
 
 _OUTSIDE = tl.constexpr(2 * FLOOR)
@@ -42,11 +46,29 @@ def _tile_logits(
 
 
 @triton.jit
+def _store(
+    descriptor, pointer, stride, values, first_row, first, num_rows, num_columns,
+    IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write `values` [rows, block] to [num_rows, num_columns]; `IS_CUT`: these columns end inside of 16 bytes."""
+    if IS_CUT:
+        if first + BLOCK > num_columns:
+            row = first_row + tl.arange(0, ROWS)
+            column = first + tl.arange(0, BLOCK)
+            inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+            tl.store(pointer + row.to(tl.int64)[:, None] * stride + column[None, :], values, mask=inside)
+        else:
+            descriptor.store([first_row, first], values)
+    else:
+        descriptor.store([first_row, first], values)
+
+
+@triton.jit
 def _reduce_part(
-    products, first_row, first, labels, bias, inverse_temperature, peaks, totals, moments, targets, stored,
-    num_rows, vocabulary, kept, sums_stride, logit_scale, softcap,
+    products, first_row, first, labels, bias, inverse_temperature, peaks, totals, moments, targets,
+    stored, stored_pointer, stored_stride, num_rows, vocabulary, kept, sums_stride, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What is done with the products [rows, block] of rows `first_row` on and columns `first` on, for their sums."""
     row = first_row + tl.arange(0, ROWS)
@@ -73,15 +95,18 @@ def _reduce_part(
         tl.store(moments + place, tl.sum(exponentials * below, axis=1), mask=row_inside)
     if HAS_STORED:  # noqa: SIM102 (known when compiled: without it `stored` is no descriptor)
         if first < kept:
-            stored.store([first_row, first], below.to(stored.dtype))
+            _store(
+                stored, stored_pointer, stored_stride, below.to(stored.dtype), first_row, first, num_rows, kept,
+                IS_CUT, ROWS, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
 def _gradient_part(
     products, first_row, first, labels, bias, inverse_temperature, peaks, log_totals, entropies,
-    pull_logprobs, pull_entropies, out, num_rows, first_column, num_columns, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    pull_logprobs, pull_entropies, out, out_pointer, out_stride, num_rows, first_column, num_columns,
+    logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for the gradient by the products, of columns `first_column` on; `first` counts from there."""
     row = first_row + tl.arange(0, ROWS)
@@ -110,7 +135,10 @@ def _gradient_part(
         gradient += tl.where(is_label, pull_logprob[:, None], 0.0)
     if HAS_SOFTCAP:
         gradient *= _cap_slope(logits, scale[:, None], softcap)
-    out.store([first_row, first], gradient.to(out.dtype))
+    _store(
+        out, out_pointer, out_stride, gradient.to(out.dtype), first_row, first, num_rows, num_columns,
+        IS_CUT, ROWS, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -152,11 +180,12 @@ def _multiply(
     return tl.dot(left, right.T, products), step, tile, row_tile, column_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def reduce_kernel(
-    hidden, weight, stored, labels, bias, inverse_temperature, peaks, totals, moments, targets,
-    num_rows, width, vocabulary, kept, sums_stride, logit_scale, softcap,
+    hidden, weight, stored, stored_pointer, labels, bias, inverse_temperature, peaks, totals, moments, targets,
+    num_rows, width, vocabulary, kept, stored_stride, sums_stride, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
+    IS_CUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -182,17 +211,18 @@ def reduce_kernel(
                 _reduce_part(
                     _part(products, part, ROWS, COLUMNS, PARTS), row_tile_done * ROWS,
                     column_tile_done * COLUMNS + part * (COLUMNS // PARTS), labels, bias, inverse_temperature, peaks,
-                    totals, moments, targets, stored, num_rows, vocabulary, kept, sums_stride, logit_scale, softcap,
-                    HAS_BIAS, HAS_SOFTCAP, HAS_MOMENT, HAS_STORED, ROWS, COLUMNS // PARTS,
+                    totals, moments, targets, stored, stored_pointer, stored_stride, num_rows, vocabulary, kept,
+                    sums_stride, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_MOMENT, HAS_STORED, IS_CUT, ROWS,
+                    COLUMNS // PARTS,
                 )  # fmt: skip
             products = _zeros(done, ROWS, COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PER_ROW)
 def gradient_kernel(
-    hidden, weight, out, labels, bias, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies,
-    num_rows, width, first_column, num_columns, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    hidden, weight, out, out_pointer, labels, bias, inverse_temperature, peaks, log_totals, entropies,
+    pull_logprobs, pull_entropies, num_rows, width, first_column, num_columns, out_stride, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, IS_CUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +247,8 @@ def gradient_kernel(
                 _gradient_part(
                     _part(products, part, ROWS, COLUMNS, PARTS), row_tile_done * ROWS,
                     column_tile_done * COLUMNS + part * (COLUMNS // PARTS), labels, bias, inverse_temperature, peaks,
-                    log_totals, entropies, pull_logprobs, pull_entropies, out, num_rows, first_column, num_columns,
-                    logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, ROWS, COLUMNS // PARTS,
+                    log_totals, entropies, pull_logprobs, pull_entropies, out, out_pointer, out_stride, num_rows,
+                    first_column, num_columns, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, IS_CUT, ROWS,
+                    COLUMNS // PARTS,
                 )  # fmt: skip
             products = _zeros(done, ROWS, COLUMNS)
