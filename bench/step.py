@@ -54,6 +54,7 @@ from padfree.attention import choose_backend
 from padfree.dist import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
+from padfree.train.engine import PendingStep
 from padfree.train.microbatch import RowSettings, make_micro_batch
 
 SECTIONS = ("gradients", "update", "head", "compile")
@@ -292,7 +293,10 @@ def update_section(setting: Setting, ceiling: float) -> list[Row]:
 
 
 def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
-    """Steps in a row, the next one prepared while the device works: what of the time the device has nothing to do."""
+    """Steps in a row, as a run does them: the next one is prepared and begun while the device works on this one.
+
+    What of the time the device has nothing to do, and how long the host is busy.
+    """
     checkpointing = "none" if setting.shape == "0.6b" else "selective"
     engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)
     held = torch.cuda.memory_allocated()
@@ -316,14 +320,17 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     host = 0.0
     time.sleep(REST)
     begin = time.perf_counter()
+    earlier: PendingStep | None = None
     for first, last in marks:
         launched = time.perf_counter()
         first.record()
-        pending = engine.begin(prepared, lr=1e-6)
+        pending = engine.begin(prepared, lr=1e-6, after=earlier)
         last.record()
         prepared = engine.prepare(setting.samples, old)
         host += time.perf_counter() - launched
-        pending.finish()
+        if earlier is not None:
+            earlier.finish()
+        earlier = pending
     torch.cuda.synchronize()
     wall = time.perf_counter() - begin
     busy = sum(first.elapsed_time(last) for first, last in marks) / 1e3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from distributed import run_ranks
 from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 from train_cases import alone, weights_of
 
+from padfree.batch import Sample
 from padfree.config import Config
 from padfree.dist import Mesh, make_mesh
-from padfree.train.engine import Engine, PendingStep
-from padfree.train.loop import RunResult, deterministic
+from padfree.train.engine import Engine, NonFiniteError, PendingStep
+from padfree.train.loop import Loop, RunResult, deterministic
 from padfree.train.sources import make_batcher
 
 
@@ -141,6 +143,76 @@ def test_a_signal_ends_the_run_after_the_update_with_a_checkpoint(
     assert result.checkpoint == tmp_path / "checkpoints" / "step-00000002"
     assert signal.getsignal(signal.SIGTERM) is before
     assert make_loop(config, mesh).run().step == 6
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_updates_begun_ahead_change_nothing(kind: str, mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    """As on a GPU: an update is begun before the one before it is finished. Checkpoints are of the same moments."""
+    weights = []
+    for ahead in (False, True):
+        config = make_config(
+            tmp_path / str(ahead), model_folder, **{"sft": SFT, "rl": RL}[kind], checkpoint={"every": 2, "keep": 3}
+        )
+        loop = make_loop(config, mesh)
+        loop.begins_ahead = ahead
+        order: list[str] = []
+        note_order(loop, order)
+        loop.run()
+        weights.append(weights_of(loop.engine.model))
+        overlapping = any(pair == ("begin", "begin") for pair in pairwise(order))
+        assert overlapping == ahead
+        assert order.count("begin") == order.count("finish") == 6
+    assert lines(tmp_path / "True") == lines(tmp_path / "False")
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+    again = make_loop(make_config(tmp_path / "True", model_folder, **{"sft": SFT, "rl": RL}[kind]), mesh)
+    assert again.step == 6
+
+
+def note_order(loop: Loop, order: list[str]) -> None:
+    begin = loop.engine.begin
+
+    def noting(*args: Any, **kwargs: Any) -> PendingStep:
+        order.append("begin")
+        pending = begin(*args, **kwargs)
+        finish = pending.finish
+
+        def finishing() -> Any:
+            order.append("finish")
+            return finish()
+
+        pending.finish = finishing  # type: ignore[method-assign]
+        return pending
+
+    loop.engine.begin = noting  # type: ignore[method-assign]
+
+
+def test_nan_in_an_update_ahead_of_another_stops_both(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    """The next update has been begun by the time that the numbers are there. It must not have changed a weight."""
+    clean = [Sample(tokens=np.minimum(sample.tokens, 38), uid=sample.uid) for sample in samples()]
+    clean[5].tokens[2] = 39
+    config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 10})
+    loop = make_loop(config, mesh, clean)
+    loop.begins_ahead = True
+    embeddings = loop.engine.model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
+    with pytest.raises(NonFiniteError, match=f"step 1: loss nan on rank 0.* look at sample {clean[5].uid}"):
+        loop.run()
+    one = make_loop(make_config(tmp_path / "one", model_folder, **SFT, data={"shuffle": False}), mesh, clean)
+    one.engine.step(clean[:4], lr=5e-3)
+    for name, weight in weights_of(loop.engine.model).items():
+        assert torch.equal(weight, weights_of(one.engine.model)[name]), name
+
+
+def test_a_signal_while_an_update_is_ahead(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model_folder, **SFT)
+    loop = make_loop(config, mesh, on_step=lambda metrics: os.kill(os.getpid(), signal.SIGTERM))
+    loop.begins_ahead = True
+    result = loop.run()
+    assert result.stopped
+    assert result.step < 6
+    assert [line["step"] for line in lines(tmp_path)] == list(range(result.step))
+    assert make_loop(config, mesh).step == result.step
 
 
 def test_deterministic_is_for_the_run_alone(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:

@@ -224,8 +224,12 @@ def make_data(demo: Demo) -> dict[str, Any]:
 def make_plan(demo: Demo) -> dict[str, Any]:
     from padfree import planner
     from padfree.train.memory import skeleton
+    from padfree.train.settle import device_memory, settle
 
-    config = demo.sft
+    here = torch.device("cpu")
+    config = settle(
+        demo.sft, skeleton(demo.sft.model.path), processes=1, device_type=here.type, memory=device_memory(here)
+    ).config
     with demo.bar(None) as bar:
         bar(0, "tokenising and planning")
         need = planner.DeviceMemory(config, skeleton(config.model.path))

@@ -83,7 +83,8 @@ class _Unit:
 
     @torch.no_grad()
     def enter(self) -> None:
-        torch._foreach_copy_(self.copies, self.masters)
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.masters)
         for parameters, name, master, copy in self.places:
             assert parameters[name] is master, f"{name} was replaced since the copies were made"
             parameters[name] = copy

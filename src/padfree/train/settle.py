@@ -1,7 +1,8 @@
 """What `auto` stands for in a run's settings: decided from the device, the model and the memory estimate.
 
     parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   the first of none, host, selective, full (the fastest first) that fits the device,
+    parallel.checkpointing   the first of none, host, selective, full (the fastest first) that fits the device; host
+                             only for layers that take longer than the link to the host,
     parallel.reshard         with all layers whole (false) where that fits, too
 
 What a user has set stays as it is. Every decision comes with its reason, for whoever shows or records it.
@@ -23,11 +24,15 @@ from transformers import PreTrainedModel
 from padfree.config import Config, LoraConfig, ParallelConfig
 from padfree.dist import Mesh
 from padfree.model.lora import add_adapters
+from padfree.train.compiled import WIDE_ROW
 from padfree.train.memory import MemoryEstimate, estimate_memory, skeleton
 from padfree.train.parallelize import Checkpointing
 
 USABLE = 0.9
 """Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""
+
+HOST_SHARE = 0.5
+"""Of a machine's memory, what may be page-locked for activations."""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
@@ -71,7 +76,8 @@ def settle(
         if config.lora.rank:
             add_adapters(model, config.lora)  # once: each estimate would put them in again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
-        for candidate in _candidates(parallel, device_type):
+        may_offload = device_type != "cpu" and _hidden_size(model) >= WIDE_ROW
+        for candidate in _candidates(parallel, may_offload):
             found = estimate_memory(
                 replace(config, parallel=candidate, lora=LoraConfig()),
                 model,
@@ -81,7 +87,7 @@ def settle(
                 prompt_tokens=prompt_tokens,
             )
             estimates.append((candidate, found))
-            if found.device <= USABLE * memory:
+            if found.device <= USABLE * memory and found.activations_away <= HOST_SHARE * _machine_memory():
                 break
         reason = _reason(estimates, memory)
         for name in ("checkpointing", "reshard"):
@@ -113,6 +119,11 @@ def device_memory(device: torch.device) -> float:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device))
+    return _machine_memory()
+
+
+def _machine_memory() -> float:
+    """Bytes of this machine, shared among its processes."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -127,10 +138,14 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
     return "inductor", "compiled layers are faster on a GPU; the first step waits for the compiler"
 
 
-def _candidates(parallel: ParallelConfig, device_type: str) -> Iterator[ParallelConfig]:
-    """What may be chosen, the fastest first."""
+def _hidden_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().hidden_size)
+
+
+def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
+    """What may be chosen, the fastest first. `may_offload`: whether layers take longer than the link to the host."""
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    if device_type == "cpu" or parallel.compile == "none" or parallel.context > 1:
+    if not may_offload or parallel.compile == "none" or parallel.context > 1:
         ways = tuple(way for way in FASTEST_FIRST if way != "host")  # which is for whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)

@@ -1,0 +1,124 @@
+"""What a shipped command reaches of what the engine can do, on the same global batches: a run, then the engine alone.
+
+    run       `padfree sft` or `padfree rl` as the recipe says: tokens/s of its steady steps, compilations, memory
+    engine    the same batches, everything prepared by the settings of the run: updates in a row, nothing else
+
+    PYTHONPATH=src python bench/shipped.py recipes/sft.toml model.path=my-model 'data.path=["train.jsonl"]' --steps 60
+
+The first steps of both are left out: they compile, and take memory for the first time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from padfree.batch import Sample
+from padfree.config import Config, load_config
+from padfree.dist import distributed, make_mesh
+from padfree.losses import PolicySettings
+from padfree.train import train
+from padfree.train.credit import with_advantages
+from padfree.train.engine import Engine, PendingStep
+from padfree.train.memory import estimate_memory, skeleton
+from padfree.train.settle import device_memory, settle
+from padfree.train.setup import build_engine
+from padfree.train.sources import load_source, load_tokenizer, make_batcher
+
+SET_UP = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [f"run.folder={folder}/run", f"run.steps={arguments.steps}", "checkpoint.export=false"]
+        config = load_config(arguments.recipe, [*arguments.overrides, *fixed])
+        shipped = measured_run(config)
+    alone = measured_engine(config, arguments.steps)
+    ratio = shipped["tokens/s"] / alone["tokens/s"]
+    memory = f"{shipped['memory']:.1f} GiB (estimated {alone['estimate']:.1f})"
+    print(f"run     {shipped['tokens/s']:10,.0f} tokens/s, {memory}")
+    print(f"engine  {alone['tokens/s']:10,.0f} tokens/s; the run reaches {ratio:.3f} of it")
+    print(f"compiled in steps {shipped['compiled in steps']}; first step {shipped['first step']:.1f} s")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"run": shipped, "engine": alone, "ratio": ratio}, indent=1))
+
+
+def measured_run(config: Config) -> dict[str, Any]:
+    steps: list[Any] = []
+    train(config, on_step=steps.append, on_note=print)
+    events = [json.loads(line) for line in (Path(config.run.folder) / "events.jsonl").read_text().splitlines()]
+    steady = steps[SET_UP:]
+    return {
+        "tokens/s": sum(step["tokens"] for step in steady) / sum(step["seconds"] for step in steady),
+        "compiled in steps": [event["step"] for event in events if event["kind"] == "compile"],
+        "first step": steps[0]["seconds"],
+        "slowest": max(step["seconds"] for step in steady),
+        "memory": steps[-1]["memory_gib"],
+    }
+
+
+def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
+    """The updates of the run's first batches, one begun while the other is at work."""
+    with distributed(device=config.run.device) as device:
+        mesh = make_mesh(device)
+        batcher = make_batcher(config, load_source(config, load_tokenizer(config)).samples)
+        batches = [[sample for group in groups for sample in group] for groups in islice(batcher, num_steps)]
+        model = skeleton(config.model.path)
+        config = settle(config, model, processes=1, device_type=device.type, memory=device_memory(device)).config
+        estimate = estimate_memory(config, skeleton(config.model.path), processes=1, device_type=device.type).device
+        engine = build_engine(config, mesh)
+        prepared = [given(engine, config, batch) for batch in batches]
+        updates(engine, prepared[:SET_UP])
+        begin = time.perf_counter()
+        updates(engine, prepared[SET_UP:])
+        seconds = time.perf_counter() - begin
+    tokens = sum(len(sample) for samples, _ in prepared[SET_UP:] for sample in samples)
+    return {"tokens/s": tokens / seconds, "estimate": estimate / 2**30}
+
+
+def given(engine: Engine, config: Config, batch: Sequence[Any]) -> tuple[list[Sample], list[Any] | None]:
+    """The samples of a step, and old log-probabilities for a policy loss."""
+    samples = list(batch)
+    if not isinstance(engine.settings.loss, PolicySettings):
+        return samples, None
+    samples = [
+        replace(sample, uid=index) for index, sample in enumerate(with_advantages(samples, config.loss.advantage))
+    ]
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    return samples, [np.full(len(sample), -np.log(vocabulary), dtype=np.float32) for sample in samples]
+
+
+def updates(engine: Engine, steps: Sequence[tuple[list[Sample], list[Any] | None]]) -> None:
+    earlier: PendingStep | None = None
+    following = engine.prepare(*steps[0])
+    for number in range(len(steps)):
+        pending = engine.begin(following, lr=1e-6, after=earlier)
+        if number + 1 < len(steps):
+            following = engine.prepare(*steps[number + 1])
+        if earlier is not None:
+            earlier.finish()
+        earlier = pending
+    assert earlier is not None
+    earlier.finish()
+    if engine.mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
