@@ -47,7 +47,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Around the fixtures as well, those of a module among them."""
     if item.get_closest_marker("gpu") is not None:
         return (yield)
-    with mock.patch.object(torch.cuda, "is_available", lambda: False), mock.patch.dict(os.environ):
+    with mock.patch.object(torch.cuda, "is_available", return_value=False), mock.patch.dict(os.environ):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return (yield)
 

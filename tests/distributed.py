@@ -5,7 +5,7 @@
     assert run_ranks(2, case, 3.0) == [0.0, 3.0]                     # one result per rank
 
 Ranks are forked from a server that has imported torch once, so that only the first call of a session pays for it. In
-them the same warnings are errors as in the test that starts them. A rank that fails makes the call fail with that rank's
+them the same warnings are errors as in the test that starts them. A rank that fails makes the call fail with its
 traceback; ranks that do not end in time are stopped, and the place where each one hung is shown.
 """
 

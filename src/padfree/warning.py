@@ -2,8 +2,8 @@
 
     warnings.warn("quack-kernels 0.5 cannot be used", PadfreeWarning, stacklevel=2)
 
-The module that Python names in a warning does not say whose it is: torch's C++ code warns in the name of whatever Python
-code called it. The category does, so that a run shows padfree's warnings and no others (`cli/main.py`).
+The module that Python names in a warning does not say whose it is: C++ code of torch warns in the name of the Python
+code that called it. The category does, so that a run shows padfree's warnings and no others (`cli/main.py`).
 """
 
 from __future__ import annotations

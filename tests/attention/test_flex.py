@@ -41,7 +41,6 @@ def test_blocks_are_skipped_only_where_no_pair_is_visible_and_full_only_where_al
     [("causal", ODD), ("window", FEWER_QUERIES), ("softcap", MORE_QUERIES)],
     ids=["causal", "window", "softcap"],
 )
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_mask_and_the_cap_say_what_they_should(
     mask: str, queries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,6 @@ def test_a_right_model_passes(name: str, folders: Mapping[str, Path]) -> None:
     assert not dist.is_initialized() or dist.get_world_size() == 1
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 products says so
 def test_bfloat16_passes_by_the_noise_of_transformers(folders: Mapping[str, Path]) -> None:
     report = check_model(folders["qwen3"], cases.make_samples((9, 17, 30, 4)), dtype=torch.bfloat16, device="cpu")
     assert report.passed, report.verdict
@@ -124,7 +123,6 @@ def test_a_wrong_normaliser_is_found(
     assert {quantity for _, quantity in failed} == {"loss", "normaliser", "gradients"}
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_weights_in_low_precision_are_found_below_the_noise(
     monkeypatch: pytest.MonkeyPatch, folders: Mapping[str, Path]
 ) -> None:
