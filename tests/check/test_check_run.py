@@ -46,7 +46,7 @@ def test_a_right_model_passes(name: str, folders: Mapping[str, Path]) -> None:
     assert {row.part for row in cases.rows_of(report, "packed")} >= {"layer 0", "layer 1"}
     exact = [row for check in (*LEAKS, "pad of other tokens") for row in cases.rows_of(report, check)]
     assert all((row.difference, row.limit) == (0, 0) for row in exact) or name == "qwen3_moe"
-    assert max(row.difference for row in report.rows) < 1e-5
+    assert max(row.difference for row in report.rows) < 1e-4
     assert said[0].startswith("reference")
     assert not dist.is_initialized() or dist.get_world_size() == 1
 

@@ -15,7 +15,7 @@ BACKENDS = [
     pytest.param("chunked", "cuda", id="chunked-cuda", marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", id="triton-cuda", marks=pytest.mark.gpu),
 ]
-TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.bfloat16, 2e-2, 2e-2)]
+TOLERANCES = [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 2e-2, 2e-2)]
 SHAPES = [(1, 64, 3), (3, 47, 31), (31, 123, 47), (47, 31, 1023), (123, 3, 4100)]  # N, D, V
 MEMORIES = ["speed", 200_000, 20_000, 2_000]
 

@@ -58,7 +58,7 @@ def test_responses_are_those_of_the_definition(name: str) -> None:
         written = write(model, requests, batch_size=batch_size)
         for (tokens, logprobs), response in zip(expected, written, strict=True):
             assert response.tokens.tolist() == tokens
-            np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-5)
+            np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-4)
             assert response.ended == (tokens[-1] in STOPS)
             assert response.ended or len(tokens) == ROOM
 
