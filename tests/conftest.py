@@ -1,10 +1,16 @@
-"""What every test shares: reproducible random numbers, few threads, and where the real data is."""
+"""What every test shares: reproducible random numbers, who sees the GPU, and where the real data is.
+
+A test marked `gpu` needs a CUDA device and is skipped where there is none. Every other test means the CPU: on a machine
+with a GPU it does not see it, and neither do the processes that it starts.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -21,6 +27,29 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 GSM8K = Path(os.environ.get("PADFREE_GSM8K", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
+
+HAS_GPU = torch.cuda.is_available()  # asked before it is hidden: CUDA looks at CUDA_VISIBLE_DEVICES only once
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        # Which of torch's C++ warnings appear in the name of our code depends on the device and its driver.
+        item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))
+        item.add_marker(pytest.mark.filterwarnings("error::padfree.warning.PadfreeWarning"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Around the fixtures as well, those of a module among them."""
+    if item.get_closest_marker("gpu") is not None:
+        return (yield)
+    with mock.patch.object(torch.cuda, "is_available", return_value=False), mock.patch.dict(os.environ):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@
 
     assert run_ranks(2, case, 3.0) == [0.0, 3.0]                     # one result per rank
 
-Ranks are forked from a server that has imported torch once, so that only the first call of a session pays for it. A
-rank that fails makes the call fail with that rank's traceback; ranks that do not end in time are stopped, and the place
-where each one hung is shown.
+Ranks are forked from a server that has imported torch once, so that only the first call of a session pays for it. In
+them the same warnings are errors as in the test that starts them. A rank that fails makes the call fail with its
+traceback; ranks that do not end in time are stopped, and the place where each one hung is shown.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_main,
-                args=(rank, world, folder, timeout, group_timeout, bool(dying), function, args),
+                args=(rank, world, folder, timeout, group_timeout, bool(dying), _filters(), function, args),
                 daemon=True,
             )
             for rank in range(world)
@@ -87,6 +87,18 @@ def run_ranks(
         ]
 
 
+def _filters() -> list[tuple[Any, ...]]:
+    """Which warnings are errors in this test, as arguments of `warnings.filterwarnings`."""
+
+    def pattern(text: Any) -> str:
+        return getattr(text, "pattern", text) or ""
+
+    return [
+        (action, pattern(message), category, pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    ]
+
+
 def _main(
     rank: int,
     world: int,
@@ -94,11 +106,13 @@ def _main(
     timeout: float,
     group_timeout: float,
     someone_dies: bool,
+    filters: list[tuple[Any, ...]],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    for action, message, category, module, line in reversed(filters):  # the last one that is set is asked first
+        warnings.filterwarnings(action, message, category, module, line)
     with open(folder / f"stack{rank}", "w") as stack:
         faulthandler.dump_traceback_later(max(timeout - 3.0, 0.5), file=stack)
         try:

@@ -1,10 +1,20 @@
-"""Triton kernels on the CPU, in Triton's interpreter."""
+"""Triton kernels on CUDA, or on the CPU in Triton's interpreter.
+
+Triton decides when it is imported whether it interprets. A file marks its tests of kernels `needs_kernels`: on a CUDA
+device they run compiled, and one more test runs the file again in a process of its own that interprets them.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+needs_kernels = pytest.mark.interpreted if INTERPRETED else pytest.mark.gpu
 
 
 def run_in_the_interpreter(tests: str, outcome: str, *options: str) -> None:

@@ -25,6 +25,7 @@ ABOVE_TRAIN = {
     "rollout",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "warning": set(),
     "batch": set(),
     "config": set(),
     "data": {"batch", "config"},
@@ -36,13 +37,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head": {"batch"},
     "losses": {"batch", "config"},
     "rollout": {"batch", "config", "data"},
-    "train": ABOVE_TRAIN,
+    "train": ABOVE_TRAIN | {"warning"},
     "compat": ABOVE_TRAIN | {"train"},
     "page": set(),
     "report": {"config", "page"},
     "planner": ABOVE_TRAIN | {"train", "page"},
     "check": ABOVE_TRAIN | {"train"},
-    "cli": ABOVE_TRAIN | {"train", "page", "report", "planner", "check"},
+    "cli": ABOVE_TRAIN | {"warning", "train", "page", "report", "planner", "check"},
 }
 MUST_NOT_IMPORT: dict[str, set[str]] = {
     "config": {"torch"},

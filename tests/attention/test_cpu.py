@@ -16,7 +16,7 @@ SHARED = Case(queries=(9, 40, *[9] * 8), keys=(9, 40, *[9] * 8), heads=(4, 2))  
 
 
 @pytest.mark.parametrize("case", [*CASES, SHARED, LONG, Case(head_dim=24, value_dim=40)], ids=str)
-@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 2e-5, 2e-5), (torch.float64, 1e-11, 1e-11)])
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 1e-4, 1e-4), (torch.float64, 1e-11, 1e-11)])
 def test_it_equals_the_reference(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
     inputs = make_inputs(case, dtype)
     assert_same(run(case, inputs, "cpu"), expected(case, inputs, torch.float64), atol=atol, rtol=rtol)
@@ -29,7 +29,7 @@ def test_small_types(case: Case, dtype: torch.dtype) -> None:
     got = run(case, inputs, "cpu")
     assert got["out"].dtype == got["dq"].dtype == dtype
     assert got["lse"].dtype == torch.float32
-    assert_same(got, expected(case, inputs, torch.float32), atol=2e-2, rtol=2e-2)
+    assert_same(got, expected(case, inputs, torch.float32), atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("changed", [1, 4, 6])

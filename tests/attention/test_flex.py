@@ -41,7 +41,6 @@ def test_blocks_are_skipped_only_where_no_pair_is_visible_and_full_only_where_al
     [("causal", ODD), ("window", FEWER_QUERIES), ("softcap", MORE_QUERIES)],
     ids=["causal", "window", "softcap"],
 )
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_mask_and_the_cap_say_what_they_should(
     mask: str, queries: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,8 +53,8 @@ def test_the_mask_and_the_cap_say_what_they_should(
     with torch.no_grad():
         out, lse = flex.attention(inputs.q, inputs.k, inputs.v, inputs.segments_q, inputs.segments_k, case.spec)
     want = dense(case, inputs)
-    torch.testing.assert_close(out, want["out"], atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(lse, want["lse"], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(out, want["out"], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, want["lse"], atol=2e-5, rtol=2e-5)
 
 
 def test_a_mask_is_remembered_by_what_the_segments_say() -> None:

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from padfree.attention import varlen_attention, varlen_backward, varlen_forward
 from padfree.batch import Segments
 
-KERNELS_WARN = pytest.mark.filterwarnings("ignore")  # flash-attn-4 and inductor warn about what they import and compile
 CUDA_BACKENDS = ("torch", "fa4", "fa3", "fa2", "flex")
 CUDA_CASES = [
     *(Case(mask=mask, head_dim=128) for mask in MASKS),
@@ -41,7 +40,7 @@ CUDA_CASES = [
 ]
 
 
-@KERNELS_WARN
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)
 @pytest.mark.parametrize("case", [*CUDA_CASES, Case(head_dim=192, value_dim=128)], ids=str)
 def test_cuda_backends_equal_the_reference(backend: str, case: Case) -> None:
@@ -52,7 +51,7 @@ def test_cuda_backends_equal_the_reference(backend: str, case: Case) -> None:
     assert_same(got, expected(case, inputs, torch.float32), atol=6e-2, rtol=2e-2)
 
 
-@KERNELS_WARN
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [Case(), Case(mask="softcap and window", head_dim=36), Case(sinks=True)], ids=str)
 def test_flex_in_float32(case: Case) -> None:
     cuda_backend("flex", case, torch.float32)
@@ -60,7 +59,7 @@ def test_flex_in_float32(case: Case) -> None:
     assert_same(run(case, inputs, "flex"), expected(case, inputs, torch.float64), atol=1e-4, rtol=1e-4)
 
 
-@KERNELS_WARN
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)
 @pytest.mark.parametrize("changed", [1, 4, 6])
 def test_no_bit_of_a_segment_depends_on_another_on_cuda(backend: str, changed: int) -> None:
@@ -73,8 +72,9 @@ def test_no_bit_of_a_segment_depends_on_another_on_cuda(backend: str, changed: i
         torch.use_deterministic_algorithms(False)
 
 
-@KERNELS_WARN
-@pytest.mark.parametrize("backend", ["reference", "cpu", *CUDA_BACKENDS[:-1]])
+@pytest.mark.parametrize(
+    "backend", ["reference", "cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in CUDA_BACKENDS[:-1])]
+)
 @pytest.mark.parametrize("mask", ["causal", "full", "softcap"])
 def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
     """Keys in two blocks, merged by lse; then the backward of each with the merged out and lse: ring attention.
@@ -109,7 +109,7 @@ def test_raw_blocks_of_a_larger_softmax_add_up(backend: str, mask: str) -> None:
         got["dq"] = got["dq"] + dq.float()
         got["dk"][row] += dk
         got["dv"][row] += dv
-    tolerance = {"atol": 6e-2, "rtol": 2e-2} if on_cuda else {"atol": 2e-5, "rtol": 2e-5}
+    tolerance = {"atol": 6e-2, "rtol": 2e-2} if on_cuda else {"atol": 1e-4, "rtol": 1e-4}
     assert_same(got, want, **tolerance)
 
 
@@ -187,7 +187,6 @@ def test_activation_checkpointing_recomputes_the_same() -> None:
     assert torch.equal(sinks.grad, want["dsinks"])
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_it_can_be_left_out_of_a_compiled_function() -> None:
     case = Case(mask="window")
     inputs = make_inputs(case, torch.float32)

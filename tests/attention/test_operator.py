@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 def inputs(sinks: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(20, 4, 16), (20, 2, 16), (20, 2, 16), *([(4,)] if sinks else [])]
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_varlen_attention(name: str) -> None:
         (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
         results.append([out, *(leaf.grad for leaf in leaves)])
     for mine, expected in zip(*results, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -46,12 +46,11 @@ def test_a_right_model_passes(name: str, folders: Mapping[str, Path]) -> None:
     assert {row.part for row in cases.rows_of(report, "packed")} >= {"layer 0", "layer 1"}
     exact = [row for check in (*LEAKS, "pad of other tokens") for row in cases.rows_of(report, check)]
     assert all((row.difference, row.limit) == (0, 0) for row in exact) or name == "qwen3_moe"
-    assert max(row.difference for row in report.rows) < 1e-5
+    assert max(row.difference for row in report.rows) < 1e-4
     assert said[0].startswith("reference")
     assert not dist.is_initialized() or dist.get_world_size() == 1
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 products says so
 def test_bfloat16_passes_by_the_noise_of_transformers(folders: Mapping[str, Path]) -> None:
     report = check_model(folders["qwen3"], cases.make_samples((9, 17, 30, 4)), dtype=torch.bfloat16, device="cpu")
     assert report.passed, report.verdict
@@ -124,7 +123,6 @@ def test_a_wrong_normaliser_is_found(
     assert {quantity for _, quantity in failed} == {"loss", "normaliser", "gradients"}
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_weights_in_low_precision_are_found_below_the_noise(
     monkeypatch: pytest.MonkeyPatch, folders: Mapping[str, Path]
 ) -> None:

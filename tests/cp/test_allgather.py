@@ -35,10 +35,10 @@ def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: s
 @pytest.mark.parametrize("name", ROWS)
 def test_played_ranks_equal_one_process(name: str, world: int, kind: str) -> None:
     batch = packed(ROWS[name], world)
-    inputs = inputs_for(batch.num_tokens, value_dim=6, sinks=True)
+    inputs = inputs_for(batch.num_tokens, value_dim=6, sinks=True).to(torch.float64)
     expected = one_process(inputs, batch.segments)
     for got, want in zip(played(inputs, batch, world, kind), expected, strict=True):
-        assert relative_error(got, want) < 1e-5
+        assert relative_error(got, want) < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,7 +46,7 @@ def test_played_ranks_equal_one_process(name: str, world: int, kind: str) -> Non
 def test_windows_soft_caps_and_full_attention(options: dict[str, Any], kind: str) -> None:
     for name in ("short documents", "over three ranks", "one document"):
         batch = packed(ROWS[name], 4)
-        inputs = inputs_for(batch.num_tokens, **options)
+        inputs = inputs_for(batch.num_tokens, **options).to(torch.float64)
         expected = one_process(inputs, batch.segments)
         for got, want in zip(played(inputs, batch, 4, kind), expected, strict=True):
-            assert relative_error(got, want) < 1e-5, name
+            assert relative_error(got, want) < 1e-12, name

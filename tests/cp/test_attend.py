@@ -60,14 +60,14 @@ def parity(rank: int, world: int, group: Any) -> dict[Any, float]:
     errors = {}
     for name in ROWS:
         batch = packed(ROWS[name], world)
-        inputs = inputs_for(batch.num_tokens)
+        inputs = inputs_for(batch.num_tokens).to(torch.float64)
         expected = one_process(inputs, batch.segments)
         for method, kind in product(METHODS, KINDS):
             context = context_of(batch, world, rank, group, kind=kind, method=method)
             errors[method, kind, name] = worst_error(inputs, expected, context, group)
     batch = packed(ROWS["over three ranks"], world)
     for option in OPTIONS:
-        inputs = inputs_for(batch.num_tokens, **OPTIONS[option])
+        inputs = inputs_for(batch.num_tokens, **OPTIONS[option]).to(torch.float64)
         expected = one_process(inputs, batch.segments)
         for method in METHODS:
             if (method, option) == ("ring", "window"):
@@ -178,8 +178,8 @@ def gathering(rank: int, world: int, group: Any) -> dict[Any, float]:
         batch = packed(ROWS["short documents"], world)
         total = batch.num_tokens
         context = context_of(batch, world, rank, group, kind=kind)
-        tokens = torch.randn(total, 3, generator=torch.Generator().manual_seed(0))
-        weight = torch.ones(3, requires_grad=True)
+        tokens = torch.randn(total, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
         own = context.plan.own
 
         def scored(row: Tensor, first: int, last: int) -> Tensor:
@@ -192,7 +192,7 @@ def gathering(rank: int, world: int, group: Any) -> dict[Any, float]:
         assert weight.grad is not None
         dist.all_reduce(weight.grad, group=group)
 
-        alone = torch.ones(3, requires_grad=True)
+        alone = torch.ones(3, dtype=torch.float64, requires_grad=True)
         scored(tokens * alone, 0, total).backward()
         assert torch.equal(row.detach(), tokens)
         errors[kind, loss] = relative_error(weight.grad, alone.grad)
@@ -241,7 +241,7 @@ def test_outputs_and_gradients_equal_one_process(results: list[dict[str, Any]]) 
     cases = results[0]["parity"]
     assert len(cases) == len(METHODS) * (len(KINDS) * len(ROWS) + len(OPTIONS)) - 1
     for rank, result in enumerate(results):
-        wrong = {case: error for case, error in result["parity"].items() if not error < 1e-5}
+        wrong = {case: error for case, error in result["parity"].items() if not error < 1e-12}
         assert not wrong, f"rank {rank}"
 
 
@@ -265,7 +265,7 @@ def test_bytes_sent_are_those_of_the_formula(results: list[dict[str, Any]]) -> N
 
 def test_gathered_tokens_give_the_gradient_of_one_process(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert all(error < 1e-5 for error in result["gathering"].values()), result["gathering"]
+        assert all(error < 1e-12 for error in result["gathering"].values()), result["gathering"]
 
 
 def test_what_cannot_be_done_is_refused_in_one_line(results: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from padfree.attention import choose_backend
 from padfree.batch import PackedBatch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 LENGTHS = [700, 1, 2500, 64, 129, 3000, 5, 1024]
 WORLD = 8

@@ -48,10 +48,10 @@ def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: s
 @pytest.mark.parametrize("name", ROWS)
 def test_played_ranks_equal_one_process(name: str, world: int, kind: str) -> None:
     batch = packed(ROWS[name], world)
-    inputs = inputs_for(batch.num_tokens, value_dim=6, sinks=True)
+    inputs = inputs_for(batch.num_tokens, value_dim=6, sinks=True).to(torch.float64)
     expected = one_process(inputs, batch.segments)
     for got, want in zip(played(inputs, batch, world, kind), expected, strict=True):
-        assert relative_error(got, want) < 1e-5
+        assert relative_error(got, want) < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,10 +59,10 @@ def test_played_ranks_equal_one_process(name: str, world: int, kind: str) -> Non
 def test_soft_caps_and_full_attention(options: dict[str, Any], kind: str) -> None:
     for name in ("short documents", "over three ranks", "one document"):
         batch = packed(ROWS[name], 4)
-        inputs = inputs_for(batch.num_tokens, **options)
+        inputs = inputs_for(batch.num_tokens, **options).to(torch.float64)
         expected = one_process(inputs, batch.segments)
         for got, want in zip(played(inputs, batch, 4, kind), expected, strict=True):
-            assert relative_error(got, want) < 1e-5, name
+            assert relative_error(got, want) < 1e-12, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,7 +74,7 @@ def test_error_does_not_grow_with_the_ring(kind: str) -> None:
     alone = [relative_error(got, want) for got, want in zip(one_process(inputs, batch.segments), exact, strict=True)]
     for world in (2, 4, 8):
         for one, got, want in zip(alone, played(inputs, batch, world, kind), exact, strict=True):
-            assert relative_error(got, want) < max(2 * one, 1e-6), world
+            assert relative_error(got, want) < 4 * max(one, 2**-23), world
 
 
 def test_a_step_without_keys_is_not_computed() -> None:

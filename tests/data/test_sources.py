@@ -233,7 +233,6 @@ def test_a_hub_id_is_loaded_through_datasets(monkeypatch: pytest.MonkeyPatch) ->
         open_sources("openai/absent")
 
 
-@pytest.mark.filterwarnings("ignore")  # those of the datasets package are its own
 def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
     dataset = datasets.Dataset.from_list(ROWS)

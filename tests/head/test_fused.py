@@ -10,15 +10,12 @@ from torch import Tensor
 
 from padfree.head import fused_loss, score
 
-# What Triton 3.9 says at its first compilation.
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 BACKENDS = [
     pytest.param("chunked", "cpu", id="chunked-cpu"),
-    pytest.param("chunked", "cuda", id="chunked-cuda", marks=needs_cuda),
-    pytest.param("triton", "cuda", id="triton-cuda", marks=needs_cuda),
+    pytest.param("chunked", "cuda", id="chunked-cuda", marks=pytest.mark.gpu),
+    pytest.param("triton", "cuda", id="triton-cuda", marks=pytest.mark.gpu),
 ]
-TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.bfloat16, 2e-2, 2e-2)]
+TOLERANCES = [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 2e-2, 2e-2)]
 SHAPES = [(1, 64, 3), (3, 47, 31), (31, 123, 47), (47, 31, 1023), (123, 3, 4100)]  # N, D, V
 MEMORIES = ["speed", 200_000, 20_000, 2_000]
 
@@ -240,8 +237,7 @@ def test_losses_that_are_refused(token_loss: Any, message: str) -> None:
         fused_loss(hidden.requires_grad_(), weight, labels, token_loss)
 
 
-@needs_cuda
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.gpu
 def test_no_host_synchronisation() -> None:
     inputs = [tensor.to("cuda") for tensor in make_inputs(300, 64, 1000, torch.bfloat16)]
     number = int((inputs[3] != -100).sum())
@@ -257,7 +253,7 @@ def test_no_host_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("memory", [48 << 20, 96 << 20, 512 << 20])
 def test_memory_is_kept_to(memory: int) -> None:
     """Beside the gradients it returns, and a little for the scores themselves."""

@@ -6,25 +6,17 @@ which `test_in_the_interpreter` starts.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from interpreter import run_in_the_interpreter
+from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import fused_loss, score, steps
 from padfree.head.steps import BlockSums, Head, Rows, Upstream
 
-# What Triton 3.9 says at its first compilation.
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-needs_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device; run by test_in_the_interpreter"
-)
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"vocabulary": 31},
     "bias": {"vocabulary": 200, "bias": True},

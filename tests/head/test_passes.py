@@ -7,8 +7,6 @@ import torch
 
 from padfree.head.passes import parts_of, product, rounded_product
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 
 def test_parts() -> None:
     assert list(parts_of(10, 4)) == [(0, 4), (4, 8), (8, 10)]
@@ -30,7 +28,7 @@ def test_products() -> None:
     assert torch.equal(rounded, (left @ right).bfloat16())
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_cuda_multiplies_bfloat16_into_float32() -> None:
     left = torch.randn(130, 4096, device="cuda").bfloat16()
     right = torch.randn(4096, 65, device="cuda").bfloat16()

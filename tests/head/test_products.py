@@ -5,14 +5,13 @@ On a Hopper GPU, or in Triton's interpreter: see `test_kernels.py`. Tiles are sm
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from head_cases import imitate_cuda
-from interpreter import run_in_the_interpreter
+from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import chunks, fused_loss, products, score, steps
@@ -20,16 +19,13 @@ from padfree.head.budget import FusedPlan
 from padfree.head.products import Configuration, why_not
 from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # what Triton 3.9 says at its first compilation
-    pytest.mark.filterwarnings("ignore:overflow encountered in cast"),  # the interpreter, where float16 becomes -inf
-]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-DEVICE = "cpu" if INTERPRETED else "cuda"
-needs_products = pytest.mark.skipif(
-    not INTERPRETED and not IS_HOPPER, reason="no Hopper GPU; run by test_in_the_interpreter"
-)
+
+
+def needs_products(test: Any) -> Any:
+    return needs_kernels(pytest.mark.skipif(not INTERPRETED and not IS_HOPPER, reason="needs a Hopper GPU")(test))
+
+
 # R, D, V: tiles have 64 rows and 64 columns, steps 32 of D
 SHAPES = {"one row": (1, 8, 3), "odd": (67, 40, 200), "whole tiles": (64, 64, 128), "a column more": (70, 72, 129)}
 FORMS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ def plain(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, T
     return logprobs.gather(-1, labels[..., None].long())[..., 0], entropy
 
 
-ROWS = [(torch.float64, 1e-12, 1e-10), (torch.float32, 1e-6, 1e-5), (torch.bfloat16, 2e-3, 1e-2)]
+ROWS = [(torch.float64, 1e-12, 1e-10), (torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-3, 1e-2)]
 
 
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), ROWS, ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from models import ARCHITECTURES, VOCABULARY, build, row
+from rounding import assert_same_but_for_rounding, in_float64
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,7 +19,6 @@ from padfree.cp import shard
 from padfree.model import TESTED, attach, interface
 
 LENGTHS = [19, 1, 12, 7]
-TOLERANCE = 1e-5
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -28,19 +28,12 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def one_at_a_time(model: PreTrainedModel, batch: PackedBatch, weights: Tensor) -> Tensor:
-    """Logits [real tokens, V] of the untouched model, one call per sample; gradients are left in the model."""
+def one_at_a_time(model: PreTrainedModel, batch: PackedBatch, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits [real tokens, V] of the untouched model, one call per sample, and the gradients."""
     samples = batch.unpack(batch.input_ids)
     logits = torch.cat([model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples])
-    (logits * weights[: len(logits)]).sum().backward()
-    return logits.detach()
-
-
-def assert_close(actual: Tensor, expected: Tensor, scale: float, name: str) -> None:
-    """Within TOLERANCE of the expected tensor's largest entry, or of `scale` / 100 if that is larger."""
-    size = max(float(expected.abs().max()), 1e-2 * scale)
-    difference = float((actual - expected).abs().max())
-    assert difference <= TOLERANCE * size, f"{name}: {difference:.1e} of {size:.1e}"
+    (logits * weights[: len(logits)].to(logits.dtype)).sum().backward()
+    return logits.detach(), gradients(model)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -56,12 +49,10 @@ def test_packed_equals_one_at_a_time(name: str) -> None:
     real = sum(LENGTHS)
     (logits[:real] * weights[:real]).sum().backward()
 
-    expected = one_at_a_time(stock, batch, weights)
-    assert_close(logits[:real], expected, 1.0, "logits")
-    expected_gradients = gradients(stock)
-    scale = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
-    for parameter, gradient in gradients(model).items():
-        assert_close(gradient, expected_gradients[parameter], scale, parameter)
+    wide_logits, wide_gradients = one_at_a_time(in_float64(stock), batch, weights)
+    expected_logits, expected_gradients = one_at_a_time(stock, batch, weights)
+    assert_same_but_for_rounding({"logits": logits[:real]}, {"logits": expected_logits}, {"logits": wide_logits})
+    assert_same_but_for_rounding(gradients(model), expected_gradients, wide_gradients)
 
 
 def test_the_list_of_tested_architectures_is_the_tested_list() -> None:
@@ -206,8 +197,11 @@ def test_frequencies_that_follow_the_longest_sample_are_held_to_their_limit(
     attach(model)
     batch = row([limit, 3])
     logits = model(**shard(batch).model_inputs()).logits[0]
-    expected = torch.cat([stock(input_ids=sample[None]).logits[0] for sample in batch.unpack(batch.input_ids)])
-    assert_close(logits, expected, 1.0, "logits")
+    samples = batch.unpack(batch.input_ids)
+    expected = torch.cat([stock(input_ids=sample[None]).logits[0] for sample in samples])
+    wide_stock = in_float64(stock)
+    wide = torch.cat([wide_stock(input_ids=sample[None]).logits[0] for sample in samples])
+    assert_same_but_for_rounding({"logits": logits}, {"logits": expected}, {"logits": wide})
     with pytest.raises(ValueError, match=f"rope_parameters: .* longer than {limit} tokens"):
         model(**shard(row([limit + 1, 3])).model_inputs())
 

@@ -19,7 +19,7 @@ from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.model import attach
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 
 LENGTHS = [300, 1, 77, 129, 40]
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512}
@@ -131,7 +131,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler about this machine
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_compiled_layers(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -122,9 +121,6 @@ def _fresh_compiler() -> Any:
 LENGTHS = [[15, 1, 8], [9, 9], [30], [2, 1, 1, 40]]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # the compiler looks there itself
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("name", "compiler", "checkpointing"),
@@ -171,7 +167,6 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fsdp_cases(rank: int, world: int) -> None:
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # processors without bfloat16 say so
     batches = [row([11, 4], pad=1, seed=3), row([3, 3, 10], seed=4)]
     plain = attach(build("gemma3"))
     parts = [run(plain, batch) for batch in batches]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +42,6 @@ def mesh() -> Iterator[Mesh]:
 
 def outcome(mesh: Mesh, loss: str = "sft", **changes: Any) -> Outcome:
     torch._dynamo.reset()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # as in test_parallelize
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     engine = make_engine(mesh, LOSSES[loss], tied_model(), lora=LORA, **changes)
     reports, weights = two_steps(engine, make_samples())
     return [(report.loss, report.gradient_norm) for report in reports], {

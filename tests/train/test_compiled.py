@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,10 +22,7 @@ from padfree.train.offload import HostMemory, _Call, _unpack
 BACKEND = "aot_eager_decomp_partition"
 
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     with distributed(device=request.param) as device:
         yield make_mesh(device)
@@ -92,7 +88,6 @@ def test_marks_are_not_lost_in_the_compilers_cache(kept: Kept) -> None:
 
 def engine_with(mesh: Mesh, checkpointing: str, backend: str = BACKEND) -> Engine:
     torch._dynamo.reset()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     model = build("qwen3", num_hidden_layers=5).to(mesh.device)
     return make_engine(
         mesh, LOSSES["sft"], model, attention="reference", compile=backend, checkpointing=checkpointing, max_tokens=40
@@ -115,7 +110,6 @@ def expected(mesh: Mesh) -> dict[str, Tensor]:
     return gradients(engine_with(mesh, "none"))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize(("away", "pace"), [(0.6, 1.6), (1.0, 9.0)])
 def test_gradients_are_the_same_when_activations_wait_on_the_host(
     mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, away: float, pace: float
@@ -143,7 +137,6 @@ def test_gradients_are_the_same_when_activations_wait_on_the_host(
         assert not call.parcels, "and not held on to"
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "host"])
 def test_gradients_are_the_same_with_operators_of_our_own(
     mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, checkpointing: str

@@ -10,10 +10,9 @@ from train_cases import LOSSES, make_engine, make_samples, small_model, two_step
 
 from padfree.dist import distributed, make_mesh
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.filterwarnings("ignore")  # inductor warns about what it compiles, FSDP2 about a group of one
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "opsm"])  # its threshold falls either way in bf16
 def test_bf16_steps_are_close_to_those_of_the_cpu(name: str) -> None:
     samples = make_samples()
@@ -29,7 +28,6 @@ def test_bf16_steps_are_close_to_those_of_the_cpu(name: str) -> None:
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=2e-2, abs=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["sft", "clip", "gspo"])
 @pytest.mark.parametrize("compile", ["none", "inductor"])
 def test_the_host_never_waits_within_a_step(name: str, compile: str) -> None:
@@ -51,7 +49,6 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str) -> None:
         assert pending.finish().num_samples == len(samples)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_varying_lengths_are_compiled_once() -> None:
     rng = np.random.default_rng(0)
     with distributed(device="cuda") as device:

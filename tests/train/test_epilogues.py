@@ -18,13 +18,15 @@ from padfree.train.epilogues import graph as epilogues
 from padfree.train.epilogues import support
 from padfree.train.epilogues.support import has_epilogues, is_supported
 from padfree.train.gated import swiglu, swiglu_backward
+from padfree.warning import PadfreeWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 OPS = torch.ops.padfree
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_epilogues(torch.device("cuda"), torch.bfloat16),
-    reason="needs a Hopper GPU and quack-kernels",
-)
+
+
+@pytest.fixture
+def _hopper() -> None:
+    if not has_epilogues(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("needs a Hopper GPU and quack-kernels")
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -77,7 +79,7 @@ def test_which_quack_will_do(monkeypatch: pytest.MonkeyPatch, version: str | Non
     monkeypatch.setattr(support, "version", found)
     monkeypatch.setitem(sys.modules, "padfree.train.epilogues.kernels", None)
     if new_enough:
-        with pytest.warns(UserWarning, match=f"quack-kernels {version} cannot be used"):
+        with pytest.warns(PadfreeWarning, match=f"quack-kernels {version} cannot be used"):
             assert not support._is_installed.__wrapped__(), "for it cannot be imported"
         monkeypatch.setitem(sys.modules, "padfree.train.epilogues.kernels", support)
     assert support._is_installed.__wrapped__() == new_enough
@@ -190,7 +192,8 @@ def test_other_sums_are_left_alone() -> None:
 # The kernels
 
 
-@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_kernels_against_float32(dtype: torch.dtype, transposed: bool) -> None:
@@ -217,7 +220,8 @@ def test_kernels_against_float32(dtype: torch.dtype, transposed: bool) -> None:
         assert torch.equal(up, found[1])
 
 
-@needs_hopper
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("kept", ["none", "selective"])
 def test_a_compiled_layer_is_as_exact_as_without_them(monkeypatch: pytest.MonkeyPatch, kept: Kept) -> None:
     def compiled(fused: bool) -> list[list[Tensor]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from graph_cases import calls, graphs_after
-from interpreter import run_in_the_interpreter
+from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from models import build, row
 from torch import Tensor, fx, nn
 
@@ -20,13 +19,7 @@ from padfree.train.gated import swiglu, swiglu_backward
 from padfree.train.gated.graph import replace_gated
 from padfree.train.parallelize import layers_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 OPS = torch.ops.padfree
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-needs_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device; run by test_in_the_interpreter"
-)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

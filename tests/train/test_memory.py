@@ -23,8 +23,6 @@ from padfree.train.memory import cache_bytes, estimate_memory, head_bytes, layer
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import KEPT, checkpoint_layers, layers_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # processors without bfloat16 say so
-
 TOKENS = (130, 126)
 
 
@@ -188,7 +186,6 @@ def test_activations_with_checkpointing(checkpointing: str, dtype: torch.dtype) 
     assert found == pytest.approx(kept_bytes(model, dtype, checkpointing), rel=0.1)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler has its own
 def test_activations_of_compiled_layers() -> None:
     model = build("qwen3", num_hidden_layers=3, intermediate_size=160)
     found = token_bytes(model, 4, "selective", compiled=True)

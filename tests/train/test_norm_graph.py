@@ -21,7 +21,6 @@ from padfree.train.gated.graph import overwrite
 from padfree.train.norms.graph import gather, replace_norms
 from padfree.train.parallelize import layers_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler has its own
 BACKEND = "aot_eager_decomp_partition"
 BACKWARD = torch.ops.padfree.rms_norm_backward.default
 VIEWS = [torch.ops.aten.unsqueeze.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int]

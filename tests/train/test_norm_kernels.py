@@ -5,23 +5,16 @@ Triton decides when it is imported whether it interprets: see `tests/head/test_k
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from interpreter import run_in_the_interpreter
+from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.train.norms import norm, norm_backward
 from padfree.train.norms.rotated import rotated_norm, rotated_norm_backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # what Triton 3.9 says
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-needs_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device; run by test_in_the_interpreter"
-)
 EPS = 1e-6
 # D in one chunk, several, several and a part of one; with the chosen configuration and with others
 SHAPES = [(5, 64), (0, 64), (1, 200), (5, 300), (3, 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,8 +46,6 @@ def tied_model() -> PreTrainedModel:
 def outcome(mesh: Mesh, **changes: Any) -> Outcome:
     torch._dynamo.reset()
     # the compiler looks at gradients of tensors that have none; processors without bfloat16 say so
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     return two_steps(make_engine(mesh, LOSSES["sft"], tied_model(), **changes), make_samples())
 
 
@@ -98,7 +95,6 @@ def test_checkpointing_computes_layers_again(mesh: Mesh) -> None:
     assert (calls.count("none"), calls.count("full")) == (2, 4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selective checkpointing holds fewer bytes than none, and never attends twice."""
     calls: list[str] = []
@@ -107,7 +103,6 @@ def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: p
     monkeypatch.setattr(cpu, "forward", lambda *args: calls.append(mode) or attend(*args))
     for mode in ("none", "selective"):
         torch._dynamo.reset()
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         engine = make_engine(
             mesh, LOSSES["sft"], compile="aot_eager_decomp_partition", checkpointing=mode, max_tokens=1000
         )
@@ -129,7 +124,6 @@ def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> No
     """Also where a length or a number of samples comes twice in a row, which looks like a constant."""
     torch._dynamo.reset()
     counters.clear()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     engine = make_engine(mesh, LOSSES["sft"], compile="aot_eager", checkpointing=checkpointing, max_tokens=1000)
     rng = np.random.default_rng(0)
     graphs = []
@@ -150,7 +144,6 @@ def test_bfloat16_rounds_the_model_and_not_the_batch(mesh: Mesh) -> None:
 
 def test_bfloat16_has_float32_master_weights(mesh: Mesh, reference: Outcome) -> None:
     """One process, too, is sharded then, for the sake of the two precisions."""
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), dtype=torch.bfloat16)
     assert isinstance(engine.model, FSDPModule)
     seen = inside(engine.model, lambda model: {model.get_output_embeddings().weight.dtype})
@@ -166,7 +159,6 @@ def test_bfloat16_has_float32_master_weights(mesh: Mesh, reference: Outcome) -> 
 
 
 def test_layers_that_stay_whole_make_the_same_steps(mesh: Mesh) -> None:
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     weights = []
     for reshard in (True, False):
         engine = make_engine(mesh, LOSSES["clip"], small_model(), dtype=torch.bfloat16, reshard=reshard)
@@ -178,7 +170,6 @@ def test_layers_that_stay_whole_make_the_same_steps(mesh: Mesh) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_weights_are_gathered_again_after_scoring(mesh: Mesh, reshard: bool) -> None:
     """Whoever changes the weights after a pass without backward must not find the old ones in the next."""
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")
     engine = make_engine(mesh, LOSSES["sft"], small_model(), dtype=torch.bfloat16, reshard=reshard)
     samples = make_samples()
     before = engine.scorer.logprobs(samples)

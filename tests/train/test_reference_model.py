@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,6 @@ def make_config(models: Path, *, reference: str = "first", refresh: int | None =
 
 
 def built(config: Config, mesh: Mesh) -> tuple[Engine, Reference]:
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # processors without bfloat16 say so
     engine = build_engine(config, mesh)
     reference = build_reference(config, mesh, engine)
     assert reference is not None

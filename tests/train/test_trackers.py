@@ -15,12 +15,8 @@ import pytest
 from padfree.config import TrackConfig
 from padfree.train.trackers import FILE, Trackers, require_trackers
 
-pytestmark = [
-    # Of the packages themselves.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+# Files and sockets that the packages leave open.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def log_three(folder: Path, config: TrackConfig, *, step: int = 0, factor: float = 1.0) -> None:

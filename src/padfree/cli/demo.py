@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padfree.check.padded import padded_loss
 from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import Config, config_from_dict
 
@@ -275,6 +274,7 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
     """Steps by plain transformers code: each batch padded to its longest sample, one optimizer step."""
     from transformers import AutoModelForCausalLM
 
+    from padfree.check.padded import padded_loss
     from padfree.train.optimizer import make_optimizer, set_learning_rate
     from padfree.train.schedule import learning_rate_factor
     from padfree.train.sources import load_source, load_tokenizer, make_batcher

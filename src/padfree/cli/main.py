@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from padfree.cli import check, demo, plan, report, train
+from padfree.warning import PadfreeWarning
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it worked, 1 for a mistake in the input (argparse itself exits with 2)."""
+    if arguments is None and not sys.warnoptions:  # this is the command itself, and nobody gave -W or PYTHONWARNINGS
+        show_own_warnings_only()
     commands = parser()
     settings, rest = commands.parse_known_args(arguments)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -42,3 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"padfree {settings.command}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def show_own_warnings_only() -> None:
+    """Of the packages that a run imports a user can mend nothing; what padfree warns about is said once."""
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("default", PadfreeWarning)

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
+from padfree.warning import PadfreeWarning
+
 OLDEST = (0, 6, 5)
 """The `quack-kernels` that the epilogues are written for."""
 
@@ -40,6 +42,7 @@ def _is_installed() -> bool:
     try:
         import padfree.train.epilogues.kernels  # noqa: F401
     except (ImportError, TypeError) as error:  # a TypeError where it is not installed among other packages
-        warnings.warn(f"quack-kernels {found} cannot be used, layers will be slower: {error}", stacklevel=2)
+        message = f"quack-kernels {found} cannot be used, layers will be slower: {error}"
+        warnings.warn(message, PadfreeWarning, stacklevel=2)
         return False
     return True
