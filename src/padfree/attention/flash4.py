@@ -1,10 +1,13 @@
 """The `fa4` backend: the `flash-attn-4` wheel, pure Python that compiles its kernels on first use. Hopper and newer.
 
 Its public function hides the backward, so the two functions beneath it are called: they give and take the lse.
-Compiling takes some seconds per head size and mask, once per process or from the package's own cache on disk.
+Compiling takes some seconds per head size and mask. The package can keep what it compiled on disk and does so if this
+variable is 1 when it is imported; we set it, unless the user has set it to something else.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import Tensor
@@ -12,6 +15,8 @@ from torch import Tensor
 from padfree.attention.flash import blind_rows_fixed, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
+
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def forward(

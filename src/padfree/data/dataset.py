@@ -39,9 +39,11 @@ class TokenizedDataset:
         metadata = read_metadata(self.folder)
         num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
         self._files: list[dict[str, Any]] = metadata["files"]
-        self._tokens = open_array(self.folder, "tokens", (num_tokens,))
-        self._mask = open_array(self.folder, "mask", (num_tokens,))
-        self._rows = open_array(self.folder, "rows", (num_samples, 2))
+        # Plain arrays over the mapped memory: numpy's memmap takes ten times as long to cut a slice, and would carry
+        # its file along wherever a slice is pickled.
+        self._tokens = np.asarray(open_array(self.folder, "tokens", (num_tokens,)))
+        self._mask = np.asarray(open_array(self.folder, "mask", (num_tokens,)))
+        self._rows = np.asarray(open_array(self.folder, "rows", (num_samples, 2)))
         offsets = np.asarray(open_array(self.folder, "offsets", (num_samples + 1,)))
         assert offsets[0] == 0
         assert offsets[-1] == num_tokens
@@ -107,9 +109,8 @@ class TokenizedDataset:
         start = self._starts[place]
         end = start + self.lengths[number]
         return Sample(
-            # plain views: a memmap object carries its file along wherever it is pickled
-            tokens=np.asarray(self._tokens[start:end]),
-            loss_mask=np.asarray(self._mask[start:end]),
+            tokens=self._tokens[start:end],
+            loss_mask=self._mask[start:end],
             uid=self._uid(place),
             source=self._files[self._rows[place, 0]]["name"],
         )

@@ -23,9 +23,9 @@ with the samples to blame.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -100,7 +100,31 @@ class PreparedStep:
 
     samples: Sequence[Sample]
     plan: StepPlan
-    rows: list[tuple[MicroBatch, Indices]]  # this rank's, with the samples in each
+    rows: Sequence[tuple[MicroBatch, Indices]]  # this rank's, with the samples in each
+
+
+class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
+    """Micro-batches that are laid out when they are first asked for: the next while the device computes this one."""
+
+    def __init__(self, slots: Sequence[Indices], lay_out: Callable[[Indices], MicroBatch]) -> None:
+        self._slots, self._lay_out = slots, lay_out
+        self._rows: list[tuple[MicroBatch, Indices]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[MicroBatch, Indices]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[MicroBatch, Indices]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
+        while len(self._rows) < last:
+            slot = self._slots[len(self._rows)]
+            self._rows.append((self._lay_out(slot), slot))
+        return self._rows[index]
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +160,10 @@ class Engine:
         """
         return self.begin(self.prepare(samples, old_logprobs), lr=lr, step=step).finish()
 
-    def prepare(self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None) -> PreparedStep:
-        """What a step does before it needs the weights."""
+    def prepare(
+        self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None, *, whole: bool = True
+    ) -> PreparedStep:
+        """What a step does before it needs the weights; without `whole`, rows are laid out when their turn comes."""
         plan = self.scorer.plan(samples)
         settings = self.settings
         grouped = settings.weights == "group-mean"
@@ -147,16 +173,14 @@ class Engine:
             groups=[sample.group for sample in samples] if grouped else None,
             constant=settings.constant,
         )
-        rows = [
-            (
-                make_micro_batch(
-                    samples, indices, self.mesh, self.scorer.rows, weights=weights, old_logprobs=old_logprobs
-                ),
-                indices,
+
+        def lay_out(indices: Indices) -> MicroBatch:
+            return make_micro_batch(
+                samples, indices, self.mesh, self.scorer.rows, weights=weights, old_logprobs=old_logprobs
             )
-            for indices in plan.micro_batches[self.mesh.data.rank]
-        ]
-        return PreparedStep(samples=samples, plan=plan, rows=rows)
+
+        rows = LazyRows(plan.micro_batches[self.mesh.data.rank], lay_out)
+        return PreparedStep(samples=samples, plan=plan, rows=rows[:] if whole else rows)
 
     def begin(
         self,

@@ -298,7 +298,7 @@ class Loop:
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
         begin = time.perf_counter()
-        prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done))
+        prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
         earlier = self._begun
         pending = self.engine.begin(
             prepared, lr=lr, step=self.step, after=None if earlier is None else earlier.pending, vote=vote
