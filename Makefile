@@ -5,12 +5,13 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: help demo test test-gpu check docs format bench install clean
+.PHONY: help demo test test-gpu memcheck check docs format bench install clean
 
 help:
 	@echo "make demo    plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
 	@echo "make test    run the tests; ARGS='-m \"not slow\"' for a quick round"
 	@echo "make test-gpu  run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
+	@echo "make memcheck  run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
 	@echo "make check   lint, format and type check"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make format  apply the formatter and the linter's safe fixes"
@@ -39,6 +40,10 @@ test: $(DEV)
 # On a machine without a network PY=python3 takes the packages that are there; padfree itself comes from this folder.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) tests/run_gpu_tests.py $(ARGS)
+
+# Triton kernels at odd sizes under NVIDIA's memory checker, on a GPU.
+memcheck: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
+	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/odd_sizes.py
 
 check: $(DEV)
 	$(PY) -m ruff check .

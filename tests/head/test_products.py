@@ -27,7 +27,13 @@ def needs_products(test: Any) -> Any:
 
 
 # R, D, V: tiles have 64 rows and 64 columns, steps 32 of D
-SHAPES = {"one row": (1, 8, 3), "odd": (67, 40, 200), "whole tiles": (64, 64, 128), "a column more": (70, 72, 129)}
+SHAPES = {
+    "one row": (1, 8, 3),
+    "five columns": (47, 16, 5),
+    "odd": (67, 40, 200),
+    "whole tiles": (64, 64, 128),
+    "a column more": (70, 72, 129),
+}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias": {"bias": True},
@@ -39,7 +45,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
-    run_in_the_interpreter(__file__, "13 passed, 1 skipped")
+    run_in_the_interpreter(__file__, "15 passed, 3 skipped")
 
 
 def make_problem(
@@ -92,7 +98,13 @@ def small(parts: int) -> Configuration:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "form"),
-    [("one row", "plain"), ("odd", "plain"), ("whole tiles", "bias"), ("a column more", "softcap")],
+    [
+        ("one row", "plain"),
+        ("five columns", "bias"),
+        ("odd", "plain"),
+        ("whole tiles", "bias"),
+        ("a column more", "softcap"),
+    ],
 )
 def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int) -> None:
     from padfree.head import kernels
@@ -132,6 +144,54 @@ def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int)
         products.gradient_columns(hidden, head.weight[first:], first, head, rows, softmax, up, out, by)
         torch.testing.assert_close(out.float(), exact[:, first:], atol=1e-3, rtol=1e-2, equal_nan=True)
         assert (memory[:, vocabulary - first :] == 7).all()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_what_differs_from_step_to_step_is_no_reason_to_compile() -> None:
+    """Numbers of rows, strides that are such numbers, and pointers to some row."""
+    triton = pytest.importorskip("triton")
+    from padfree.head import kernels as elementwise
+    from padfree.head.products import kernels as fused
+
+    found = [
+        kernel
+        for module in (elementwise, fused)
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction)
+    ]
+    assert len(found) >= 7
+    for kernel in found:
+        for parameter in kernel.params:
+            if parameter.name in ("num_rows", "sums_stride"):
+                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
+            if parameter.name in elementwise.PER_ROW:
+                assert parameter.do_not_specialize_on_alignment, f"{kernel.__name__}: {parameter.name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_kernels_are_compiled_once_for_all_numbers_of_rows() -> None:
+    if not IS_HOPPER:
+        pytest.skip("no Hopper GPU")
+    from padfree.head import kernels as elementwise
+    from padfree.head.products import kernels as fused
+
+    def compiled() -> int:
+        every = (fused.reduce_kernel, fused.gradient_kernel, elementwise._merge_kernel)
+        return sum(len(caches[0]) for kernel in every for caches in kernel.device_caches.values())
+
+    numbers = []
+    for num_rows in (47, 48, 64, 1, 128, 131):
+        by = small(1)
+        hidden, head, rows, upstream = make_problem((num_rows, 16, 160), block=by.block)
+        sums = BlockSums.empty(num_rows, head.num_blocks, rows.inverse_temperature, entropy=True)
+        stored = torch.empty(num_rows, 192, dtype=torch.float16, device=DEVICE)
+        products.reduce_rows(hidden, head, rows, sums, stored[:, :160], by)
+        softmax = elementwise.merge(sums)
+        out = torch.empty(num_rows, 192, dtype=torch.bfloat16, device=DEVICE)[:, :160]
+        products.gradient_columns(hidden, head.weight, 0, head, rows, softmax, upstream, out, by)
+        numbers.append(compiled())
+    assert numbers[0] == numbers[-1] > 0
 
 
 @needs_products

@@ -29,24 +29,37 @@ def test_bf16_steps_are_close_to_those_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "clip", "gspo"])
-@pytest.mark.parametrize("compile", ["none", "inductor"])
-def test_the_host_never_waits_within_a_step(name: str, compile: str) -> None:
-    """Preparing and beginning a step gives the device work and asks it nothing; only `finish` waits."""
+@pytest.mark.parametrize(("compile", "reshard"), [("none", True), ("inductor", True), ("inductor", False)])
+def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bool) -> None:
+    """Preparing and beginning steps gives the device work and asks it nothing; only `finish` waits."""
     samples = make_samples()
     with distributed(device="cuda") as device:
         mesh = make_mesh(device)
         model = small_model(head_dim=64).to(device)
-        engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile)
+        engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile, reshard=reshard)
         old = None if name == "sft" else engine.scorer.logprobs(samples)
         for _ in range(2):  # kernels are loaded and compiled
             engine.step(samples, lr=1e-3, old_logprobs=old)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            pending = engine.begin(engine.prepare(samples, old), lr=1e-3)
+            first = engine.begin(engine.prepare(samples, old), lr=1e-3)
+            second = engine.begin(engine.prepare(samples, old), lr=1e-3, after=first)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert pending.finish().num_samples == len(samples)
+        assert first.finish().num_samples == second.finish().num_samples == len(samples)
+
+
+def test_masters_are_those_of_fsdp_on_a_gpu() -> None:
+    """The same rounding in the same places: a step is the same to the bit."""
+    samples, found = make_samples(), []
+    with distributed(device="cuda") as device:
+        mesh = make_mesh(device)
+        for reshard in (True, False):
+            model = small_model(head_dim=64).to(device)
+            engine = make_engine(mesh, LOSSES["sft"], model, dtype=torch.bfloat16, reshard=reshard)
+            found.append(engine.step(samples, lr=1e-3))
+    assert (found[0].loss, found[0].gradient_norm) == (found[1].loss, found[1].gradient_norm)
 
 
 def test_varying_lengths_are_compiled_once() -> None:
