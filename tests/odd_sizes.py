@@ -1,7 +1,7 @@
 """Every Triton kernel of ours once, at sizes that no tile divides: what `make memcheck` runs under compute-sanitizer.
 
-    head      vocabularies 5, 129, 50257; 1 and 47 rows; with and without soft cap and bias; bfloat16 (matmuls that end in
-              the elementwise work) and float32 (elementwise kernels), scores and fused loss, forward and backward
+    head      vocabularies 5, 129, 50257; 1 and 47 rows; with and without soft cap and bias; bfloat16 (matmuls with the
+              elementwise work at their end) and float32 (elementwise kernels); scores and fused loss, with gradients
     layers    RMSNorm, QK-norm with RoPE, SwiGLU; 1 and 47 rows; widths 40 and 2056
 
 Memory is taken from the driver for every tensor by itself (no caching allocator), so that a number written behind a
