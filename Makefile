@@ -4,18 +4,19 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
+JOBS   ?= 2
 
 .PHONY: help demo test test-gpu memcheck check docs format bench install clean
 
 help:
-	@echo "make demo    plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
-	@echo "make test    run the tests; ARGS='-m \"not slow\"' for a quick round"
+	@echo "make demo      plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
+	@echo "make test      run the tests in two processes (JOBS=2); ARGS='-m \"not slow\"' for a quick round"
 	@echo "make test-gpu  run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
 	@echo "make memcheck  run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
-	@echo "make check   lint, format and type check"
-	@echo "make docs    build the documentation into docs/_build/html"
-	@echo "make format  apply the formatter and the linter's safe fixes"
-	@echo "make bench   run the CPU benchmarks"
+	@echo "make check     lint, format and type check"
+	@echo "make docs      build the documentation into docs/_build/html"
+	@echo "make format    apply the formatter and the linter's safe fixes"
+	@echo "make bench     run the CPU benchmarks"
 
 # torch first and exactly as pinned: on a machine without CUDA a looser request may fetch the CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
@@ -34,8 +35,9 @@ install: $(STAMP)
 demo: $(STAMP)
 	@$(PY) -m padfree demo
 
+# Each process runs whole files, with one thread of torch; JOBS=0 runs all in one process with torch's own number of threads.
 test: $(DEV)
-	$(PY) -m pytest $(ARGS)
+	$(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadfile) $(ARGS)
 
 # On a machine without a network PY=python3 takes the packages that are there; padfree itself comes from this folder.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))

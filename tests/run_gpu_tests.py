@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("gpu tests: none ran, for torch sees no CUDA device\n")
         return 1
     begin, outcomes = time.monotonic(), Outcomes()
-    code = pytest.main(["--rootdir", str(ROOT), "-m", "gpu", str(ROOT / "tests"), *arguments], plugins=[outcomes])
+    options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20", *arguments]
+    code = pytest.main([*options, str(ROOT / "tests")], plugins=[outcomes])
     counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.counts.items())
     where, seconds = torch.cuda.get_device_name(), time.monotonic() - begin
     sys.stdout.write(f"gpu tests: {counts} on {where} in {seconds:.0f} s\n")

@@ -395,6 +395,7 @@ def test_micro_batches(
     check(found, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [[(2, 1), (1, 2)], [(4, 1), (1, 4), (2, 2)]], ids=str)
 def test_data_and_context_ranks(
     layouts: list[tuple[int, int]],

@@ -119,7 +119,6 @@ def test_auto_says_why_when_nothing_can_serve_and_never_falls_back_to_the_refere
     assert choose_backend(CUDA, BF16, 128, requested="reference") == "reference"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="device: 'cuda:0', but PyTorch sees no CUDA device"):
         choose_backend(CUDA, BF16, 128)

@@ -54,7 +54,7 @@ def test_gradcheck_with_softcap_window_and_sinks() -> None:
     assert torch.autograd.gradcheck(function, (q, k, v, sinks))
 
 
-@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 2e-2, 2e-2)])
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), [(torch.float32, 1e-4, 1e-4), (torch.bfloat16, 5e-2, 5e-2)])
 def test_smaller_types_are_computed_in_float32(dtype: torch.dtype, atol: float, rtol: float) -> None:
     case = Case(sinks=True)
     inputs = make_inputs(case, dtype)

@@ -101,8 +101,8 @@ def test_it_is_score_and_a_loss(backend: str, device: str) -> None:
     loss, _ = policy_loss(inputs[4])(scores.logprobs[rows], None, rows)
     loss.sum().backward()
     torch.testing.assert_close(actual["loss"], loss.sum().detach().cpu())
-    torch.testing.assert_close(actual["grad_hidden"], hidden.grad.cpu(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(actual["grad_weight"], weight.grad.cpu(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual["grad_hidden"], hidden.grad.cpu(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual["grad_weight"], weight.grad.cpu(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

@@ -83,7 +83,7 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
     expected_sums = reduce_all(steps, problem, expected_stored)
     sums = reduce_all(kernels, problem, stored)
     for field in ("peak", "total", "moment", "target"):
-        torch.testing.assert_close(getattr(sums, field), getattr(expected_sums, field), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(getattr(sums, field), getattr(expected_sums, field), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(stored, expected_stored, atol=2e-3, rtol=2e-3)
     assert not memory[:, :, vocabulary:].any()
 
@@ -96,7 +96,7 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
             kernels.gradient_from_products(
                 products[:, first:last], first, head, rows, softmax, up, gradient[:, first:last]
             )
-        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
         # In place, float16 logits becoming bfloat16 gradients, as in bfloat16 training.
         in_place = memory[1].clone()
         kernels.gradient_from_stored(
@@ -123,7 +123,7 @@ def test_odd_values() -> None:
     assert softmax.logprobs.isnan().tolist() == [True, True, False, False]
     assert softmax.entropy is not None
     assert softmax.entropy.isnan().tolist() == [False, True, False, False]
-    torch.testing.assert_close(softmax.logprobs, steps.merge(expected).logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(softmax.logprobs, steps.merge(expected).logprobs, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 @needs_kernels

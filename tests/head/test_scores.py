@@ -112,8 +112,9 @@ def test_the_form_of_the_logits(backend: str, device: str, bias: bool, options: 
     log_p = (logits / options.get("temperature", 1.0)).log_softmax(1)
     labelled = case.labels >= 0
     plain = log_p[labelled].gather(1, case.labels[labelled, None])[:, 0]
-    torch.testing.assert_close(expected["logprobs"][labelled], plain)
-    torch.testing.assert_close(expected["entropy"][labelled], -(log_p.exp() * log_p).sum(1)[labelled])
+    torch.testing.assert_close(expected["logprobs"][labelled], plain, atol=1e-4, rtol=1e-4)
+    plain_entropy = -(log_p.exp() * log_p).sum(1)[labelled]
+    torch.testing.assert_close(expected["entropy"][labelled], plain_entropy, atol=1e-4, rtol=1e-4)
     assert_same(run(case.to(device), backend, entropy=True, memory=2000, **options), expected, 2e-5, 2e-5)
 
 

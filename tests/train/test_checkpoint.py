@@ -699,10 +699,12 @@ def alone(function: str, folder: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_latest(tmp_path: Path) -> None:
     assert int(alone("die_everywhere", tmp_path)) > 15
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_is_reported(tmp_path: Path) -> None:
     message = alone("out_of_space", tmp_path)
     assert "rank-00000.safetensors cannot be written (File too large); free space" in message

@@ -51,7 +51,7 @@ def ranks(rank: int, world: int, layouts: list[dict[str, int]]) -> tuple[list[An
     return found if rank == 0 else [], poisoned(make_mesh("cpu"), clean_samples())
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = 5e-5) -> None:
     for mine, other in zip(found[0], expected[0], strict=True):
         assert mine.loss == pytest.approx(other.loss, abs=tolerance)
         assert mine.gradient_norm == pytest.approx(other.gradient_norm, rel=tolerance)
@@ -111,16 +111,16 @@ def test_the_loss_is_that_of_single_samples(mesh: Mesh) -> None:
         loss = -(scores * torch.from_numpy(sample.mask[1:])).sum() / count
         loss.backward()
         total += loss.item()
-    assert report.loss == pytest.approx(total, rel=1e-6)
+    assert report.loss == pytest.approx(total, rel=1e-5)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
     groups = [
         {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-2).step()
     for name, weight in weights_of(plain).items():
-        torch.testing.assert_close(weights_of(engine.model)[name], weight, atol=1e-6, rtol=0)
+        torch.testing.assert_close(weights_of(engine.model)[name], weight, atol=1e-5, rtol=0)
 
 
 def test_report(mesh: Mesh) -> None:

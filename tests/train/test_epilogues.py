@@ -124,6 +124,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
         yield seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "more", "expected"),
     [
@@ -143,7 +144,7 @@ def test_gradients_with_them(graphs: list[fx.Graph], kept: Kept, more: str, expe
     for rows in (7, 11):
         x = random(1, rows, 8, seed=rows)
         for mine, right in zip(gradients(layer, x), gradients(plain, x), strict=True):
-            torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     if expected is not None:
         assert calls(graphs) == expected
     elif more in ("gate", "up"):
@@ -156,7 +157,7 @@ def test_sizes_without_kernels_are_left_alone(graphs: list[fx.Graph], width: int
     compile_layers([layer], "inductor", "none")
     x = random(1, 7, width, seed=0)
     for mine, right in zip(gradients(layer, x), gradients(plain, x), strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     assert calls(graphs) == ["swiglu", "swiglu_backward"]
 
 

@@ -172,6 +172,7 @@ def killed_often(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
     found = alone("killed_often", tmp_path)
     assert found["torn"] >= 4, "some were in the middle of a save"
@@ -298,6 +299,7 @@ def to_the_end(rank: int, world: int, folder: Path, name: str) -> int:
     return main(["sft", str(folder / "recipe.toml"), f"run.folder={folder / name}"])
 
 
+@pytest.mark.slow
 def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -23,6 +23,7 @@ ROTATED_SHAPES = [(5, 2, 64), (0, 2, 64), (7, 3, 96), (1, 1, 128), (53, 1, 8), (
 CONFIGURATIONS: list[dict[str, int] | None] = [None, {"rows": 2, "warps": 2, "stages": 2, "resident": 1}, {"rows": 4}]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
@@ -67,7 +68,7 @@ def test_against_plain_torch(shape: tuple[int, int], values: dict[str, int] | No
         dys = [random(*shape, seed=3 + index) for index in range(num_dys)]
         found = kernels.backward(dys, a, weight, rstd, residual, by=by)
         expected = norm_backward(dys, a, weight, rstd, residual)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -98,7 +99,7 @@ def test_any_number_of_gradients_and_none_of_the_weight() -> None:
     dys = [random(3, 64, seed=2 + index) for index in range(5)]
     _, _, rstd = kernels.forward(x, None, weight, EPS)
     dx, nothing = kernels.backward(dys, x, weight, rstd, None, weight_gradient=False)
-    torch.testing.assert_close(dx, norm_backward(dys, x, weight, rstd, None)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, norm_backward(dys, x, weight, rstd, None)[0], rtol=1e-4, atol=1e-4)
     assert len(nothing) == 0
 
 
@@ -139,12 +140,12 @@ def test_rotated_against_plain_torch(shape: tuple[int, int, int], values: dict[s
     by = by_if_given(values)
     dy, x, weight, cos, sin = rotated_inputs(shape)
     y, rstd = rotated_kernels.forward(x, weight, cos, sin, EPS, **by)
-    torch.testing.assert_close((y, rstd), rotated_norm(x, weight, cos, sin, EPS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((y, rstd), rotated_norm(x, weight, cos, sin, EPS), rtol=1e-4, atol=1e-4)
     expected = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
     found = rotated_kernels.backward(dy, x, weight, rstd, cos, sin, **by)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     dx, nothing = rotated_kernels.backward(dy, x, weight, rstd, cos, sin, weight_gradient=False, **by)
-    torch.testing.assert_close(dx, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx, expected[0], rtol=1e-4, atol=1e-4)
     assert len(nothing) == 0
 
 
@@ -175,10 +176,10 @@ def test_rotated_heads_that_are_not_contiguous() -> None:
     strided_dy, strided_x = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (dy, x))
     assert not strided_dy.is_contiguous()
     y, rstd = rotated_kernels.forward(strided_x, weight, cos, sin, EPS)
-    torch.testing.assert_close(y, rotated_norm(x, weight, cos, sin, EPS)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, rotated_norm(x, weight, cos, sin, EPS)[0], rtol=1e-4, atol=1e-4)
     found = rotated_kernels.backward(strided_dy, strided_x, weight, rstd, cos, sin)
     expected = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels

@@ -77,6 +77,7 @@ def sharded(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
     return found, tied
 
 
+@pytest.mark.slow
 def test_two_context_ranks(reference: Outcome) -> None:
     """Recomputation repeats the collectives of attention, on both ranks alike. Tied embeddings stay one parameter."""
     found, tied = run_ranks(2, sharded, timeout=180.0)[0]

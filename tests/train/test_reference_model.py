@@ -118,7 +118,7 @@ def test_a_model_of_its_own_takes_weights_and_adapters_together(mesh: Mesh, mode
     assert not any(parameter.requires_grad for parameter in reference.scorer.model.parameters())
     assert abs(logprobs(reference) - logprobs(engine.scorer)).max() > 0.1
     batches(engine, reference, 2)
-    np.testing.assert_allclose(logprobs(reference), logprobs(engine.scorer), atol=1e-5)
+    np.testing.assert_allclose(logprobs(reference), logprobs(engine.scorer), atol=1e-4)
 
 
 def test_another_model_cannot_be_refreshed(mesh: Mesh, models: Path) -> None:
@@ -188,11 +188,11 @@ def test_two_ranks_do_what_one_does(mesh: Mesh, models: Path, tmp_path: Path) ->
         config = make_config(models, lora=lora)
         engine, reference = built(config, mesh)
         batches(engine, reference, 3)
-        np.testing.assert_allclose(policy, logprobs(engine.scorer), atol=1e-5)
-        np.testing.assert_allclose(scored, logprobs(reference), atol=1e-5)
+        np.testing.assert_allclose(policy, logprobs(engine.scorer), atol=1e-4)
+        np.testing.assert_allclose(scored, logprobs(reference), atol=1e-4)
         again, restored = built(config, mesh)
         load(tmp_path / name / "step-00000003", again, restored)
-        np.testing.assert_allclose(logprobs(restored), scored, atol=1e-5)
+        np.testing.assert_allclose(logprobs(restored), scored, atol=1e-4)
 
 
 def test_a_checkpoint_of_another_reference_is_refused(mesh: Mesh, models: Path, tmp_path: Path) -> None:

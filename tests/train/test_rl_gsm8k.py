@@ -96,6 +96,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
 
 
+@pytest.mark.slow
 def test_grpo_gspo_and_cispo_give_the_same_metrics_on_any_layout(folder: Path) -> None:
     configs = {layout: [make_config(folder, kind, layout) for kind in LOSSES] for layout in LAYOUTS}
     ranks(0, 1, configs[1, 1])
@@ -109,10 +110,10 @@ def test_grpo_gspo_and_cispo_give_the_same_metrics_on_any_layout(folder: Path) -
             assert line["gradient_norm"] > 1e-3
             assert 0 < line["reward"] < 1
             assert math.isfinite(line["loss"])
-        assert expected[0]["loss/ratio"] == pytest.approx(1.0, abs=1e-6)
-        assert expected[1]["loss/ratio"] != pytest.approx(1.0, abs=1e-6), "the second half meets a changed model"
+        assert expected[0]["loss/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert expected[1]["loss/ratio"] != pytest.approx(1.0, abs=1e-5), "the second half meets a changed model"
         for layout in LAYOUTS:
             for line, other in zip(metrics(run_folder(folder, kind, layout)), expected, strict=True):
                 assert line.keys() == other.keys()
                 for name, value in other.items():
-                    assert line[name] == pytest.approx(value, rel=1e-5, abs=1e-7), (kind, layout, line["step"], name)
+                    assert line[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (kind, layout, line["step"], name)

@@ -10,6 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 
 
+@pytest.mark.slow
 def test_the_reward_rises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     task = importlib.import_module("rollout")

@@ -117,12 +117,12 @@ def test_rollouts_are_those_of_one_process_on_any_layout(model_folder: Path, tmp
                 assert np.array_equal(sample.tokens, other.tokens)
                 assert np.array_equal(sample.mask, other.mask)
                 assert (sample.uid, sample.group, sample.reward) == (other.uid, other.group, other.reward)
-                np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-5)
+                np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-4)
         assert error.startswith(f"reward: {HERE}:raises raised KeyError: 'no such answer' for sample 'prompts.jsonl:")
     assert results[0][1] == results[1][1], "both ranks end with the error of the one that had it"
     for folder in ("data", "context"):
         for line, other in zip(lines(tmp_path / folder), lines(tmp_path / "one"), strict=True):
-            assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+            assert line == pytest.approx(other, rel=1e-4, abs=1e-5)
         shown, others_shown = (lines(tmp_path / name, FILE) for name in (folder, "one"))
         assert [line["response"] for line in shown] == [line["response"] for line in others_shown]
 
