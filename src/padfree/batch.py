@@ -28,11 +28,21 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from padfree.arrays import host_array, integer_array, number_array
+
 IGNORE = -100
 """The label of a position that is not scored."""
 
 TOKEN_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Optional per-token arrays of a rollout, entry j belonging to token j of its sample."""
+
+
+def need_tensor(name: str, values: object) -> None:
+    """Refuse what is no tensor of real numbers."""
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name}: {type(values).__name__}; give a tensor, such as torch.as_tensor({name})")
+    if values.is_complex():
+        raise ValueError(f"{name}: {values.dtype}; give real numbers, such as {name}.real")
 
 
 def _name(uid: str | int | None) -> str:
@@ -69,6 +79,8 @@ class Sample:
             values = getattr(self, field)
             if values is not None:
                 object.__setattr__(self, field, _float_array(values, len(tokens), field, name))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", _reward(self.reward, name))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,7 +107,7 @@ class Sample:
 
 
 def _token_array(tokens: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
-    array = np.asarray(tokens)
+    array = host_array(tokens, f"tokens of {name}")
     if array.size == 0 and array.ndim == 1:
         return array if array.dtype.kind in "iu" else array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -111,7 +123,7 @@ def _token_array(tokens: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
 def _mask_array(mask: ArrayLike | None, length: int, name: str) -> NDArray[np.bool_]:
     if mask is None:
         return np.ones(length, dtype=np.bool_)
-    array = np.asarray(mask)
+    array = number_array(mask, f"loss_mask of {name}")
     _check_length(array, length, "loss_mask", name)
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
         raise ValueError(f"loss_mask of {name}: values other than 0 and 1; use advantages or weights to scale a token")
@@ -119,13 +131,21 @@ def _mask_array(mask: ArrayLike | None, length: int, name: str) -> NDArray[np.bo
 
 
 def _float_array(values: ArrayLike, length: int, field: str, name: str) -> NDArray[np.float32]:
-    array = np.asarray(values, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is inf, and refused below
+        array = number_array(values, f"{field} of {name}").astype(np.float32, copy=False)
     _check_length(array, length, field, name)
     finite = np.isfinite(array)
     if not finite.all():
         where = int(np.argmin(finite))
         raise ValueError(f"{field} of {name}: {array[where]} at token {where}; every entry must be finite")
     return array
+
+
+def _reward(value: Any, name: str) -> float:
+    array = number_array(value, f"reward of {name}")
+    if array.shape != () or not np.isfinite(array):
+        raise ValueError(f"reward of {name}: {value!r}; give one finite number")
+    return float(array)
 
 
 def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> None:
@@ -161,10 +181,10 @@ class Segments:
         device: torch.device | str | None = None,
     ) -> Segments:
         """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`."""
-        array = np.asarray(lengths, dtype=np.int64)
-        if array.ndim != 1 or (array < 0).any() or pad_length < 0:
+        array = integer_array(lengths, "lengths")
+        if (array < 0).any() or pad_length < 0:
             raise ValueError(
-                f"lengths: shape {array.shape}, pad_length {pad_length}; give a flat list of lengths of 0 or more"
+                f"lengths: {array.min(initial=0)} among them, pad_length {pad_length}; give lengths of 0 or more"
             )
         num_samples = len(array)
         if pad_length:
@@ -295,6 +315,7 @@ class PackedBatch:
 
     def with_weights(self, weights: Tensor) -> PackedBatch:
         """The same batch with other token weights [T]."""
+        need_tensor("weights", weights)
         return replace(self, weights=weights.to(self.weights))
 
     def without_pad(self) -> PackedBatch:
@@ -331,6 +352,8 @@ class PackedBatch:
 
     def unpack(self, values: Tensor) -> list[Tensor]:
         """Per-sample views of any [T, ...] tensor, the pad left out."""
+        if not isinstance(values, Tensor):
+            raise ValueError(f"values: {type(values).__name__}; give a tensor, such as torch.as_tensor(values)")
         if values.shape[:1] != (self.num_tokens,):
             shape = tuple(values.shape)
             raise ValueError(

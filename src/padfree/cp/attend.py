@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from padfree.attention import varlen_attention
-from padfree.batch import AttnContext, Layout, Segments
+from padfree.batch import AttnContext, Layout, Segments, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.keys import key_traffic
 from padfree.cp.plan import ContextPlan, Pieces
@@ -57,6 +57,7 @@ def attend(
     segments = context.segments
     expected = segments.num_tokens // context.world
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        need_tensor(name, tensor)
         if tensor.shape[:1] != (expected,):
             raise ValueError(f"{name}: shape {tuple(tensor.shape)} for {expected} local tokens; give one row per token")
     if window is not None and window >= segments.max_seqlen:

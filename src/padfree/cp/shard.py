@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch
+from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch, need_tensor
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.plan import ContextPlan
@@ -90,6 +90,7 @@ def gather_tokens(
     """
     if loss not in ("replicated", "partial"):
         raise ValueError(f"loss: {loss!r}; choose replicated or partial")
+    need_tensor("values", values)
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):
         raise ValueError(f"values: shape {tuple(values.shape)} for {expected} local tokens; give one entry per token")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from padfree.batch import IGNORE
+from padfree.batch import IGNORE, need_tensor
 from padfree.head import products
 from padfree.head import steps as torch_steps
 from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
@@ -212,6 +212,9 @@ def prepare(
     backend: Backend,
 ) -> Call:
     """Check the arguments, and find the rows that have a label."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None:
+            need_tensor(name, tensor)
     _check_shapes(hidden, weight, labels, bias)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: {softcap}; give a number above 0, or None for no cap")
@@ -241,7 +244,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         raise ValueError(
             f"hidden, weight: shapes {tuple(hidden.shape)} and {tuple(weight.shape)}; give [N, D] and [V, D]"
         )
-    if labels.shape != hidden.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
+    if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(
             f"labels: {labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} rows; give one integer per row"
         )
@@ -257,12 +260,13 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
             raise ValueError(f"{name}: on {tensor.device} while hidden is on {hidden.device}; move it there")
 
 
-def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def _inverse_temperature(temperature: object, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """[N]."""
     if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature: {temperature}; give a number above 0")
+        if not isinstance(temperature, (int, float)) or not temperature > 0:
+            raise ValueError(f"temperature: {temperature}; give a number above 0, or a tensor of one per row")
         return hidden.new_full((len(hidden),), 1 / temperature, dtype=dtype)
+    need_tensor("temperature", temperature)
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
         raise ValueError(
             f"temperature: shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for "

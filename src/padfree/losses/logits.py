@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from padfree.losses import checks
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are expanded at a time: 64 MiB in float32."""
 
@@ -26,6 +28,8 @@ def score_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities, entropy or None), float32 (float64 for float64 logits), differentiable in the logits."""
+    checks.quantity("logits", logits)
+    labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; give one label per row"

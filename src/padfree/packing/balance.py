@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from padfree.arrays import host_array
 from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
@@ -74,7 +75,7 @@ def balance(
 
 
 def _checked_costs(costs: ArrayLike) -> Floats:
-    array = np.asarray(costs)
+    array = host_array(costs, "costs")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
         raise ValueError(f"costs: {array.dtype} array of shape {array.shape}; give a flat list of numbers")
     array = array.astype(np.float64)

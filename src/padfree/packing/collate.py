@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.arrays import number_array
 from padfree.batch import IGNORE, PackedBatch, Rollout, Sample, SampleInfo, Segments, common_fields
 from padfree.packing.balance import balance
 from padfree.packing.fill import fill
@@ -47,8 +48,10 @@ def pack(
     makes them); without it every scored token of all packs together weighs the same and the weights add up to 1.
     No samples give no packs.
     """
+    if weights is not None:
+        weights = [number_array(array, f"weights of sample {index}") for index, array in enumerate(weights)]
     _check_packable(samples, max_tokens, num_packs, multiple_of, weights)
-    if not samples:
+    if not len(samples):
         return []
     fields = common_fields(samples)
     if weights is None:
@@ -80,7 +83,7 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
 
 def collate(samples: Sequence[Sample], *, weights: Sequence[NDArray[Any]] | None = None) -> PackedBatch:
     """All of these samples in one pack, without a cap."""
-    if not samples:
+    if not len(samples):
         raise ValueError("samples: empty list; give at least one sample")
     return pack(samples, num_packs=1, weights=weights)[0]
 
@@ -96,7 +99,7 @@ def _check_packable(
         raise ValueError(f"multiple_of: {multiple_of}; give 1 or more")
     if num_packs is not None and num_packs < 1:
         raise ValueError(f"num_packs: {num_packs}; give 1 or more")
-    if num_packs is not None and samples and num_packs > len(samples):
+    if num_packs is not None and len(samples) and num_packs > len(samples):
         raise ValueError(f"num_packs: {num_packs} for {len(samples)} samples; give at most one pack per sample")
     if max_tokens is not None and (max_tokens < 1 or max_tokens % multiple_of):
         raise ValueError(f"max_tokens: {max_tokens}; give a positive multiple of multiple_of={multiple_of}")
