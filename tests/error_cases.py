@@ -462,15 +462,19 @@ def packs(**changes: Any) -> Mistake:
     return lambda folder: slime.pack_sequences(**{**SEQUENCES, **changes})
 
 
+def collator(**settings: Any) -> PackedCollator:
+    return PackedCollator(build("qwen3"), **settings)
+
+
 CASES["compat"] = [
-    ("features", lambda folder: PackedCollator()([])),
-    ("features", lambda folder: PackedCollator()([{"text": "x"}])),
-    ("attention_mask", lambda folder: PackedCollator()([{"input_ids": [1, 2], "attention_mask": [1, 0]}])),
-    ("labels", lambda folder: PackedCollator()([{"input_ids": [1, 2], "labels": [2, -100]}])),
-    ("loss_mask", lambda folder: PackedCollator()([{"input_ids": [1, 2], "loss_mask": [1]}])),
-    ("seq_lengths", lambda folder: PackedCollator()([{"input_ids": [1, 2], "seq_lengths": [1]}])),
-    ("length", lambda folder: PackedCollator(length=1)([{"input_ids": [1, 2]}])),
-    ("length", lambda folder: PackedCollator(length=3, multiple_of=2)([{"input_ids": [1, 2]}])),
+    ("features", lambda folder: collator()([])),
+    ("features", lambda folder: collator()([{"text": "x"}])),
+    ("attention_mask", lambda folder: collator()([{"input_ids": [1, 2], "attention_mask": [1, 0]}])),
+    ("labels", lambda folder: collator()([{"input_ids": [1, 2], "labels": [2, -100]}])),
+    ("loss_mask", lambda folder: collator()([{"input_ids": [1, 2], "loss_mask": [1]}])),
+    ("seq_lengths", lambda folder: collator()([{"input_ids": [1, 2], "seq_lengths": [1]}])),
+    ("length", lambda folder: collator(length=1)([{"input_ids": [1, 2]}])),
+    ("length", lambda folder: collator(length=3, multiple_of=2)),
     ("num_packs", packs(num_packs=0)),
     ("loss_masks", packs(loss_masks=[[1, 1]])),
     ("response_lengths", packs(response_lengths=[9, 1])),
