@@ -41,6 +41,19 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
+def need_whole(name: str, value: Any, least: int, cure: str) -> None:
+    """Refuse what is no whole number of `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name}: {value!r}; {cure}")
+
+
+def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
+    """Refuse what is no number from `low` to `high`, NaN among it."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise ValueError(f"{name}: {value!r}; {cure}")
+
+
 def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
     """[n] token ids of a sample, which `name` names."""
     array = host_array(tokens, f"tokens of {name}")

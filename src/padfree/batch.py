@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.arrays import finite_number, float_array, integer_array, mask_array, token_array
+from padfree.arrays import finite_number, float_array, integer_array, mask_array, need_whole, token_array
 
 IGNORE = -100
 """The label of a position that is not scored."""
@@ -98,6 +98,7 @@ class Sample:
 
     def truncated(self, length: int) -> Sample:
         """The first `length` tokens, with everything that belongs to them."""
+        need_whole("length", length, 0, "give 0 or more tokens to keep")
         cut = {
             field: array[:length]
             for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
@@ -133,10 +134,9 @@ class Segments:
     ) -> Segments:
         """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`."""
         array = integer_array(lengths, "lengths")
-        if (array < 0).any() or pad_length < 0:
-            raise ValueError(
-                f"lengths: {array.min(initial=0)} among them, pad_length {pad_length}; give lengths of 0 or more"
-            )
+        if (array < 0).any():
+            raise ValueError(f"lengths: {array.min()} among them; give lengths of 0 or more")
+        need_whole("pad_length", pad_length, 0, "give 0 or more")
         num_samples = len(array)
         if pad_length:
             array = np.append(array, pad_length)
@@ -275,6 +275,7 @@ class PackedBatch:
     def padded_to(self, length: int) -> PackedBatch:
         """The same samples on exactly `length` tokens: ids 0, labels -100, weights 0, one pad segment at the end."""
         real = self.num_tokens - self.pad_length
+        need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
         if pad < 0:
             raise ValueError(f"length: {length} for a batch of {real} tokens; pad to {real} or more")
@@ -296,8 +297,7 @@ class PackedBatch:
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """The same samples on the next multiple of `multiple` tokens (13 for 4 -> 16, 16 for 4 -> 16)."""
-        if multiple < 1:
-            raise ValueError(f"multiple: {multiple}; give 1 or more")
+        need_whole("multiple", multiple, 1, "give 1 or more")
         real = self.num_tokens - self.pad_length
         return self.padded_to(-(-real // multiple) * multiple)
 

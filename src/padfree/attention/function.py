@@ -219,6 +219,9 @@ def _checked_spec(
 ) -> AttentionSpec:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         need_tensor(name, tensor)
+    for name, given in (("segments_q", segments_q), ("segments_k", segments_k)):
+        if not isinstance(given, Segments):
+            raise ValueError(f"{name}: {type(given).__name__}; give Segments.from_lengths(...) or a batch's segments")
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q, k, v: shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "

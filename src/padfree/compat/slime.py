@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padfree.arrays import integer_array, number_array
+from padfree.arrays import integer_array, need_whole, number_array
 from padfree.batch import Segments
 from padfree.compat.slime_losses import (
     compute_approx_kl,
@@ -165,8 +165,7 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
 
 def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
     """A new dict whose tokens are a multiple of `cp_size`; the pad extends the last entry of cu_seqlens."""
-    if cp_size < 1:
-        raise ValueError(f"cp_size: {cp_size}; give 1 or more")
+    need_whole("cp_size", cp_size, 1, "give 1 or more")
     pad = -len(packed["tokens"]) % cp_size
     padded = dict(packed)
     padded["pad_length"] = int(packed.get("pad_length", 0)) + pad
@@ -181,7 +180,8 @@ def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """k lists of indices, each ascending, none empty, of nearly equal total length."""
-    if k_partitions < 1 or k_partitions > len(seqlen_list):
+    need_whole("k_partitions", k_partitions, 1, "give 1 or more")
+    if k_partitions > len(seqlen_list):
         raise ValueError(f"k_partitions: {k_partitions} for {len(seqlen_list)} sequences; give 1 up to that number")
     if equal_size and len(seqlen_list) % k_partitions:
         raise ValueError(
@@ -195,6 +195,8 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
     """Balanced parts within the cap; one part more as long as the cap cannot be kept."""
     count = len(lengths)
+    if cap is not None:
+        need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")
     if cap is not None and lengths.max() > cap:
         index = int(lengths.argmax())
         raise ValueError(
@@ -220,8 +222,8 @@ def _check_sequences(
     sequence_level: dict[str, Sequence[Any]],
     num_packs: int | None,
 ) -> None:
-    if num_packs is not None and num_packs < 1:
-        raise ValueError(f"num_packs: {num_packs}; give 1 or more")
+    if num_packs is not None:
+        need_whole("num_packs", num_packs, 1, "give 1 or more")
     for key, values in {"response_lengths": response_lengths, **response_level, **sequence_level}.items():
         if len(values) != len(tokens):
             raise ValueError(f"{key}: {len(values)} entries for {len(tokens)} sequences; give one per sequence")

@@ -24,17 +24,23 @@ integers and bools give float32. `max_length`, the longest sample where the host
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
+from padfree.arrays import need_number, need_whole
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, continues, no_reduce, scan_back, segment_sum, spread
+
+LARGEST = sys.float_info.max
 
 
 @torch.no_grad()
 def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bool = True, eps: float = 1e-6) -> Tensor:
     """[B] rewards relative to their group; `groups` [B] int in 0..num_groups - 1."""
     groups = _checked_groups(rewards, groups, num_groups)
+    need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     centred, counts = _centred(rewards, groups, num_groups)
     if std:
         squares = segment_sum(centred.square(), groups, num_groups)
@@ -76,6 +82,7 @@ def discounted_returns(
 ) -> Tensor:
     """[T] sum of the rewards [T] from here to the sample's end, each token further on counting `gamma` times less."""
     row = _Row(mask, sample_index, max_length)
+    _need_finite(gamma=gamma)
     return row.discounted(row.scored("rewards", rewards), gamma).to(checks.result_type(rewards))
 
 
@@ -92,6 +99,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """[T] generalised advantage estimates, and returns (advantage + value); the value after the last token is 0."""
     row = _Row(mask, sample_index, max_length)
+    _need_finite(gamma=gamma, lam=lam)
     given, seen = row.scored("rewards", rewards), row.scored("values", values)
     # The value of the next scored token of the sample: passed on across gaps, stopped by a scored token.
     arriving = scan_back(seen, row.goes_on & ~row.mask, max_length)
@@ -132,6 +140,7 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """[T] advantages from [B] rewards: discounted returns with the KL penalty in the reward, whitened globally."""
     row = _Row(mask, sample_index, max_length)
+    _need_finite(gamma=gamma)
     returns = row.discounted(_token_rewards(rewards, row, kl, kl_coefficient), gamma)
     return _whiten(returns, row.mask, reduce=reduce).to(checks.result_type(rewards))
 
@@ -156,6 +165,7 @@ def reinforce_plus_plus_baseline(
     groups = _checked_groups(rewards, groups, num_groups)
     advantages = spread(_centred(rewards, groups, num_groups)[0], row.sample_index)
     if kl is not None:
+        _need_finite(kl_coefficient=kl_coefficient)
         advantages = advantages - kl_coefficient * row.scored("kl", kl)
     return _whiten(advantages, row.mask, reduce=reduce).to(checks.result_type(rewards))
 
@@ -167,6 +177,8 @@ class _Row:
         self.mask = checks.mask("mask", mask)
         self.sample_index = checks.index("sample_index", sample_index)
         checks.same_length("tokens in mask", len(mask), sample_index=sample_index)
+        if max_length is not None:
+            need_whole("max_length", max_length, 0, "give the tokens of the longest sample, or None")
         self.goes_on = continues(self.sample_index)
         self.max_length = max_length
 
@@ -187,6 +199,7 @@ class _Row:
 
 def _token_rewards(rewards: Tensor, row: _Row, kl: Tensor | None, kl_coefficient: float) -> Tensor:
     """[T] float64."""
+    _need_finite(kl_coefficient=kl_coefficient)
     follows = scan_back(row.mask, row.goes_on, row.max_length)  # scored tokens from here to the sample's end
     out = torch.where(row.mask & (follows == 1.0), spread(checks.wide("rewards", rewards), row.sample_index), 0.0)
     return out if kl is None else out - kl_coefficient * row.scored("kl", kl)
@@ -196,6 +209,7 @@ def _whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
     """[T] float64."""
+    need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
     total, count = reduce(torch.stack([torch.where(mask, values, 0.0).sum(), mask.sum().double()])).unbind()
     mean = total / count.clamp(min=1.0)
     centred = torch.where(mask, values - mean, 0.0)
@@ -204,7 +218,13 @@ def _whiten(
     return whitened if shift_mean else torch.where(mask, whitened + mean, 0.0)
 
 
+def _need_finite(**settings: float) -> None:
+    for name, value in settings.items():
+        need_number(name, value, -LARGEST, LARGEST, "give a finite number")
+
+
 def _checked_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
+    need_whole("num_groups", num_groups, 0, "give how many groups there are")
     groups = checks.index("groups", groups, num_groups)
     checks.same_length("rewards", len(checks.quantity("rewards", rewards)), groups=groups)
     return groups

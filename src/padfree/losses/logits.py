@@ -12,12 +12,14 @@ tensor. With z = logits / temperature and p = softmax(z),
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from padfree.arrays import need_number
 from padfree.losses import checks
 
 CHUNK_ELEMENTS = 1 << 24
@@ -34,8 +36,7 @@ def score_logits(
         raise ValueError(
             f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; give one label per row"
         )
-    if not 0.0 < temperature < float("inf"):
-        raise ValueError(f"temperature: {temperature}; give a positive number")
+    need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]
     return logprobs, entropies if entropy else None
 

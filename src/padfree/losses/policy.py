@@ -122,6 +122,7 @@ def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """[T] losses, and where the clip to [1 - low, 1 + high] is what counts; float32, or float64 where either is."""
+    ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
     log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
     ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
     free = -ratio * advantages

@@ -70,6 +70,9 @@ def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> 
 
 def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
     """[P, 2] pairs of a row whose samples carry the pair as `group` and a higher `reward` on the chosen answer."""
+    given: object = samples
+    if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
+        raise ValueError(f"samples: {type(samples).__name__}; give those of a batch, batch.samples")
     groups: dict[str | int | None, list[int]] = {}
     for place, info in enumerate(samples):
         groups.setdefault(info.group, []).append(place)

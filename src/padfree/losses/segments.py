@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from padfree.arrays import need_whole
 from padfree.batch import need_tensor
 from padfree.losses import checks
 
@@ -31,6 +32,7 @@ def no_reduce(values: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
     """[T, ...] values to [B, ...] sums in float64. Entries whose index is `num_samples` (the pad) are dropped."""
+    need_whole("num_samples", num_samples, 0, "give how many samples there are")
     values = checks.wide("values", values)
     sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
     return sums.index_add(0, checks.index("sample_index", sample_index, num_samples + 1), values)[:num_samples]

@@ -24,6 +24,8 @@ others are what they would be without it. To divide by a number that includes su
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
@@ -32,12 +34,13 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from padfree.arrays import host_array, integer_array
+from padfree.arrays import host_array, integer_array, need_number, need_whole
 from padfree.batch import IGNORE
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
 
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
+SMALLEST = sys.float_info.min
 WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
 
 
@@ -77,6 +80,9 @@ def batch_weights(
     each sample's group. `reduce` sums over the ranks that hold parts of the same row.
     """
     _check_mode(mode)
+    need_whole("num_samples", num_samples, 0, "give how many samples there are")
+    if not isinstance(divisor, Tensor):
+        need_number("divisor", divisor, SMALLEST, math.inf, "give a positive number, such as weight_divisor(...)")
     scored = checks.index("labels", labels) != IGNORE
     if mode == "group-mean":
         if group_counts is None:
@@ -106,8 +112,8 @@ def weight_divisor(
     _check_mode(mode)
     counts = _checked_counts(counts)
     if mode == "constant":
-        if constant is None or not 0.0 < constant < np.inf:
-            raise ValueError(f"constant: {constant} for weights 'constant'; give a positive number to divide by")
+        need_number("constant", constant, SMALLEST, sys.float_info.max, "give a positive number to divide by")
+        assert constant is not None
         return float(constant)
     if constant is not None:
         raise ValueError(f"constant: {constant} for weights {mode!r}; leave it out, or use weights 'constant'")

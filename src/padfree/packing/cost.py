@@ -12,6 +12,7 @@ kept in a JSON file. Only ratios matter to packing, so FLOPs and seconds serve e
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from padfree.arrays import number_array
+from padfree.arrays import need_number, number_array
 
 Floats = NDArray[np.float64]
 
@@ -39,8 +40,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
-            if not 0 <= value < np.inf:
-                raise ValueError(f"{field}: {value}; give a finite number of 0 or more")
+            need_number(field, value, 0.0, sys.float_info.max, "give a finite number of 0 or more")
 
     def __call__(self, lengths: ArrayLike) -> Floats:
         """[n] lengths -> [n] costs, without the constant."""

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from padfree.arrays import integer_array
+from padfree.arrays import integer_array, need_whole
 
 Indices = NDArray[np.int64]
 
@@ -73,8 +73,7 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
     arrays; millions of bins are still only two arrays. Samples of length 0 join the last bin.
     """
     array = checked_lengths(lengths)
-    if capacity < 1:
-        raise ValueError(f"capacity: {capacity}; give 1 or more tokens")
+    need_whole("capacity", capacity, 1, "give 1 or more tokens")
     if array.size and array.max() > capacity:
         index = int(array.argmax())
         raise ValueError(
