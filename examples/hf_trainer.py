@@ -3,8 +3,9 @@
     python examples/hf_trainer.py --model Qwen/Qwen3-0.6B --data train.jsonl --output trained
 
 Every batch becomes one row `[1, T]` whose position ids restart in each sample, which is how HF models keep the samples
-apart. With flash attention (`--attention flash_attention_2`) that costs nothing; HF's `sdpa` makes a `[T, T]` mask, so
-keep batches small there.
+apart. Not all do: `PackedCollator` tries it on a small copy, and refuses a model that would mix its samples. With flash
+attention (`--attention flash_attention_2`) packing costs nothing; HF's `sdpa` makes a `[T, T]` mask, so keep batches
+small there.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     given = parser.parse_args(arguments)
 
     tokenizer = AutoTokenizer.from_pretrained(given.model)
+    model = AutoModelForCausalLM.from_pretrained(given.model, attn_implementation=given.attention)
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(given.model, attn_implementation=given.attention),
+        model=model,
         args=TrainingArguments(
             output_dir=given.output,
             per_device_train_batch_size=given.samples,
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=Features(load_sft(given.data, tokenizer)),
-        data_collator=PackedCollator(),
+        data_collator=PackedCollator(model),
     )
     trainer.train()
     trainer.save_model(given.output)

@@ -35,6 +35,7 @@ from padfree.data import (
     RolloutDataSettings,
     SFTDataSettings,
     TokenizedDataset,
+    check_reward_name,
     exact_match,
     load_reward,
     load_sft,
@@ -462,15 +463,19 @@ def packs(**changes: Any) -> Mistake:
     return lambda folder: slime.pack_sequences(**{**SEQUENCES, **changes})
 
 
+def collator(**settings: Any) -> PackedCollator:
+    return PackedCollator(build("qwen3"), **settings)
+
+
 CASES["compat"] = [
-    ("features", lambda folder: PackedCollator()([])),
-    ("features", lambda folder: PackedCollator()([{"text": "x"}])),
-    ("attention_mask", lambda folder: PackedCollator()([{"input_ids": [1, 2], "attention_mask": [1, 0]}])),
-    ("labels", lambda folder: PackedCollator()([{"input_ids": [1, 2], "labels": [2, -100]}])),
-    ("loss_mask", lambda folder: PackedCollator()([{"input_ids": [1, 2], "loss_mask": [1]}])),
-    ("seq_lengths", lambda folder: PackedCollator()([{"input_ids": [1, 2], "seq_lengths": [1]}])),
-    ("length", lambda folder: PackedCollator(length=1)([{"input_ids": [1, 2]}])),
-    ("length", lambda folder: PackedCollator(length=3, multiple_of=2)([{"input_ids": [1, 2]}])),
+    ("features", lambda folder: collator()([])),
+    ("features", lambda folder: collator()([{"text": "x"}])),
+    ("attention_mask", lambda folder: collator()([{"input_ids": [1, 2], "attention_mask": [1, 0]}])),
+    ("labels", lambda folder: collator()([{"input_ids": [1, 2], "labels": [2, -100]}])),
+    ("loss_mask", lambda folder: collator()([{"input_ids": [1, 2], "loss_mask": [1]}])),
+    ("seq_lengths", lambda folder: collator()([{"input_ids": [1, 2], "seq_lengths": [1]}])),
+    ("length", lambda folder: collator(length=1)([{"input_ids": [1, 2]}])),
+    ("length", lambda folder: collator(length=3, multiple_of=2)),
     ("num_packs", packs(num_packs=0)),
     ("loss_masks", packs(loss_masks=[[1, 1]])),
     ("response_lengths", packs(response_lengths=[9, 1])),
@@ -515,4 +520,105 @@ CASES["cli"] = [
     ("--json", command("check", "--model", "m", "--json", "FOLDER/no/such/report.json")),
     ("--output", command("report", "FOLDER", "--output", "report.pdf")),
     ("RUN", command("report", "FOLDER/nowhere")),
+]
+
+# The library: inputs of a wrong type, and models that were not proven.
+
+FOUR_REWARDS, FOUR_GROUPS, FOUR_BOOLS = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), FOUR == 0
+
+
+def stock_opt() -> PackedCollator:
+    """OPT's own attention mixes the samples of a row."""
+    return PackedCollator(build("opt"))
+
+
+def unknown_attention() -> PackedCollator:
+    model = build("qwen3")
+    model.config._attn_implementation_internal = "my_attention"
+    return PackedCollator(model)
+
+
+def collator_of_another_attention() -> Any:
+    model = build("qwen3")
+    collator = PackedCollator(model)
+    model.set_attn_implementation("eager")
+    return collator([{"input_ids": [1, 2]}])
+
+
+def reward_function(text: str, name: str = "score") -> Mistake:
+    """A module of the current folder with this text."""
+
+    def provoke(folder: Path) -> None:
+        module = f"rewards_{abs(hash(text)) % 10**8}"
+        (folder / f"{module}.py").write_text(text, encoding="utf-8")
+        with contextlib.chdir(folder):
+            load_reward(f"{module}:{name}")
+
+    return provoke
+
+
+CASES["library"] = [
+    ("rewards", lambda folder: losses.grpo_advantages([1, 0, 0, 1], FOUR_GROUPS, 2)),  # type: ignore[arg-type]
+    ("rewards", lambda folder: losses.rloo_advantages(np.ones(4), FOUR_GROUPS, 2)),  # type: ignore[arg-type]
+    ("rewards", lambda folder: losses.grpo_advantages(FOUR_REWARDS * 1j, FOUR_GROUPS, 2)),
+    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS.bool(), 2)),
+    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS.float(), 2)),
+    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS, 1)),
+    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS[:3], 2)),
+    ("num_groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS, 2.0)),  # type: ignore[arg-type]
+    ("eps", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS, 2, eps=-1)),
+    ("mask", lambda folder: losses.whiten(FOUR_REWARDS, FOUR_GROUPS)),
+    ("values", lambda folder: losses.whiten(FOUR_REWARDS[:3], FOUR_BOOLS)),
+    ("gamma", lambda folder: losses.discounted_returns(FOUR_REWARDS, FOUR_BOOLS, FOUR_GROUPS, gamma=float("nan"))),
+    ("sample_index", lambda folder: losses.segment_sum(FOUR_REWARDS, FOUR_GROUPS, 0)),
+    ("sample_index", lambda folder: losses.spread(FOUR_REWARDS, FOUR_GROUPS - 1)),
+    ("sample_index", lambda folder: losses.spread(FOUR_REWARDS, FOUR_REWARDS)),
+    ("labels", lambda folder: losses.score_logits(torch.zeros(4, 7), torch.tensor([0, 1, 2, 7]))),
+    ("labels", lambda folder: losses.score_logits(torch.zeros(4, 7), FOUR)),
+    ("logprobs", policy({**SCORED, "logprobs": [0.0] * 4})),
+    ("masks", lambda folder: losses.token_weights("token-mean", [np.full(3, 0.5)])),  # type: ignore[list-item]
+    ("counts", lambda folder: losses.weight_divisor("token-mean", np.array([1.5]))),  # type: ignore[arg-type]
+    ("divisor", lambda folder: losses.batch_weights("token-mean", LABELS, LABELS * 0, 1, divisor=0)),
+    ("objective", lambda folder: losses.PolicySettings(objective="clip")),  # type: ignore[arg-type]
+    ("inputs, settings", lambda folder: losses.compute_loss({}, losses.SFTSettings())),  # type: ignore[arg-type]
+    ("lengths", lambda folder: Segments.from_lengths([1.5, 2.5])),  # type: ignore[list-item]
+    ("pad_length", lambda folder: Segments.from_lengths([3], pad_length=-1)),
+    ("reward of sample", lambda folder: sample(reward="1")),
+    ("reward of sample 3", lambda folder: sample(reward=float("nan"), uid=3)),
+    ("logprobs of sample", lambda folder: sample(logprobs=["0", "1", "2", "3"])),
+    ("samples", lambda folder: pack([[1, 2, 3]])),  # type: ignore[list-item]
+    ("samples", lambda folder: pack(7)),  # type: ignore[arg-type]
+    ("batches", lambda folder: unpack(7, [FOUR])),  # type: ignore[arg-type]
+    ("values", lambda folder: batch().unpack([1, 2, 3, 4, 5])),  # type: ignore[arg-type]
+    ("capacity", lambda folder: fill([1, 2], float("nan"))),  # type: ignore[arg-type]
+    ("epochs", lambda folder: TokenBudgetBatcher([sample()], budget=8, epochs=float("nan"))),  # type: ignore[arg-type]
+    ("sinks", lambda folder: padfree.attention.apply_sinks(torch.zeros(2, 1, 4), torch.zeros(2, 1), LABELS[:1])),
+    ("batch", lambda folder: shard([1, 2])),  # type: ignore[arg-type]
+    ("model", lambda folder: padfree.hidden_states(build("opt"), shard(batch()))),
+    ("model", lambda folder: padfree.hidden_states(torch.nn.Linear(2, 2), shard(batch()))),  # type: ignore[arg-type]
+    ("batch", lambda folder: padfree.hidden_states(build("qwen3"), batch())),  # type: ignore[arg-type]
+    ("model", lambda folder: stock_opt()),
+    ("model", lambda folder: unknown_attention()),
+    ("model", lambda folder: PackedCollator(attach(build("qwen3")))),
+    ("model", lambda folder: PackedCollator(torch.nn.Linear(2, 2))),
+    ("model", lambda folder: collator_of_another_attention()),
+    ("multiple_of", lambda folder: collator(multiple_of=0)),
+    ("input_ids of feature 0", lambda folder: collator()([{"input_ids": [0.5]}])),
+    ("completion_mask", lambda folder: collator()([{"input_ids": [1, 2], "completion_mask": [1, 3]}])),
+    ("tokens of sequence 0", packs(tokens=[[1.0, 2.0, 3.0], [4, 5]])),
+    ("loss_masks of sequence 1", packs(loss_masks=[[1, 1], [0.5]])),
+    ("max_tokens_per_gpu", packs(max_tokens_per_gpu=2.5)),
+    ("x", lambda folder: slime.sum_of_sample_mean([1.0, 2.0], [2], [FOUR[:2]])),  # type: ignore[arg-type]
+    ("reward", lambda folder: load_reward("builtins:eval")),
+    ("reward", lambda folder: load_reward("os:system")),
+    ("reward", lambda folder: check_reward_name("subprocess:run")),
+    ("reward", lambda folder: check_reward_name("no_such_module:score")),
+    ("reward", lambda folder: check_reward_name("score")),
+    ("reward", reward_function("score = eval\n")),
+    ("reward", reward_function("from os import getenv as score\n")),
+    ("reward", reward_function("class score:\n    pass\n")),
+    ("reward", reward_function("async def score(response, row):\n    return 1.0\n")),
+    ("reward", reward_function("def score(response):\n    return 1.0\n")),
+    ("reward", reward_function("def other(response, row):\n    return 1.0\n")),
+    ("reward", reward_function("1 / 0\n")),
 ]

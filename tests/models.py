@@ -137,6 +137,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granitemoe": ("GraniteMoeForCausalLM", {**_FOUR_LOCAL_EXPERTS, "head_dim": None}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_FOUR_LOCAL_EXPERTS,
+            "head_dim": None,
+            "layer_types": ["full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 32,
+            "mamba_n_heads": 8,
+        },
+    ),
+    "granitemoehybrid_dense": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            "head_dim": None,
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+            "mamba_n_heads": 8,
+            "logits_scaling": 3.0,
+        },
+    ),
     "helium": ("HeliumForCausalLM", {}),
     "hunyuan_v1_dense": ("HunYuanDenseV1ForCausalLM", {}),
     "hunyuan_v1_moe": ("HunYuanMoEV1ForCausalLM", {"num_experts": 4, "moe_topk": 2}),

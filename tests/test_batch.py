@@ -136,7 +136,7 @@ class TestPackedBatch:
     def test_model_inputs_are_what_an_hf_model_takes(self) -> None:
         inputs = batch_of(2, 3).model_inputs()
         assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, 5)
-        assert inputs["attention_mask"] is None
+        assert "attention_mask" not in inputs
         assert inputs["use_cache"] is False
         assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 2, 5]
         assert inputs["max_length_q"] == inputs["max_length_k"] == 3

@@ -7,7 +7,7 @@
     local = padfree.shard(packs[0])                       # one micro-batch (or one context rank's share of it)
     hidden = padfree.hidden_states(model, local)          # [T, D]
 
-Names that need transformers are loaded when they are first used.
+Names that need transformers, and the parts of the package (`padfree.losses`, ...), are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _LAZY = {
     "hidden_states": "padfree.model",
 }
 
+_PARTS = ("attention", "batch", "compat", "config", "cp", "data", "head", "losses", "model", "packing", "train")
+
 __all__ = [
     "AttnContext",
     "CostModel",
@@ -85,7 +87,14 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """Everything that can be had by `padfree.`, loaded or not."""
+    return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _PARTS:
+        return importlib.import_module(f"padfree.{name}")
     raise AttributeError(f"module 'padfree' has no attribute {name!r}")

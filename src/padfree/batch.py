@@ -25,14 +25,24 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
+
+from padfree.arrays import finite_number, float_array, integer_array, mask_array, need_whole, token_array
 
 IGNORE = -100
 """The label of a position that is not scored."""
 
 TOKEN_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
 """Optional per-token arrays of a rollout, entry j belonging to token j of its sample."""
+
+
+def need_tensor(name: str, values: object) -> None:
+    """Refuse what is no tensor of real numbers."""
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name}: {type(values).__name__}; give a tensor, such as torch.as_tensor({name})")
+    if values.is_complex():
+        raise ValueError(f"{name}: {values.dtype}; give real numbers, such as {name}.real")
 
 
 def _name(uid: str | int | None) -> str:
@@ -62,13 +72,15 @@ class Sample:
 
     def __post_init__(self) -> None:
         name = _name(self.uid)
-        tokens = _token_array(self.tokens, name)
+        tokens = token_array(self.tokens, name)
         object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "loss_mask", _mask_array(self.loss_mask, len(tokens), name))
+        object.__setattr__(self, "loss_mask", mask_array(self.loss_mask, len(tokens), name))
         for field in TOKEN_ARRAYS:
             values = getattr(self, field)
             if values is not None:
-                object.__setattr__(self, field, _float_array(values, len(tokens), field, name))
+                object.__setattr__(self, field, float_array(values, len(tokens), field, name))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", finite_number(self.reward, f"reward of {name}"))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,53 +98,13 @@ class Sample:
 
     def truncated(self, length: int) -> Sample:
         """The first `length` tokens, with everything that belongs to them."""
+        need_whole("length", length, 0, "give 0 or more tokens to keep")
         cut = {
             field: array[:length]
             for field in ("tokens", "loss_mask", *TOKEN_ARRAYS)
             if (array := getattr(self, field)) is not None
         }
         return replace(self, **cut)
-
-
-def _token_array(tokens: ArrayLike, name: str) -> NDArray[np.integer[Any]]:
-    array = np.asarray(tokens)
-    if array.size == 0 and array.ndim == 1:
-        return array if array.dtype.kind in "iu" else array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens of {name}: {array.dtype} array of shape {array.shape}; give a flat list of integer token ids"
-        )
-    if array.dtype.kind == "i" and array.min() < 0:
-        raise ValueError(f"tokens of {name}: negative id {array.min()}; give token ids of 0 or more, without padding")
-    # numpy joins unsigned and signed 64 bits to floats
-    return array.astype(np.int64) if array.dtype == np.uint64 else array
-
-
-def _mask_array(mask: ArrayLike | None, length: int, name: str) -> NDArray[np.bool_]:
-    if mask is None:
-        return np.ones(length, dtype=np.bool_)
-    array = np.asarray(mask)
-    _check_length(array, length, "loss_mask", name)
-    if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
-        raise ValueError(f"loss_mask of {name}: values other than 0 and 1; use advantages or weights to scale a token")
-    return array.astype(np.bool_, copy=False)
-
-
-def _float_array(values: ArrayLike, length: int, field: str, name: str) -> NDArray[np.float32]:
-    array = np.asarray(values, dtype=np.float32)
-    _check_length(array, length, field, name)
-    finite = np.isfinite(array)
-    if not finite.all():
-        where = int(np.argmin(finite))
-        raise ValueError(f"{field} of {name}: {array[where]} at token {where}; every entry must be finite")
-    return array
-
-
-def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> None:
-    if array.shape != (length,):
-        raise ValueError(
-            f"{field} of {name}: shape {array.shape} for {length} tokens; give one entry per token (prompt included)"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -161,11 +133,10 @@ class Segments:
         device: torch.device | str | None = None,
     ) -> Segments:
         """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`."""
-        array = np.asarray(lengths, dtype=np.int64)
-        if array.ndim != 1 or (array < 0).any() or pad_length < 0:
-            raise ValueError(
-                f"lengths: shape {array.shape}, pad_length {pad_length}; give a flat list of lengths of 0 or more"
-            )
+        array = integer_array(lengths, "lengths")
+        if (array < 0).any():
+            raise ValueError(f"lengths: {array.min()} among them; give lengths of 0 or more")
+        need_whole("pad_length", pad_length, 0, "give 0 or more")
         num_samples = len(array)
         if pad_length:
             array = np.append(array, pad_length)
@@ -295,6 +266,7 @@ class PackedBatch:
 
     def with_weights(self, weights: Tensor) -> PackedBatch:
         """The same batch with other token weights [T]."""
+        need_tensor("weights", weights)
         return replace(self, weights=weights.to(self.weights))
 
     def without_pad(self) -> PackedBatch:
@@ -303,6 +275,7 @@ class PackedBatch:
     def padded_to(self, length: int) -> PackedBatch:
         """The same samples on exactly `length` tokens: ids 0, labels -100, weights 0, one pad segment at the end."""
         real = self.num_tokens - self.pad_length
+        need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
         if pad < 0:
             raise ValueError(f"length: {length} for a batch of {real} tokens; pad to {real} or more")
@@ -324,13 +297,14 @@ class PackedBatch:
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """The same samples on the next multiple of `multiple` tokens (13 for 4 -> 16, 16 for 4 -> 16)."""
-        if multiple < 1:
-            raise ValueError(f"multiple: {multiple}; give 1 or more")
+        need_whole("multiple", multiple, 1, "give 1 or more")
         real = self.num_tokens - self.pad_length
         return self.padded_to(-(-real // multiple) * multiple)
 
     def unpack(self, values: Tensor) -> list[Tensor]:
         """Per-sample views of any [T, ...] tensor, the pad left out."""
+        if not isinstance(values, Tensor):
+            raise ValueError(f"values: {type(values).__name__}; give a tensor, such as torch.as_tensor(values)")
         if values.shape[:1] != (self.num_tokens,):
             shape = tuple(values.shape)
             raise ValueError(
@@ -339,22 +313,26 @@ class PackedBatch:
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of a stock HF model whose own attention understands packed rows."""
-        return {
-            **_row_inputs(self.input_ids, self.position_ids),
-            "cu_seq_lens_q": self.segments.cu_seqlens,
-            "cu_seq_lens_k": self.segments.cu_seqlens,
-            "max_length_q": self.segments.max_seqlen,
-            "max_length_k": self.segments.max_seqlen,
-        }
+        """The keyword arguments of a stock HF model whose own attention understands packed rows.
+
+        Not every model does: `padfree.compat.hf.PackedCollator` tries it on a small copy.
+        """
+        return row_inputs(self.input_ids, self.position_ids, self.segments)
 
 
-def _row_inputs(input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+def row_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
+    """What transformers' own attention needs to keep the samples of a row apart: no mask, it makes its own.
+
+    There is no key for a mask at all: TRL takes one that is there for a tensor.
+    """
     return {
         "input_ids": input_ids[None],
         "position_ids": position_ids[None],
-        "attention_mask": None,
         "use_cache": False,
+        "cu_seq_lens_q": segments.cu_seqlens,
+        "cu_seq_lens_k": segments.cu_seqlens,
+        "max_length_q": segments.max_seqlen,
+        "max_length_k": segments.max_seqlen,
     }
 
 
@@ -421,7 +399,13 @@ class LocalBatch:
 
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of an HF model that `padfree.attach` has prepared."""
-        return {**_row_inputs(self.input_ids, self.position_ids), "attn_context": self.context}
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "attention_mask": None,
+            "use_cache": False,
+            "attn_context": self.context,
+        }
 
 
 def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:

@@ -1,16 +1,29 @@
-"""`PackedCollator`: what it gives, and a real `Trainer` whose loss and weights are those of one sample at a time."""
+"""`PackedCollator`: what it gives, which models it refuses, and real trainers whose loss is that of single samples."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+import transformers
+from models import save_with_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from padfree.compat.hf import PackedCollator
+from padfree.model import attach
 
 IGNORE = -100
 FEATURES = [
@@ -21,49 +34,141 @@ FEATURES = [
 
 
 def test_one_packed_row() -> None:
-    batch = PackedCollator()(FEATURES)
+    batch = PackedCollator(tiny_model())(FEATURES)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 6, 7, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
     assert batch["labels"].tolist() == [[IGNORE, 2, 3, IGNORE, 5, IGNORE, IGNORE, 7, 0]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9]
-    assert batch["attention_mask"] is None
+    assert "attention_mask" not in batch
 
 
 def test_fixed_length_and_multiple() -> None:
-    fixed = PackedCollator(length=12)(FEATURES)
+    fixed = PackedCollator(tiny_model(), length=12)(FEATURES)
     assert fixed["input_ids"].shape == (1, 12)
     assert fixed["cu_seq_lens_q"].tolist() == [0, 3, 5, 9, 12]
     assert fixed["labels"][0, 9:].tolist() == [IGNORE] * 3
-    assert PackedCollator(multiple_of=8)(FEATURES)["input_ids"].shape == (1, 16)
-    assert PackedCollator(length=16, multiple_of=8)(FEATURES)["input_ids"].shape == (1, 16)
+    assert PackedCollator(tiny_model(), multiple_of=8)(FEATURES)["input_ids"].shape == (1, 16)
+    assert PackedCollator(tiny_model(), length=16, multiple_of=8)(FEATURES)["input_ids"].shape == (1, 16)
 
 
 def test_masks_and_already_packed_features() -> None:
     feature = {"input_ids": [1, 2, 3, 4, 5], "completion_mask": [0, 1, 1, 1, 1], "seq_lengths": [3, 2]}
-    batch = PackedCollator()([feature])
+    batch = PackedCollator(tiny_model())([feature])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[IGNORE, 2, 3, IGNORE, 5]]
 
 
 @pytest.mark.parametrize(
-    ("collator", "features", "message"),
+    ("settings", "features", "message"),
     [
-        (PackedCollator(), [], "features: empty list"),
-        (PackedCollator(), [{"text": "x"}], r"features: no input_ids in feature 0 \(it has \['text'\]\)"),
-        (PackedCollator(), [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: zeros in feature 0"),
-        (PackedCollator(), [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: feature 0 differs"),
-        (PackedCollator(), [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: shape \(1,\) for 2 tokens"),
-        (PackedCollator(), [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: 1 in all for 2 tokens"),
-        (PackedCollator(length=8), FEATURES, "length: 8 for 9 tokens"),
-        (PackedCollator(length=12, multiple_of=8), FEATURES, "length: 12 is not a multiple of multiple_of=8"),
+        ({}, [], "features: empty list"),
+        ({}, [{"text": "x"}], r"features: no input_ids in feature 0 \(it has \['text'\]\)"),
+        ({}, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: zeros in feature 0"),
+        ({}, [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: feature 0 differs"),
+        ({}, [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: shape \(1,\) for 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "loss_mask": [1, 2]}], "loss_mask: values other than 0 and 1 in feature 0"),
+        ({}, [{"input_ids": [1.5, 2]}], "input_ids of feature 0: float64 array"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: 1 in all for 2 tokens"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: 2 in all for 2 tokens"),
+        ({"length": 8}, FEATURES, "length: 8 for 9 tokens"),
+        ({"length": 12, "multiple_of": 8}, FEATURES, "length: 12 is not a multiple of multiple_of=8"),
+        ({"multiple_of": 0}, FEATURES, "multiple_of: 0; give a whole number"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    collator: PackedCollator, features: list[dict[str, Any]], message: str
+    settings: dict[str, Any], features: list[dict[str, Any]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        collator(features)
+        PackedCollator(tiny_model(), **settings)(features)
     assert "\n" not in str(error.value)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+LFM2 = ("Lfm2ForCausalLM", {**HEADS, "layer_types": ["conv", "full_attention"]})
+OPT = ("OPTForCausalLM", {**SMALL, "ffn_dim": 32, "num_attention_heads": 2, "word_embed_proj_dim": 32, "dropout": 0.0})
+BLOOM = ("BloomForCausalLM", {**SMALL, "n_head": 2})
+
+
+def stock(class_name: str, values: dict[str, Any], implementation: str | None = None) -> PreTrainedModel:
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**values))
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (LFM2, "layer type 'conv'"),
+        (OPT, "packed differs from one sample at a time: outputs differ"),
+        (BLOOM, "packed differs from one sample at a time: outputs differ"),
+        (("FalconForCausalLM", {**SMALL, "num_attention_heads": 2}), "outputs differ"),
+        (("GptOssForCausalLM", {**HEADS, "num_local_experts": 2, "head_dim": 16}, "eager"), "outputs differ"),
+        (("LlamaForCausalLM", {**HEADS, "attention_chunk_size": 16}), "attention_chunk_size 16"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_models_that_mix_packed_samples_are_refused(model: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^model: {model[0]} with transformers' own attention .*{reason}") as caught:
+        PackedCollator(stock(*model))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flex_attention"])
+def test_models_that_keep_packed_samples_apart_are_taken(implementation: str) -> None:
+    PackedCollator(stock("Qwen3ForCausalLM", HEADS, implementation))
+
+
+def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the implementation can only be named: what reaches it is tried with a function in its place."""
+    told, not_told = stock("Qwen3ForCausalLM", HEADS), stock("StableLmForCausalLM", HEADS)
+    for model in (told, not_told):
+        monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
+    PackedCollator(told)
+    with pytest.raises(ValueError, match=r"StableLmForCausalLM .*outputs differ"):
+        PackedCollator(not_told)
+    monkeypatch.setattr(told.config, "_attn_implementation_internal", "my_attention")
+    with pytest.raises(ValueError, match="attention implementation 'my_attention' is none of"):
+        PackedCollator(told)
+
+
+def test_what_is_no_stock_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="model: str; give the transformers model itself"):
+        PackedCollator("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
+    model = attach(tiny_model())
+    with pytest.raises(ValueError, match=r"is attached.*; take it off with model\.set_attn_implementation\('sdpa'\)"):
+        PackedCollator(model)
+    model.set_attn_implementation("sdpa")
+    PackedCollator(model)
+
+
+def test_another_attention_needs_another_collator() -> None:
+    model = tiny_model()
+    collator = PackedCollator(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"was sdpa .* and is eager now; make another PackedCollator\(model\)"):
+        collator(FEATURES)
+    PackedCollator(model)(FEATURES)
+
+
+def test_an_adapter_model_is_looked_into_and_a_collator_can_be_sent_to_workers() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    collator = pickle.loads(pickle.dumps(PackedCollator(adapted)))
+    assert collator(FEATURES)["input_ids"].shape == (1, 9)
+
+
+def test_samples_that_change_the_frequencies_of_others_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = stock("LlamaForCausalLM", {**HEADS, "max_position_embeddings": 16, "rope_parameters": rope})
+    collator = PackedCollator(model)
+    collator([{"input_ids": [1] * 16}, {"input_ids": [2] * 16}])
+    with pytest.raises(ValueError, match="longer than 16 tokens, and the longest here has 17; keep samples"):
+        collator([{"input_ids": [1] * 17}])
 
 
 def tiny_model() -> Qwen3ForCausalLM:
@@ -82,32 +187,46 @@ def tiny_model() -> Qwen3ForCausalLM:
     )
 
 
+FOUR_AT_A_TIME: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "train_sampling_strategy": "sequential",
+    "dataloader_pin_memory": False,
+    "disable_tqdm": True,
+}
+
+
+def one_at_a_time(model: PreTrainedModel, samples: list[list[int]]) -> float:
+    """The mean loss over all predicted tokens, one call per sample; the gradient is left in the model."""
+    count = sum(len(tokens) - 1 for tokens in samples)
+    total = 0.0
+    for tokens in samples:
+        row = torch.tensor([tokens])
+        logits = model(input_ids=row).logits[0, :-1]
+        part = torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum") / count
+        part.backward()
+        total += part.item()
+    return total
+
+
 def test_a_trainer_run_equals_one_sample_at_a_time(tmp_path: Path, rng: np.random.Generator) -> None:
     """Four steps of a real `Trainer` on packed rows against a plain loop over single samples, losses and weights."""
     samples = [rng.integers(0, 64, n).tolist() for n in rng.integers(2, 24, 16)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        num_train_epochs=1,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    arguments = TrainingArguments(output_dir=str(tmp_path), remove_unused_columns=False, **FOUR_AT_A_TIME)
     trained = tiny_model()
     trainer = Trainer(
         model=trained,
         args=arguments,
         train_dataset=[{"input_ids": tokens} for tokens in samples],  # type: ignore[arg-type]
-        data_collator=PackedCollator(multiple_of=16),
+        data_collator=PackedCollator(trained, multiple_of=16),
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -115,18 +234,55 @@ def test_a_trainer_run_equals_one_sample_at_a_time(tmp_path: Path, rng: np.rando
     plain = tiny_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
     for step, loss in enumerate(losses):
-        batch = samples[4 * step : 4 * step + 4]
-        count = sum(len(tokens) - 1 for tokens in batch)
-        total = 0.0
-        for tokens in batch:
-            row = torch.tensor([tokens])
-            logits = plain(input_ids=row).logits[0, :-1]
-            part = torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum") / count
-            part.backward()
-            total += part.item()
+        total = one_at_a_time(plain, samples[4 * step : 4 * step + 4])
         optimizer.step()
         optimizer.zero_grad()
         assert loss == pytest.approx(total, abs=1e-4)  # the Trainer's log rounds to four digits
     assert len(losses) == 4
     for (name, ours), theirs in zip(trained.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.filterwarnings("default")
+def test_trls_trainer_equals_one_sample_at_a_time(tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    folder = str(save_with_tokenizer(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = ["1+2=3", "a", "hello world", "4*5=20 # ok", "abc", "x-y", "7/7=1", "the end of it"]
+    model, plain = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(output_dir=str(tmp_path / "run"), bf16=False, **FOUR_AT_A_TIME),
+        train_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
+        processing_class=tokenizer,
+        data_collator=PackedCollator(model),
+    )
+    samples = [list(row["input_ids"]) for row in trainer.train_dataset]
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    for step, loss in enumerate(losses):
+        assert loss == pytest.approx(one_at_a_time(plain, samples[4 * step : 4 * step + 4]), abs=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("refused", [LFM2, OPT], ids=["lfm2", "opt"])
+def test_the_cure_for_a_refused_model_works(refused: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)."""
+    tokenizer = AutoTokenizer.from_pretrained(str(save_with_tokenizer(tmp_path / "model")))
+    tokenizer.pad_token = tokenizer.eos_token
+    model, plain = stock(*refused), stock(*refused)
+    samples = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12], [20, 21, 22, 23]]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(tmp_path / "run"), **FOUR_AT_A_TIME),
+        train_dataset=[{"input_ids": tokens, "labels": tokens} for tokens in samples],  # type: ignore[arg-type]
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )
+    trainer.train()
+    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert loss == pytest.approx(one_at_a_time(plain, samples), abs=1e-4)

@@ -16,6 +16,7 @@ import torch
 
 from padfree.data.rewards import (
     Reward,
+    check_reward_name,
     exact_match,
     hashed_number,
     leading_number,
@@ -101,6 +102,7 @@ def test_the_built_in_ones_are_found_by_name() -> None:
 
 
 MODULE = """
+import functools
 from collections.abc import Mapping
 import beside
 
@@ -110,6 +112,21 @@ def length(response, row):
 def third(response, row, more):
     return 0.0
 
+async def later(response, row):
+    return 0.0
+
+class Score:
+    def __init__(self, response, row):
+        pass
+
+class Scorer:
+    def __call__(self, response, row):
+        return 0.25
+
+from subprocess import run
+evaluate = eval
+scorer = Scorer()
+half = functools.partial(lambda factor, response, row: factor, 0.5)
 VALUE = 3
 """
 
@@ -146,13 +163,22 @@ def test_a_function_of_the_current_folder(module: str) -> None:
         ("../x:f", r"use one of"),
         (
             "no_such_module:f",
-            r"importing no_such_module raised ModuleNotFoundError: .*; give a module that is installed",
+            r"there is no module no_such_module; give a module that is installed or in ",
         ),
         ("broken_reward:f", r"importing broken_reward raised ZeroDivisionError: division by zero"),
         ("rewards_of_mine:absent", r"the module has no 'absent'; correct the name"),
         ("rewards_of_mine:VALUE", r"the module has a value but no function 'VALUE'"),
         ("rewards_of_mine:third", r"cannot be called with \(response, row\): missing a required argument: 'more'"),
-        ("math:sqrt", r"cannot be called with \(response, row\)"),
+        ("rewards_of_mine.deeper:f", r"importing rewards_of_mine\.deeper raised ModuleNotFoundError"),
+        ("rewards_of_mine:later", r"is async or a generator; make it a plain function"),
+        ("rewards_of_mine:Score", r"is a class; write a function of \(response, row\)"),
+        ("rewards_of_mine:evaluate", r"is a function of builtins, which is Python's own"),
+        ("rewards_of_mine:run", r"is a function of subprocess, which is Python's own"),
+        ("builtins:eval", r"builtins is Python's own, and none of its functions is a reward; write one in a module"),
+        ("os:system", r"os is Python's own"),
+        ("subprocess:run", r"subprocess is Python's own"),
+        ("math:sqrt", r"math is Python's own"),
+        ("1abc:f", r"use one of"),
     ],
 )
 @pytest.mark.usefixtures("module")
@@ -160,6 +186,23 @@ def test_what_cannot_be_loaded_is_refused(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         load_reward(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scorer", 0.25), ("half", 0.5)])
+def test_what_can_be_called_like_a_function_is_one(module: str, name: str, value: float) -> None:
+    assert load_reward(f"{module}:{name}")("abc", {}, 1) == value
+
+
+def test_a_name_is_checked_without_importing_the_module(module: str, tmp_path: Path) -> None:
+    (tmp_path / "imports_leave_a_trace.py").write_text("import pathlib; pathlib.Path('trace').touch()")
+    for name in (f"{module}:length", f"{module}:absent", "broken_reward:f", "imports_leave_a_trace:f", "exact_match"):
+        check_reward_name(name)
+    assert not {module, "broken_reward", "imports_leave_a_trace"} & set(sys.modules)
+    assert not (tmp_path / "trace").exists()
+    for name in ("builtins:eval", "os.path:join", "no_such_module:f", "exact", "a:b:c"):
+        with pytest.raises(ValueError, match=r"^reward: '.*; ") as caught:
+            check_reward_name(name)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,39 @@ def test_whitening_over_ranks_of_which_one_has_no_tokens(shift_mean: bool) -> No
         found = whiten(part, part_mask, shift_mean=shift_mean, reduce=lambda _, answers=answers: next(answers))
         torch.testing.assert_close(found, whole[begin : begin + len(part)])
     torch.testing.assert_close(whole[mask].std(), torch.tensor(1.0, dtype=torch.float64))
-    assert bool(whole[mask].mean().abs() < 1e-12) == shift_mean
+    kept = 0.0 if shift_mean else wide.mean()
+    torch.testing.assert_close(whole[mask], (wide - wide.mean()) / (wide.var() + 1e-8).sqrt() + kept)
+
+
+def test_whitening_can_leave_the_mean_where_it_was() -> None:
+    """PPO's whitening, by its formula, on the responses of a batch: (x - mean) / deviation + mean."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [(64, 48), (100, 90), (40, 12), (75, 1), (9, 0)]  # of the whole sequence, of its response
+    mask = torch.cat([torch.arange(total) >= total - response for total, response in lengths])
+    values = 2.0 * torch.randn(len(mask), generator=generator, dtype=torch.float64) + 1.0
+    scored = values[mask]
+    mean, deviation = scored.mean(), (scored - scored.mean()).square().sum().div(len(scored) - 1).add(1e-8).sqrt()
+    found = whiten(values, mask, shift_mean=False)
+    torch.testing.assert_close(found[mask], (scored - mean) / deviation + mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[mask].mean(), mean)
+    assert not found[~mask].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_rewards_of_right_and_wrong_answers_need_not_be_floats(dtype: torch.dtype) -> None:
+    rewards, groups = torch.tensor([1, 0, 0, 1], dtype=dtype), torch.tensor([0, 0, 1, 1])
+    half = 0.5**0.5
+    torch.testing.assert_close(
+        grpo_advantages(rewards, groups, 2), torch.tensor([half, -half, -half, half]), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(rloo_advantages(rewards, groups, 2), torch.tensor([1.0, -1.0, -1.0, 1.0]))
+
+
+def test_large_integers_are_not_rounded_on_the_way() -> None:
+    rewards = torch.tensor([2**24 + 1, 2**24, 0], dtype=torch.int64)
+    mask, index = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    assert discounted_returns(rewards, mask, index)[0] == torch.tensor(2**25 + 1).float()
+    assert grpo_advantages(rewards[:2], index[:2], 1, std=False).tolist() == [0.5, -0.5]
 
 
 def test_whitening_of_nothing_one_and_equal_tokens() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import transformers
@@ -81,3 +83,38 @@ def test_models_without_a_head_attach_and_have_none() -> None:
     assert torch.equal(hidden_states(base, batch), base(**batch.model_inputs()).last_hidden_state[0])
     with pytest.raises(ValueError, match="LlamaModel has no plain head: it has no head on top of a base model"):
         lm_head_of(base)
+
+
+@pytest.mark.parametrize("name", ["opt", "qwen3"])
+def test_a_model_that_is_not_attached_is_refused(name: str) -> None:
+    """OPT's own attention mixes the samples of a row; on one rank of several every model's would."""
+    model, batch = build(name), shard(row([5, 4]))
+    with pytest.raises(ValueError, match=r"^model: .* is not attached; call padfree\.attach\(model\) first$"):
+        hidden_states(model, batch)
+    attach(model)
+    hidden_states(model, batch)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="is not attached"):
+        hidden_states(model, batch)
+
+
+def test_the_name_of_the_attention_does_not_make_a_model_attached() -> None:
+    """Once one model is attached, transformers knows the name, and gives it to any model without a probe."""
+    attach(build("llama"))
+    model = build("opt")
+    model.set_attn_implementation("padfree")
+    with pytest.raises(ValueError, match="OPTModel is not attached"):
+        hidden_states(model, shard(row([5, 4])))
+
+
+def test_a_copy_of_an_attached_model_is_attached() -> None:
+    model, batch = attach(build("llama")), shard(row([5, 4]))
+    assert torch.equal(hidden_states(deepcopy(model), batch), hidden_states(model, batch))
+
+
+def test_wrapped_models_and_whole_batches_are_refused() -> None:
+    model, batch = attach(build("llama")), row([5, 4])
+    with pytest.raises(ValueError, match="model: Sequential; give the transformers model"):
+        hidden_states(torch.nn.Sequential(model), shard(batch))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"batch: PackedBatch; give what padfree\.shard"):
+        hidden_states(model, batch)  # type: ignore[arg-type]

@@ -214,3 +214,33 @@ def test_the_probe_of_a_second_model_does_not_disturb_the_first() -> None:
     other: PreTrainedModel = attach(Another(config()))
     assert other.config._attn_implementation == model.config._attn_implementation == "padfree"
     assert torch.equal(model(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("layer", [ShiftingLayer, AveragingLayer, GradientLayer])
+def test_leaks_are_found_with_transformers_own_attention(layer: type[LlamaDecoderLayer], implementation: str) -> None:
+    class Leaking(Patched):
+        layer_class = layer
+
+    model = Leaking(config())
+    model.set_attn_implementation(implementation)
+    assert "packed differs from one sample at a time" in str(probe.stock_leak(model))
+
+
+def test_verdicts_on_stock_and_attached_models_are_kept_apart() -> None:
+    """OPT leaks with its own attention and not with padfree's."""
+    model = build("opt")
+    assert probe.stock_leak(model) is not None
+    assert probe.probe(model).leak is None
+    assert probe.stock_leak(model) is not None
+    assert model.config._attn_implementation == "sdpa", "the model itself is only looked at"
+
+
+def test_layers_that_need_positions_in_order_are_right_in_a_stock_row() -> None:
+    """A data collator's row is never divided over ranks."""
+
+    class Ordered(Patched):
+        layer_class = PositionAwareShiftingLayer
+
+    assert probe.stock_leak(Ordered(config())) is None
+    assert probe.probe(Ordered(config())).leak is not None

@@ -172,6 +172,8 @@ def choose_backend(
 
     `raw_backward` asks for one that `varlen_backward` can use.
     """
+    if not isinstance(requested, str):
+        raise ValueError(f"backend: {requested!r}; use 'auto' or one of {', '.join(BACKENDS)}")
     if not isinstance(device, torch.device):
         device = torch.device(device)
     return _choose(device, dtype, head_dim, value_dim or head_dim, softcap, raw_backward, requested)

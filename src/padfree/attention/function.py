@@ -23,7 +23,7 @@ from padfree.attention import cpu, flash2, flash3, flash4, flex, reference, torc
 from padfree.attention.capability import choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
-from padfree.batch import Segments
+from padfree.batch import Segments, need_tensor
 
 RAW_BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
@@ -89,8 +89,13 @@ def varlen_attention(
     sees, itself among them; lse carries no gradient.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks: shape {tuple(sinks.shape)} for {q.shape[1]} query heads; give one number per head")
+    if sinks is not None:
+        need_tensor("sinks", sinks)
+        sinks = sinks if sinks.is_floating_point() else sinks.float()
+        if sinks.shape != q.shape[1:2]:
+            raise ValueError(
+                f"sinks: shape {tuple(sinks.shape)} for {q.shape[1]} query heads; give one number per head"
+            )
     name = _backend(q, k, v, softcap, backend, raw_backward=False)
     if name == "flex":
         out, lse = flex.attention(q, k, v, segments_q, segments_k, spec)
@@ -176,6 +181,12 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this block of keys; out [Tq, H, dv] and lse [Tq, H] are those of the whole softmax."""
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
+    for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
+        need_tensor(argument, tensor)
+        if tensor.shape != shape:
+            raise ValueError(f"{argument}: shape {tuple(tensor.shape)}; give {tuple(shape)}, as varlen_forward returns")
+    if dout.dtype != q.dtype:
+        raise ValueError(f"dout: {dout.dtype} while q is {q.dtype}; cast one to the other's dtype")
     name = _backend(q, k, v, softcap, backend, raw_backward=True)
     dq, dk, dv = RAW_BACKENDS[name].backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
     return dq, dk, dv
@@ -206,6 +217,11 @@ def _checked_spec(
     window: int | None,
     softcap: float | None,
 ) -> AttentionSpec:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        need_tensor(name, tensor)
+    for name, given in (("segments_q", segments_q), ("segments_k", segments_k)):
+        if not isinstance(given, Segments):
+            raise ValueError(f"{name}: {type(given).__name__}; give Segments.from_lengths(...) or a batch's segments")
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q, k, v: shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "

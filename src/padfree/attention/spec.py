@@ -12,11 +12,13 @@ index arithmetic on the host, and nothing else.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.arrays import need_number, need_whole
 from padfree.batch import Segments
 
 
@@ -31,12 +33,17 @@ class AttentionSpec:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or not self.causal):
+        need_number("scale", self.scale, -sys.float_info.max, sys.float_info.max, "give a finite number, or None")
+        if self.window is not None:
+            need_whole("window", self.window, 1, "give 1 or more and causal=True, or window=None")
+        if self.window is not None and not self.causal:
             raise ValueError(
                 f"window: {self.window} with causal={self.causal}; give 1 or more and causal=True, or window=None"
             )
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap: {self.softcap}; give a number above 0, or None")
+        if self.softcap is not None:
+            need_number(
+                "softcap", self.softcap, sys.float_info.min, sys.float_info.max, "give a number above 0, or None"
+            )
 
 
 def key_ranges(

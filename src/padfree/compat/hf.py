@@ -9,37 +9,69 @@
 The first token of every sample has label -100: HF's own shift would otherwise score it from the last token of the
 sample before. HF models keep packed samples apart by the restarting position ids (sdpa, eager, flex) or by the
 cumulative lengths (flash attention); no attention mask is given.
+
+Some do not: OPT, Bloom, Falcon and whatever has convolutions or a recurrent state train on a wrong loss without a word.
+Therefore the collator wants to see the model. A small copy of it is tried with the attention implementation that it
+has: packed against one sample at a time, forward and every gradient (`padfree.model.probe`). One that fails is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
+from padfree.arrays import host_array, integer_array, number_array
 from padfree.batch import IGNORE, Sample
+from padfree.model.adapter import check_stock_packing
+from padfree.model.interface import check_positions, position_limit
 from padfree.packing.collate import collate
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Feature keys that say which tokens are trained on; where several are given, all must agree."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@runtime_checkable
+class Wrapped(Protocol):
+    """A PEFT model."""
+
+    def get_base_model(self) -> nn.Module: ...
+
+
 class PackedCollator:
     """Feature dicts in, one packed row out. `length` pads to a fixed length, `multiple_of` to a multiple.
 
     A feature has `input_ids`, and optionally `labels` (not shifted, -100 where untrained) or one of `MASKS`. A feature
     that already holds several sequences names them in `seq_lengths`, as TRL's packing does.
+
+    `model` is the transformers model that is trained, alone or in a PEFT model. Only its config is kept, so that the
+    collator can be sent to the workers of a data loader.
     """
 
-    length: int | None = None
-    multiple_of: int = 1
+    def __init__(self, model: nn.Module, *, length: int | None = None, multiple_of: int = 1) -> None:
+        settings: dict[str, Any] = {"length": length, "multiple_of": multiple_of}
+        for name, value in settings.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}: {value!r}; give a whole number of 1 or more")
+        if length is not None and length % multiple_of:
+            raise ValueError(f"length: {length} is not a multiple of multiple_of={multiple_of}; make it one")
+        unwrapped: Any = model.get_base_model() if isinstance(model, Wrapped) else model
+        check_stock_packing(unwrapped)
+        self.length, self.multiple_of = length, multiple_of
+        self._config = unwrapped.config
+        self._implementation = unwrapped.config._attn_implementation
+        self._limit = position_limit(unwrapped.config)
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if self._config._attn_implementation != self._implementation:
+            raise ValueError(
+                f"model: its attention was {self._implementation} when the collator was made and is "
+                f"{self._config._attn_implementation} now; make another PackedCollator(model)"
+            )
         samples = [sample for index, feature in enumerate(features) for sample in _samples(feature, index)]
         if not samples:
             raise ValueError("features: empty list; give at least one")
@@ -50,10 +82,9 @@ class PackedCollator:
                     f"length: {self.length} for {batch.num_tokens} tokens; raise it or give fewer features per batch"
                 )
             batch = batch.padded_to(self.length)
-        if self.multiple_of != 1 and self.length is None:
+        else:
             batch = batch.padded_to_multiple(self.multiple_of)
-        elif batch.num_tokens % self.multiple_of:
-            raise ValueError(f"length: {self.length} is not a multiple of multiple_of={self.multiple_of}; make it one")
+        check_positions(self._limit, batch.segments.max_seqlen)
         # Undo the shift: position t is scored by t - 1, and no sample's last position has a label to hand on.
         labels = torch.cat([batch.labels.new_full((1,), IGNORE), batch.labels[:-1]])
         return {**batch.model_inputs(), "labels": labels[None]}
@@ -65,13 +96,17 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
         raise ValueError(
             f"features: no input_ids in feature {index} (it has {sorted(feature)}); tokenise the data first"
         )
-    tokens = np.asarray(feature["input_ids"])
-    if (attention := feature.get("attention_mask")) is not None and not np.asarray(attention).all():
+    tokens = integer_array(feature["input_ids"], f"input_ids of feature {index}")
+    attention = feature.get("attention_mask")
+    if attention is not None and not host_array(attention, f"attention_mask of feature {index}").all():
         raise ValueError(f"attention_mask: zeros in feature {index}; give it without padding, packing needs none")
     mask = np.ones(len(tokens), dtype=np.bool_)
     for key in MASKS:
         if feature.get(key) is not None:
-            mask &= _per_token(feature[key], key, tokens, index).astype(np.bool_)
+            given = _per_token(feature[key], key, tokens, index)
+            if not np.isin(given, (0, 1)).all():
+                raise ValueError(f"{key}: values other than 0 and 1 in feature {index}; give one of them per token")
+            mask &= given.astype(np.bool_)
     if feature.get("labels") is not None:
         labels = _per_token(feature["labels"], "labels", tokens, index)
         trained = labels != IGNORE
@@ -81,8 +116,8 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
             )
         mask &= trained
     lengths = feature.get("seq_lengths")
-    lengths = [len(tokens)] if lengths is None else [int(n) for n in lengths]
-    if sum(lengths) != len(tokens):
+    lengths = [len(tokens)] if lengths is None else integer_array(lengths, f"seq_lengths of feature {index}").tolist()
+    if sum(lengths) != len(tokens) or min(lengths, default=0) < 0:
         raise ValueError(
             f"seq_lengths: {sum(lengths)} in all for {len(tokens)} tokens in feature {index}; make them agree"
         )
@@ -94,7 +129,7 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
 
 
 def _per_token(values: Any, key: str, tokens: NDArray[Any], index: int) -> NDArray[Any]:
-    array = np.asarray(values)
+    array = number_array(values, f"{key} of feature {index}")
     if array.shape != tokens.shape:
         raise ValueError(f"{key}: shape {array.shape} for {len(tokens)} tokens in feature {index}; give one per token")
     return array

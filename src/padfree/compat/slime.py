@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from padfree.arrays import integer_array, need_whole, number_array
 from padfree.batch import Segments
 from padfree.compat.slime_losses import (
     compute_approx_kl,
@@ -81,23 +82,25 @@ def pack_sequences(
         tokens, response_lengths, response_level, {"rewards": rewards, "raw_rewards": raw_rewards}, num_packs
     )
 
-    lengths = np.array([len(sequence) for sequence in tokens], dtype=np.int64)
+    ids = [integer_array(sequence, f"tokens of sequence {index}") for index, sequence in enumerate(tokens)]
+    by_sequence = [float(reward) for reward in number_array(rewards, "rewards")]
+    lengths = np.array([len(sequence) for sequence in ids], dtype=np.int64)
     packs = []
     for part in _partition(lengths, num_packs, max_tokens_per_gpu):
         chosen = [int(i) for i in part]
         segments = Segments.from_lengths(lengths[part])
         packs.append(
             {
-                "tokens": _concatenate(tokens, chosen, torch.int64),
+                "tokens": torch.cat([torch.from_numpy(ids[i]) for i in chosen]),
                 "position_ids": torch.cat([torch.arange(int(n), dtype=torch.int32) for n in lengths[part]]),
                 "cu_seqlens": segments.cu_seqlens,
-                "loss_masks": _concatenate(loss_masks, chosen, torch.int32),
+                "loss_masks": _concatenate("loss_masks", loss_masks, chosen).to(torch.int32),
                 **{
-                    key: _concatenate(lists, chosen, torch.float32)
+                    key: _concatenate(key, lists, chosen)
                     for key, lists in response_level.items()
                     if key != "loss_masks"
                 },
-                "rewards": torch.tensor([float(rewards[i]) for i in chosen], dtype=torch.float32),
+                "rewards": torch.tensor([by_sequence[i] for i in chosen], dtype=torch.float32),
                 "raw_reward": [raw_rewards[i] for i in chosen],
                 "response_lengths": [int(response_lengths[i]) for i in chosen],
                 "indices": chosen,
@@ -162,8 +165,7 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
 
 def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
     """A new dict whose tokens are a multiple of `cp_size`; the pad extends the last entry of cu_seqlens."""
-    if cp_size < 1:
-        raise ValueError(f"cp_size: {cp_size}; give 1 or more")
+    need_whole("cp_size", cp_size, 1, "give 1 or more")
     pad = -len(packed["tokens"]) % cp_size
     padded = dict(packed)
     padded["pad_length"] = int(packed.get("pad_length", 0)) + pad
@@ -178,20 +180,23 @@ def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """k lists of indices, each ascending, none empty, of nearly equal total length."""
-    if k_partitions < 1 or k_partitions > len(seqlen_list):
+    need_whole("k_partitions", k_partitions, 1, "give 1 or more")
+    if k_partitions > len(seqlen_list):
         raise ValueError(f"k_partitions: {k_partitions} for {len(seqlen_list)} sequences; give 1 up to that number")
     if equal_size and len(seqlen_list) % k_partitions:
         raise ValueError(
             f"k_partitions: {k_partitions} does not divide {len(seqlen_list)} sequences; "
             "give a divisor, or equal_size=False"
         )
-    parts = balance(np.asarray(seqlen_list), k_partitions, equal_count=equal_size)
+    parts = balance(seqlen_list, k_partitions, equal_count=equal_size)
     return [[int(i) for i in part] for part in parts]
 
 
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
     """Balanced parts within the cap; one part more as long as the cap cannot be kept."""
     count = len(lengths)
+    if cap is not None:
+        need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")
     if cap is not None and lengths.max() > cap:
         index = int(lengths.argmax())
         raise ValueError(
@@ -217,8 +222,8 @@ def _check_sequences(
     sequence_level: dict[str, Sequence[Any]],
     num_packs: int | None,
 ) -> None:
-    if num_packs is not None and num_packs < 1:
-        raise ValueError(f"num_packs: {num_packs}; give 1 or more")
+    if num_packs is not None:
+        need_whole("num_packs", num_packs, 1, "give 1 or more")
     for key, values in {"response_lengths": response_lengths, **response_level, **sequence_level}.items():
         if len(values) != len(tokens):
             raise ValueError(f"{key}: {len(values)} entries for {len(tokens)} sequences; give one per sequence")
@@ -235,8 +240,16 @@ def _check_sequences(
                 )
 
 
-def _concatenate(lists: Sequence[Any], chosen: list[int], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.as_tensor(lists[i], dtype=dtype, device="cpu").reshape(-1) for i in chosen])
+def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
+    """[R] float32."""
+    arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
+    if key == "loss_masks":
+        for i, array in zip(chosen, arrays, strict=True):
+            if not np.isin(array, (0, 1)).all():
+                raise ValueError(
+                    f"loss_masks of sequence {i}: values other than 0 and 1; use advantages to scale a token"
+                )
+    return torch.cat([torch.from_numpy(array.astype(np.float32)) for array in arrays])
 
 
 def _expect(key: str, values: Any, length: int) -> None:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from padfree.arrays import number_array
+from padfree.losses import checks
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
 from padfree.losses.policy import clipped_ratio
@@ -91,6 +93,8 @@ def get_logprob_and_entropy_with_cp(
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
     """Σᵢ Σ(xᵢ·mᵢ) / max(Σmᵢ, 1) of flat x and one mask per sample."""
+    x = checks.loss_input("x", x)
+    loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
     if len(response_lengths) != len(loss_masks):
         raise ValueError(f"loss_masks: {len(loss_masks)} for {len(response_lengths)} response_lengths; give one each")
     given = [len(mask) for mask in loss_masks]
@@ -107,7 +111,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
         )
     if not total:
         return x.sum()
-    mask = torch.cat(list(loss_masks)).to(device=x.device, dtype=x.dtype)
+    mask = torch.cat(loss_masks)
     num_samples = len(response_lengths)
     lengths = torch.tensor(response_lengths, device=x.device)
     sample_index = torch.repeat_interleave(torch.arange(num_samples, device=x.device), lengths, output_size=total)
@@ -121,7 +125,8 @@ def compute_policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, clip fraction) per token; ppo_kl is the old log-probability less the new one."""
     clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
-    losses, clipped = clipped_ratio(-ppo_kl, advantages, low=clip.low, high=clip.high, dual=clip.dual)
+    log_ratio = -checks.loss_input("ppo_kl", ppo_kl)
+    losses, clipped = clipped_ratio(log_ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)
     return losses, clipped.to(losses.dtype)
 
 
@@ -150,8 +155,16 @@ class _GatherChunks(torch.autograd.Function):
         return grad[ctx.begin : ctx.end], None, None, None
 
 
+def _mask(values: Any, name: str) -> Tensor:
+    """A tensor stays on its device."""
+    if isinstance(values, Tensor):
+        return checks.quantity(name, values)
+    return torch.as_tensor(number_array(values, name))
+
+
 def _one_row(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """[N, V] and [T] from tensors that may have a leading dimension of 1."""
+    logits, tokens = checks.quantity("logits", logits), checks.index("input_ids", tokens)
     if logits.dim() == 3 and len(logits) == 1:
         logits = logits[0]
     if tokens.dim() == 2 and len(tokens) == 1:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from padfree.arrays import need_whole
 from padfree.attention import varlen_attention
-from padfree.batch import AttnContext, Layout, Segments
+from padfree.batch import AttnContext, Layout, Segments, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.keys import key_traffic
 from padfree.cp.plan import ContextPlan, Pieces
@@ -57,8 +58,11 @@ def attend(
     segments = context.segments
     expected = segments.num_tokens // context.world
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        need_tensor(name, tensor)
         if tensor.shape[:1] != (expected,):
             raise ValueError(f"{name}: shape {tuple(tensor.shape)} for {expected} local tokens; give one row per token")
+    if window is not None:
+        need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
     if window is not None and window >= segments.max_seqlen:
         window = None  # no query has as many keys
     options: dict[str, Any] = {
@@ -72,7 +76,7 @@ def attend(
     if context.layout is None:
         out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
         return out
-    if window is not None and (window < 1 or not causal):
+    if window is not None and not causal:
         raise ValueError(f"window: {window} with causal={causal}; give 1 or more and causal=True, or window=None")
     if context.method not in _ATTEND:
         raise ValueError(f"method: {context.method!r}; choose one of {', '.join(METHODS)}")

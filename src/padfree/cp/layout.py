@@ -36,6 +36,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.arrays import need_whole
 from padfree.batch import Layout, LayoutKind, Segments
 
 Indices = NDArray[np.int64]
@@ -63,11 +64,12 @@ REFUSED = 2.0**40
 
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
     """The pieces of each of `world` ranks. Every rank holds exactly T / world tokens."""
+    if not isinstance(segments, Segments):
+        raise ValueError(f"segments: {type(segments).__name__}; give those of a batch, batch.segments")
     num_tokens = segments.num_tokens
     if kind not in get_args(LayoutKind):
         raise ValueError(f"kind: {kind!r}; choose one of {', '.join(get_args(LayoutKind))}")
-    if world < 1:
-        raise ValueError(f"world: {world}; give 1 or more ranks")
+    need_whole("world", world, 1, "give 1 or more ranks")
     if num_tokens % world:
         raise ValueError(
             f"segments: {num_tokens} tokens for {world} context ranks; pad the batch with padded_to_multiple({world})"

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch
+from padfree.arrays import need_whole
+from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch, need_tensor
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.plan import ContextPlan
@@ -44,7 +45,11 @@ def shard(
     """
     if method not in METHODS:
         raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")
-    if not 0 <= rank < world:
+    if not isinstance(batch, PackedBatch):
+        raise ValueError(f"batch: {type(batch).__name__}; give a batch that padfree.pack returned")
+    need_whole("world", world, 1, "give 1 or more ranks")
+    need_whole("rank", rank, 0, f"give one from 0 to {world - 1}")
+    if not rank < world:
         raise ValueError(f"rank: {rank} of {world} context ranks; give one from 0 to {world - 1}")
     if group is not None and (group.size(), group.rank()) != (world, rank):
         raise ValueError(
@@ -90,6 +95,7 @@ def gather_tokens(
     """
     if loss not in ("replicated", "partial"):
         raise ValueError(f"loss: {loss!r}; choose replicated or partial")
+    need_tensor("values", values)
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):
         raise ValueError(f"values: shape {tuple(values.shape)} for {expected} local tokens; give one entry per token")

@@ -16,7 +16,14 @@ rewards     built-in rewards and the user's own
 from padfree.data.dataset import TokenizedDataset
 from padfree.data.prepare import Progress, load_sft
 from padfree.data.records import DataReport, SkippedRow
-from padfree.data.rewards import Reward, RewardFunction, exact_match, load_reward, number_after_hashes
+from padfree.data.rewards import (
+    Reward,
+    RewardFunction,
+    check_reward_name,
+    exact_match,
+    load_reward,
+    number_after_hashes,
+)
 from padfree.data.rollouts import Rollouts, read_rollouts
 from padfree.data.settings import RolloutDataSettings, SFTDataSettings
 from padfree.data.store import default_cache_folder
@@ -31,6 +38,7 @@ __all__ = [
     "SFTDataSettings",
     "SkippedRow",
     "TokenizedDataset",
+    "check_reward_name",
     "default_cache_folder",
     "exact_match",
     "load_reward",

@@ -8,16 +8,22 @@ A reward function takes the response and the row that its prompt came from, with
     def length_penalty(response: str, row: Mapping[str, Any]) -> float: ...
 
 It is code of its own, so what it raises or returns is checked, and the error names the sample.
+
+A recipe names the function, and a recipe may come from somebody else. So the standard library, whose `os.system`,
+`subprocess.run` or `builtins.eval` would take two arguments as well, is no place for a reward; and
+`check_reward_name` says what is wrong with a name without importing anything.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -102,38 +108,75 @@ class Reward:
         return float(value)
 
 
+def check_reward_name(name: str) -> None:
+    """Refuse a name that cannot be a reward's. Nothing is imported: no code but padfree's own runs.
+
+    Whether the module has such a function, and what it takes, only `load_reward` can tell.
+    """
+    if name in BUILT_IN:
+        return
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function'")
+    package = name.partition(":")[0].partition(".")[0]
+    if package in sys.stdlib_module_names:
+        raise ValueError(
+            f"reward: {name!r}: {package} is Python's own, and none of its functions is a reward; "
+            "write one in a module of your own and name that"
+        )
+    with _current_folder() as folder:
+        # a package is found without being imported, a module inside it is not
+        found = package in sys.modules or importlib.util.find_spec(package) is not None
+    if not found:
+        raise ValueError(
+            f"reward: {name!r}: there is no module {package}; give a module that is installed or in {folder}"
+        )
+
+
 def load_reward(name: str) -> Reward:
-    """A built-in reward, or `module:function` from the installed packages or the current folder."""
+    """A built-in reward, or `module:function` from the installed packages or the current folder, which is imported."""
+    check_reward_name(name)
     if name in BUILT_IN:
         return Reward(name, BUILT_IN[name])
     module_name, _, function_name = name.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function'")
-    module = _imported(module_name, name)
-    function = getattr(module, function_name, None)
+    function = getattr(_imported(module_name, name), function_name, None)
     if not callable(function):
         what = "no" if function is None else "a value but no function"
         raise ValueError(f"reward: {name!r}: the module has {what} {function_name!r}; correct the name")
-    _check_arguments(name, function)
+    _check_function(name, function)
     return Reward(name, function)
 
 
-def _imported(module_name: str, name: str) -> Any:
+@contextmanager
+def _current_folder() -> Iterator[str]:
+    """Modules of the current folder can be found, as with `python -m`."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's module
-        raise ValueError(
-            f"reward: {name!r}: importing {module_name} raised {shown_error(error)}; "
-            f"give a module that is installed or in {folder}"
-        ) from error
+        yield folder
     finally:
         sys.path.remove(folder)
 
 
-def _check_arguments(name: str, function: Callable[..., Any]) -> None:
+def _imported(module_name: str, name: str) -> Any:
+    with _current_folder() as folder:
+        try:
+            return importlib.import_module(module_name)
+        except Exception as error:  # importing runs the user's module
+            raise ValueError(
+                f"reward: {name!r}: importing {module_name} raised {shown_error(error)}; "
+                f"give a module that is installed or in {folder}"
+            ) from error
+
+
+def _check_function(name: str, function: Callable[..., Any]) -> None:
+    """A plain function of (response, row), written in Python and not by Python."""
+    home = str(getattr(function, "__module__", None)).partition(".")[0]
+    if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
+        what = "a class" if inspect.isclass(function) else f"a function of {home}, which is Python's own"
+        raise ValueError(f"reward: {name!r} is {what}; write a function of (response, row) and name that")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ValueError(f"reward: {name!r} is async or a generator; make it a plain function that returns a number")
     try:
         inspect.signature(function).bind("response", {})
     except TypeError as error:

@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from padfree.arrays import need_whole
+
 Memory = Literal["speed", "low"] | int
 
 GIBIBYTE = 1 << 30
@@ -47,8 +49,7 @@ def budget_bytes(memory: Memory) -> int:
         if memory not in BUDGETS:
             raise ValueError(f"memory: {memory!r}; give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes")
         return BUDGETS[memory]
-    if isinstance(memory, bool) or memory < 1:
-        raise ValueError(f"memory: {memory!r}; give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes above 0")
+    need_whole("memory", memory, 1, "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes above 0")
     return memory
 
 

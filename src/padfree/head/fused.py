@@ -68,6 +68,10 @@ def fused_loss(
     memory: as for `score`. With "low" a part of the logits is computed twice where that is what the memory allows.
     The other arguments are those of `score`.
     """
+    if not callable(token_loss):
+        raise ValueError(
+            f"token_loss: {token_loss!r}; give a function of (logprobs, entropy, rows), see make_token_loss"
+        )
     call = prepare(
         hidden, weight, labels, temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
         entropy=entropy, num_labels=num_labels, memory=memory, backend=backend,

@@ -18,6 +18,7 @@ Log-probabilities and entropy are float32, computed from float32 logits, also wh
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from padfree.batch import IGNORE
+from padfree.arrays import need_number, need_whole
+from padfree.batch import IGNORE, need_tensor
 from padfree.head import products
 from padfree.head import steps as torch_steps
 from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
@@ -33,6 +35,7 @@ from padfree.head.full import full_scores
 from padfree.head.passes import Problem, restore_rows, softmax_pass, vocabulary_pass
 from padfree.head.steps import Head, Rows, Softmax, Steps, Upstream
 
+SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
 
@@ -212,9 +215,15 @@ def prepare(
     backend: Backend,
 ) -> Call:
     """Check the arguments, and find the rows that have a label."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None:
+            need_tensor(name, tensor)
     _check_shapes(hidden, weight, labels, bias)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: {softcap}; give a number above 0, or None for no cap")
+    if softcap is not None:
+        need_number("softcap", softcap, SMALLEST, LARGEST, "give a number above 0, or None for no cap")
+    need_number("logit_scale", logit_scale, -LARGEST, LARGEST, "give a finite number")
+    if num_labels is not None:
+        need_whole("num_labels", num_labels, 0, f"give the number of labels that are not {IGNORE}")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     inverse_temperature = _inverse_temperature(temperature, hidden, dtype)
     index, poison = _labelled_rows(labels, num_labels)
@@ -241,7 +250,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         raise ValueError(
             f"hidden, weight: shapes {tuple(hidden.shape)} and {tuple(weight.shape)}; give [N, D] and [V, D]"
         )
-    if labels.shape != hidden.shape[:1] or labels.dtype not in (torch.int64, torch.int32):
+    if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(
             f"labels: {labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} rows; give one integer per row"
         )
@@ -260,9 +269,9 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """[N]."""
     if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature: {temperature}; give a number above 0")
+        need_number("temperature", temperature, SMALLEST, LARGEST, "give a number above 0, or a tensor of one per row")
         return hidden.new_full((len(hidden),), 1 / temperature, dtype=dtype)
+    need_tensor("temperature", temperature)
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
         raise ValueError(
             f"temperature: shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for "

@@ -30,6 +30,10 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> LossOutput:
     """The loss that these settings describe, from scores."""
+    given: tuple[object, object] = (inputs, settings)
+    if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
+        kinds = " and ".join(type(part).__name__ for part in given)
+        raise ValueError(f"inputs, settings: {kinds}; give LossInputs and one of PolicySettings, SFTSettings")
     if isinstance(settings, SFTSettings):
         return sft_loss(inputs)
     return policy.policy_loss(inputs, settings, reduce=reduce)

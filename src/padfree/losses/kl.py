@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from padfree.losses import checks
 from padfree.losses.settings import KLEstimator
 
 LOG_RATIO_BOUND = 20.0
@@ -26,8 +27,8 @@ LOW_VARIANCE_BOUND = 10.0
 
 
 def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """[T] estimate for each token, differentiable in both."""
-    difference = logprobs - base_logprobs
+    """[T] estimate for each token, differentiable in both; float32, or float64 where either is."""
+    difference = checks.loss_input("logprobs", logprobs) - checks.loss_input("base_logprobs", base_logprobs)
     if estimator == "k1":
         return difference
     if estimator == "k2":

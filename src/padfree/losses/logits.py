@@ -12,11 +12,15 @@ tensor. With z = logits / temperature and p = softmax(z),
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from padfree.arrays import need_number
+from padfree.losses import checks
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are expanded at a time: 64 MiB in float32."""
@@ -26,12 +30,13 @@ def score_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities, entropy or None), float32 (float64 for float64 logits), differentiable in the logits."""
+    checks.quantity("logits", logits)
+    labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; give one label per row"
         )
-    if not 0.0 < temperature < float("inf"):
-        raise ValueError(f"temperature: {temperature}; give a positive number")
+    need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]
     return logprobs, entropies if entropy else None
 

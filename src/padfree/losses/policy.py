@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from padfree.losses import checks
 from padfree.losses.corrections import SAMPLER_CORRECTIONS, TOKEN_CORRECTIONS, sequence_factor, token_factor
 from padfree.losses.kl import LOG_RATIO_BOUND, kl_divergence
 from padfree.losses.segments import Reduce, no_reduce, segment_mean, spread
@@ -120,7 +121,9 @@ def policy_terms(
 def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[T] losses, and where the clip to [1 - low, 1 + high] is what counts."""
+    """[T] losses, and where the clip to [1 - low, 1 + high] is what counts; float32, or float64 where either is."""
+    ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
+    log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
     ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
     free = -ratio * advantages
     held = -ratio.clamp(min=1.0 - low, max=1.0 + high) * advantages

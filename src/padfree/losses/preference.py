@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from padfree.batch import SampleInfo
+from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
 from padfree.losses.settings import DPOSettings, RewardModelSettings
 from padfree.losses.types import LossInputs, LossOutput
@@ -54,6 +55,8 @@ def reward_model_loss(
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
     """Pairwise loss on the scores [T] at `ends` [T] (`sample_ends`), or this rank's share of it."""
+    ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
+    checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
     local = segment_sum(torch.where(ends, scores, 0.0), sample_index, num_samples)
     held = segment_sum(ends, sample_index, num_samples)
     return _pair_loss(local, held, pairs, pair_weights, 0.0, settings.margin, scores.dtype, reduce)
@@ -61,11 +64,15 @@ def reward_model_loss(
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
     """[T] bool: the last token of its sample. `lengths` [B] are those of the samples."""
-    return position_ids == spread(lengths, sample_index) - 1
+    lengths = checks.index("lengths", lengths)
+    return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1
 
 
 def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
     """[P, 2] pairs of a row whose samples carry the pair as `group` and a higher `reward` on the chosen answer."""
+    given: object = samples
+    if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
+        raise ValueError(f"samples: {type(samples).__name__}; give those of a batch, batch.samples")
     groups: dict[str | int | None, list[int]] = {}
     for place, info in enumerate(samples):
         groups.setdefault(info.group, []).append(place)
@@ -96,6 +103,7 @@ def _pair_loss(
     reduce: Reduce,
 ) -> LossOutput:
     """`local` [B] is this rank's part of what is compared, `held` [B] how many of the tokens it is made of are here."""
+    pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
         raise ValueError(
             f"pairs: shape {tuple(pairs.shape)} for {len(pair_weights)} pair_weights; give (chosen, rejected) for each"

@@ -17,6 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from padfree.arrays import need_whole
+from padfree.batch import need_tensor
+from padfree.losses import checks
+
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that share something. It need not be differentiable: no loss asks it to be."""
 
@@ -28,20 +32,24 @@ def no_reduce(values: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
     """[T, ...] values to [B, ...] sums in float64. Entries whose index is `num_samples` (the pad) are dropped."""
-    sums = values.new_zeros((num_samples + 1, *values.shape[1:]), dtype=torch.float64)
-    return sums.index_add(0, sample_index, values.double())[:num_samples]
+    need_whole("num_samples", num_samples, 0, "give how many samples there are")
+    values = checks.wide("values", values)
+    sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
+    return sums.index_add(0, checks.index("sample_index", sample_index, num_samples + 1), values)[:num_samples]
 
 
 def spread(values: Tensor, sample_index: Tensor) -> Tensor:
-    """[B] values to the [T] tokens of their samples; the pad gets 0."""
-    return torch.cat([values, values.new_zeros(1)])[sample_index]
+    """[B] values to the [T] tokens of their samples, in the type they have; the pad gets 0."""
+    need_tensor("values", values)
+    return torch.cat([values, values.new_zeros(1)])[checks.index("sample_index", sample_index, len(values) + 1)]
 
 
 def segment_mean(
     values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
 ) -> Tensor:
     """[B] float64 means of [T] values where `mask`, over the whole of each sample; 0 for a sample without any."""
-    sums = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)], dim=1)
+    values, mask = checks.wide("values", values), checks.mask("mask", mask)
+    sums = torch.stack([torch.where(mask, values, 0.0), mask.double()], dim=1)
     totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)
     return totals / counts.clamp(min=1.0)
 

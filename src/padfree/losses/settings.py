@@ -18,10 +18,13 @@ OldPolicy = Literal["trainer", "sampler", "current"]
 SequenceStatistic = Literal["mean", "sum", "token"]
 
 
-def _in_range(name: str, value: float, low: float, high: float, cure: str) -> None:
+SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
+
+
+def _in_range(name: str, value: object, low: float, high: float, cure: str) -> None:
     """low <= value <= high, and a number at all."""
-    if not low <= value <= high:
-        raise ValueError(f"{name}: {value}; {cure}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}: {value!r}; {cure}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -30,7 +33,8 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _band(name: str, low: float, high: float) -> None:
-    if not 0.0 <= low < high or not (low <= 1.0 <= high):
+    numbers = all(isinstance(bound, (int, float)) for bound in (low, high))
+    if not numbers or not 0.0 <= low <= 1.0 <= high or not low < high:
         raise ValueError(f"{name}: low {low}, high {high}; give 0 <= low <= 1 <= high and low < high")
 
 
@@ -50,8 +54,8 @@ class ClipSettings:
     def __post_init__(self) -> None:
         _in_range("clip low", self.low, 0.0, 1.0, "give 0 up to 1")
         _in_range("clip high", self.high, 0.0, math.inf, "give 0 or more")
-        if self.dual is not None and not self.dual > 1.0:
-            raise ValueError(f"clip dual: {self.dual}; give more than 1, or None to switch it off")
+        if self.dual is not None:
+            _in_range("clip dual", self.dual, math.nextafter(1.0, 2.0), math.inf, "give more than 1, or None for none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,10 +170,13 @@ class PolicySettings:
     def __post_init__(self) -> None:
         _one_of("old_policy", self.old_policy, get_args(OldPolicy))
         _one_of("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        if not 0.0 <= self.kl_coefficient < math.inf:
-            raise ValueError(f"kl_coefficient: {self.kl_coefficient}; give 0 or more")
-        if not math.isfinite(self.entropy_coefficient):
-            raise ValueError(f"entropy_coefficient: {self.entropy_coefficient}; give a finite number")
+        _in_range("kl_coefficient", self.kl_coefficient, 0.0, LARGEST, "give 0 or more")
+        _in_range("entropy_coefficient", self.entropy_coefficient, -LARGEST, LARGEST, "give a finite number")
+        corrections: object = self.corrections
+        if not isinstance(self.objective, Objective):
+            raise ValueError(f"objective: {self.objective!r}; give ClipSettings(), GSPOSettings() or another of them")
+        if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
+            raise ValueError(f"corrections: {corrections!r}; give a tuple such as (TokenTISSettings(),)")
         kinds = [type(correction) for correction in self.corrections]
         for kind in kinds:
             if kinds.count(kind) > 1:
@@ -204,10 +211,9 @@ class DPOSettings:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.beta < math.inf:
-            raise ValueError(f"beta: {self.beta}; give a positive number")
-        if not 0.0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing: {self.label_smoothing}; give 0 up to, but not including, 0.5")
+        _in_range("beta", self.beta, SMALLEST, LARGEST, "give a positive number")
+        below_half = math.nextafter(0.5, 0.0)
+        _in_range("label_smoothing", self.label_smoothing, 0.0, below_half, "give 0 up to, but not including, 0.5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from padfree.batch import IGNORE, LocalBatch, PackedBatch
+from padfree.losses import checks
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 """name -> (sum, count), both scalar tensors without gradient; sums are float64."""
@@ -44,6 +45,12 @@ class LossInputs:
     values: Tensor | None = None  # [T] of the value model being trained
     old_values: Tensor | None = None  # [T] of the value model before the update
     returns: Tensor | None = None  # [T] what the value model is to predict
+
+    def __post_init__(self) -> None:
+        checks.mask("mask", self.mask)
+        checks.quantity("weights", self.weights)
+        checks.index("sample_index", self.sample_index)
+        checks.same_length("tokens in mask", len(self.mask), weights=self.weights, sample_index=self.sample_index)
 
     @staticmethod
     def from_batch(
@@ -85,11 +92,11 @@ class LossInputs:
         values: Tensor | None = getattr(self, name)
         if values is None:
             raise ValueError(f"{name}: None, but {why} needs it; give one entry per token")
+        values = checks.loss_input(name, values)
         if values.shape != self.mask.shape:
             raise ValueError(
                 f"{name}: shape {tuple(values.shape)} for {len(self.mask)} tokens; give one entry per token"
             )
-        values = values if values.dtype == torch.float64 else values.float()
         values = torch.where(self.mask, values, 0.0)
         return values if name in TRAINED else values.detach()
 

@@ -24,18 +24,23 @@ others are what they would be without it. To divide by a number that includes su
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from padfree.arrays import host_array, integer_array, need_number, need_whole
 from padfree.batch import IGNORE
+from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
 
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
+SMALLEST = sys.float_info.min
 WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
 
 
@@ -75,13 +80,16 @@ def batch_weights(
     each sample's group. `reduce` sums over the ranks that hold parts of the same row.
     """
     _check_mode(mode)
-    scored = labels != IGNORE
+    need_whole("num_samples", num_samples, 0, "give how many samples there are")
+    if not isinstance(divisor, Tensor):
+        need_number("divisor", divisor, SMALLEST, math.inf, "give a positive number, such as weight_divisor(...)")
+    scored = checks.index("labels", labels) != IGNORE
     if mode == "group-mean":
         if group_counts is None:
             raise ValueError(
                 "group_counts: None for weights 'group-mean'; give the scored tokens of each sample's group"
             )
-        sizes = group_counts.double()
+        sizes = checks.wide("group_counts", group_counts)
     elif mode in ("sample-mean", "sum-of-sample-mean"):
         sizes = reduce(segment_sum(scored, sample_index, num_samples))
     else:
@@ -102,9 +110,10 @@ def weight_divisor(
     At least 1 where it counts something, so that a batch without scored tokens weighs 0 and divides by nothing.
     """
     _check_mode(mode)
+    counts = _checked_counts(counts)
     if mode == "constant":
-        if constant is None or not 0.0 < constant < np.inf:
-            raise ValueError(f"constant: {constant} for weights 'constant'; give a positive number to divide by")
+        need_number("constant", constant, SMALLEST, sys.float_info.max, "give a positive number to divide by")
+        assert constant is not None
         return float(constant)
     if constant is not None:
         raise ValueError(f"constant: {constant} for weights {mode!r}; leave it out, or use weights 'constant'")
@@ -125,6 +134,7 @@ def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
     """[B] the scored tokens of each sample's whole group."""
+    counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]
 
@@ -135,9 +145,25 @@ def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDAr
     ends = np.cumsum(lengths)
     scored = np.zeros(int(lengths.sum()), dtype=np.bool_)
     if len(scored):
-        scored[:-1] = np.concatenate(masks)[1:]
+        scored[:-1] = np.concatenate([_checked_mask(mask, index) for index, mask in enumerate(masks)])[1:]
         scored[ends[lengths > 0] - 1] = False
     return scored, lengths
+
+
+def _checked_mask(mask: ArrayLike, index: int) -> NDArray[np.bool_]:
+    array = host_array(mask, "masks")
+    if array.ndim != 1 or not (array.dtype.kind == "b" or np.isin(array, (0, 1)).all()):
+        raise ValueError(
+            f"masks: {array.dtype} array of shape {array.shape} at index {index}; give one bool (or 0 and 1) per token"
+        )
+    return array.astype(np.bool_, copy=False)
+
+
+def _checked_counts(counts: ArrayLike) -> NDArray[np.int64]:
+    array = integer_array(counts, "counts")
+    if array.min(initial=0) < 0:
+        raise ValueError(f"counts: {array.min()} among them; give whole numbers of 0 or more")
+    return array
 
 
 def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

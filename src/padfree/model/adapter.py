@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from padfree.attention import BACKENDS
 from padfree.model.interface import check_inputs, is_attached, register
 from padfree.model.outputs import LmHead, base_of, unchecked_head
-from padfree.model.probe import probe
+from padfree.model.probe import probe, stock_leak
 
 TESTED = (
     "AfmoeForCausalLM",
@@ -48,6 +48,7 @@ TESTED = (
     "GptOssForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
@@ -75,6 +76,9 @@ TESTED = (
 )
 """Architectures whose packed logits and parameter gradients the tests compare with one sample at a time."""
 
+PADDED = "train it on padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)"
+"""What is left for a model that cannot be packed."""
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """The kinds of layers, as HF configs name them, that padfree computes."""
 
@@ -85,6 +89,7 @@ HARMLESS = (
     "_sliding_window_pattern",
     "prefix_dense_sliding_window_pattern",
     "chunk_size_feed_forward",  # a way to save memory
+    "mamba_chunk_size",  # of state-space layers, which the layer types would name
 )
 """Whole-number fields about windows and chunks that hide no mask."""
 
@@ -100,7 +105,7 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
         raise ValueError(f"backend: {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
     reason = unsupported(model.config) or probe(model).leak
     if reason:
-        raise ValueError(f"model: {name} cannot be trained packed: {reason}; train it one sample at a time, unattached")
+        raise ValueError(f"model: {name} cannot be trained packed: {reason}; {PADDED}")
     model.set_attn_implementation(register(backend))
     assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
     for module in {model, base_of(model)}:
@@ -109,11 +114,26 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
     return model
 
 
+def check_stock_packing(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot be trained packed with the attention of transformers that it uses."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: {type(model).__name__}; give the transformers model itself, before it is wrapped")
+    name = type(model).__name__
+    if is_attached(model.config):
+        raise ValueError(
+            f"model: {name} is attached, its calls need an attn_context; "
+            "take it off with model.set_attn_implementation('sdpa')"
+        )
+    reason = unsupported(model.config) or stock_leak(model)
+    if reason:
+        raise ValueError(f"model: {name} with transformers' own attention cannot be trained packed: {reason}; {PADDED}")
+
+
 def unsupported(config: PreTrainedConfig) -> str | None:
     """What a config says outright that padfree cannot do; None if nothing."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
-        return f"it is made of several models ({', '.join(parts)}): attach its language model instead"
+        return f"it is made of several models ({', '.join(parts)}): use its language model instead"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder and a decoder"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):

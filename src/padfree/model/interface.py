@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from padfree.attention.operator import self_attention
 from padfree.batch import AttnContext
@@ -47,6 +47,15 @@ def is_attached(config: PreTrainedConfig) -> bool:
     """Whether models of this config call padfree's attention."""
     name = config._attn_implementation or ""
     return name == NAME or name.startswith(f"{NAME}_")
+
+
+def need_attached(model: PreTrainedModel) -> None:
+    """Refuse a model that `attach` has not prepared: its own attention would mix the samples of a row, or split them.
+
+    The name of the implementation is not enough, because a model can be given it without having been probed.
+    """
+    if not is_attached(model.config) or check_inputs not in model._forward_pre_hooks.values():
+        raise ValueError(f"model: {type(model).__name__} is not attached; call padfree.attach(model) first")
 
 
 def attention(
@@ -138,12 +147,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         chosen = kwargs.get(argument)
         if getattr(config, argument, False) if chosen is None else chosen:
             raise ValueError(f"{argument}: True in the call of {name}; pass {argument}=False, a packed row has none")
-    limit = position_limit(config)
-    if limit is not None and context.segments.max_seqlen > limit:
-        raise ValueError(
-            f"rope_parameters: {name} changes the frequencies of the whole row when a sample is longer than {limit} "
-            f"tokens, and the longest here has {context.segments.max_seqlen}; keep samples and pad within {limit}"
-        )
+    check_positions(position_limit(config), context.segments.max_seqlen)
 
 
 def _check_length(args: tuple[Any, ...], kwargs: dict[str, Any], context: AttnContext) -> None:
@@ -166,6 +170,15 @@ _REFUSED = {
     "past_key_values": "leave it out, training needs no cache",
     "labels": "leave them out, HF would shift them across samples; use the batch's own labels with padfree.head",
 }
+
+
+def check_positions(limit: int | None, longest: int) -> None:
+    """Refuse a row whose longest sample changes the rotary frequencies of the others; `limit` is `position_limit`."""
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"rope_parameters: the frequencies of the whole row change when a sample is longer than {limit} tokens, "
+            f"and the longest here has {longest}; keep samples and pad within {limit}"
+        )
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import LocalBatch
+from padfree.model.interface import need_attached
 
 
 class LmHead(NamedTuple):
@@ -39,7 +40,13 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
     Under FSDP2 the base model must therefore be a sharded module of its own, as its layers and its head are.
     """
-    hidden = base_of(model)(**batch.model_inputs()).last_hidden_state
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model: {type(model).__name__}; give the transformers model that padfree.attach returned")
+    if not isinstance(batch, LocalBatch):
+        raise ValueError(f"batch: {type(batch).__name__}; give what padfree.shard(batch) returns")
+    base = base_of(model)
+    need_attached(base)
+    hidden = base(**batch.model_inputs()).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden[0]
 

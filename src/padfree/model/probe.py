@@ -12,6 +12,10 @@ looks like from outside attention. Weights are large and random, so that a leak 
 The copy keeps the architecture and drops the sizes (`shrink`). Because layers may differ in ways no list in the config
 tells, the copy must contain every module class of the real model; it grows until it does, or the model is refused.
 
+`stock_leak` asks the same of a model that keeps transformers' own attention, which learns of the samples in one of two
+ways: the mask that transformers makes where position ids restart (sdpa, eager, flex), or cumulative lengths that reach
+the attention function (flash). Its row is in order, as a data collator makes it.
+
 A verdict is kept for the life of the process, per model class, shrunken config and set of module classes: models that
 differ in size alone share it. The caller's random state, default device and gradient mode are left as they were.
 """
@@ -21,10 +25,11 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +37,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext, Segments, row_inputs
 from padfree.model.interface import NAME, attention
 from padfree.model.outputs import base_of, unchecked_head
 from padfree.model.shrink import VOCABULARY, shrink
 
 PROBE = f"{NAME}_probe"
+LENGTHS_PROBE = f"{NAME}_lengths_probe"
+MASKED = ("eager", "sdpa", "flex_attention")
+"""transformers' attention functions that take a mask, which it makes from position ids."""
+
 LENGTHS = (13, 1, 9)
 PAD = 3
 TOLERANCE = 1e-4
@@ -59,6 +68,26 @@ class Verdict:
 
 def probe(model: PreTrainedModel) -> Verdict:
     """The verdict on this model's architecture. `model` itself is only looked at, and may be on any device."""
+    return _verdict(model, "attached", _compare)
+
+
+def stock_leak(model: PreTrainedModel) -> str | None:
+    """Why this architecture cannot be trained packed with the attention of transformers it uses; None where it can."""
+    implementation = str(model.config._attn_implementation)
+    if implementation in MASKED:
+        # flex needs a compiler; its mask is made by the same code as eager's
+        used = "sdpa" if implementation == "sdpa" else "eager"
+        return _verdict(model, used, partial(_compare_stock, implementation=used)).leak
+    if "flash" in implementation:
+        return _verdict(model, "flash", partial(_compare_stock, implementation=LENGTHS_PROBE)).leak
+    return f"attention implementation {implementation!r} is none of {', '.join(MASKED)} and flash attention"
+
+
+Compare = Callable[[PreTrainedModel], Verdict]
+
+
+def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
+    """What `compare`, which `how` stands for, says of a small copy that has every module class of the model."""
     with _undisturbed():
         required = frozenset(_module_classes(model))
         verdict = _refusal("no copy of it was built")
@@ -67,20 +96,20 @@ def probe(model: PreTrainedModel) -> Verdict:
                 small = shrink(model.config, num_layers)
             except Exception as error:  # config classes check themselves, each in its own way
                 return _refusal(f"its config cannot be made small ({_line(error)})")
-            key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required)
+            key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required, how)
             if key not in _VERDICTS:
-                _VERDICTS[key] = _probe(type(model), small, required)
+                _VERDICTS[key] = _probe(type(model), small, required, compare)
             verdict, missing = _VERDICTS[key]
             if not missing:
                 break
         return verdict
 
 
-_VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str]], tuple[Verdict, bool]] = {}
+_VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Verdict, bool]] = {}
 
 
 def _probe(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str]
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
     """The verdict of one copy, and whether it lacks a module class of the real model."""
     try:
@@ -95,7 +124,7 @@ def _probe(
     if missing:
         return _refusal(f"no small copy of it has a {missing[0]}"), True
     try:
-        return _compare(copy), False
+        return compare(copy), False
     except Exception as error:
         return _refusal(_line(error)), False
 
@@ -143,45 +172,86 @@ def _undisturbed() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
 
 
+class _Samples:
+    """Random samples on a row with a pad, and what the model makes of them one at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.segments = Segments.from_lengths(LENGTHS, pad_length=PAD)
+        self.input_ids = torch.randint(0, VOCABULARY, (self.segments.num_tokens,))
+        self.input_ids[0] = 0
+        self.position_ids = torch.cat([torch.arange(length) for length in self.segments.lengths])
+        samples = torch.split(self.input_ids[: sum(LENGTHS)], list(LENGTHS))
+        model.set_attn_implementation("eager")
+        single = [_first(model(input_ids=sample[None], use_cache=False)) for sample in samples]
+        self.outputs = torch.cat(single)
+        self.weights = torch.randn_like(self.outputs)
+        self.gradients = _gradients(model, self.outputs, self.weights)
+
+    def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
+        """Where the outputs of the packed row, or the gradients from them, are other ones."""
+        gradients = _gradients(model, packed, self.weights)
+        leak = _difference("outputs", packed, self.outputs)
+        for name, gradient in gradients.items():
+            leak = leak or _difference(f"the gradient of {name}", gradient, self.gradients[name])
+        return _refusal(f"packed differs from one sample at a time: {leak}") if leak else None
+
+
 def _compare(model: PreTrainedModel) -> Verdict:
     _randomise(model)
-    segments = Segments.from_lengths(LENGTHS, pad_length=PAD)
-    input_ids = torch.randint(0, VOCABULARY, (segments.num_tokens,))
-    input_ids[0] = 0
-    position_ids = torch.cat([torch.arange(length) for length in segments.lengths])
-    samples = torch.split(input_ids[: sum(LENGTHS)], list(LENGTHS))
-
-    model.set_attn_implementation("eager")
-    single = [_first(model(input_ids=sample[None], use_cache=False)) for sample in samples]
-    weights = [torch.randn_like(output) for output in single]
-    expected = torch.cat(single)
-    expected_gradients = _gradients(model, expected, torch.cat(weights))
-
-    order = torch.randperm(segments.num_tokens)
+    samples = _Samples(model)
+    order = torch.randperm(samples.segments.num_tokens)
     calls = _register_permuted(order)
     model.set_attn_implementation(PROBE)
     row = {
-        "input_ids": input_ids[order][None],
-        "position_ids": position_ids[order][None],
+        "input_ids": samples.input_ids[order][None],
+        "position_ids": samples.position_ids[order][None],
         "attention_mask": None,
         "use_cache": False,
-        "attn_context": AttnContext(segments=segments),
+        "attn_context": AttnContext(segments=samples.segments),
     }
     packed = _in_order(_first(model(**row)), order)
     if len(calls) < model.config.num_hidden_layers:
         return _refusal("its attention does not go through transformers' AttentionInterface")
-    gradients = _gradients(model, packed, torch.cat(weights))
-
-    leak = _difference("outputs", packed, expected)
-    for name, gradient in gradients.items():
-        leak = leak or _difference(f"the gradient of {name}", gradient, expected_gradients[name])
-    if leak:
-        return _refusal(f"packed differs from one sample at a time: {leak}")
+    if refusal := samples.refusal(model, packed):
+        return refusal
     head, base = unchecked_head(model), base_of(model)
     if head is None or base is model:
         return Verdict(leak=None, head="it has no head on top of a base model")
     hidden = _in_order(_first(base(**row)), order)
-    return Verdict(leak=None, head=_difference("its logits and head(hidden states)", head.logits(hidden), expected))
+    return Verdict(
+        leak=None, head=_difference("its logits and head(hidden states)", head.logits(hidden), samples.outputs)
+    )
+
+
+def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
+    """The row of a data collator through transformers' own attention, or what stands in for flash attention."""
+    _randomise(model)
+    samples = _Samples(model)
+    AttentionInterface.register(LENGTHS_PROBE, _by_lengths)
+    model.set_attn_implementation(implementation)
+    inputs = row_inputs(samples.input_ids, samples.position_ids, samples.segments)
+    packed = _first(model(**inputs))[: sum(LENGTHS)]
+    return samples.refusal(model, packed) or Verdict(leak=None, head="it was not asked for")
+
+
+def _by_lengths(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What flash attention computes: inside the given lengths, or over the whole row where none reached it."""
+    del cu_seq_lens_k, max_length_q, max_length_k  # the same numbers
+    lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
+    context = AttnContext(segments=Segments.from_lengths(lengths.tolist()))
+    return attention(module, query, key, value, attention_mask, attn_context=context, **kwargs)
 
 
 def _register_permuted(order: Tensor) -> list[str]:

@@ -66,6 +66,10 @@ SIZES = {
     "word_embed_proj_dim": NUM_HEADS * HEAD_DIM,
     "num_mtp_layers": 0,
     "rotary_dim": ROPE_HEAD_DIM,
+    # state-space layers, whose sizes some configs check without having one
+    "mamba_n_heads": NUM_HEADS,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
@@ -93,6 +97,8 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
         elif name.endswith("_token_id") and value is not None:
             values[name] = 1  # within the vocabulary; a pad token stays one
     values["output_router_logits"] = False
+    if "mamba_n_heads" in values and _is_size(values.get("mamba_expand")) and _is_size(values.get("mamba_d_head")):
+        values["mamba_d_head"] = values["mamba_expand"] * HEAD_DIM  # heads together are `mamba_expand` times as wide
     if "qk_rope_head_dim" in values and config.to_dict().get("head_dim") == config.qk_rope_head_dim:
         values["head_dim"] = ROPE_HEAD_DIM  # latent attention: some configs call the rotary part the head
     if isinstance(values.get("rope_parameters"), dict):

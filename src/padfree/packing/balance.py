@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from padfree.arrays import host_array, need_whole
 from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
@@ -50,8 +51,7 @@ def balance(
     No part is empty when n >= k; with fewer samples than parts, n parts hold one sample and the others none.
     """
     cost = _checked_costs(costs)
-    if k < 1:
-        raise ValueError(f"k: {k}; give 1 or more parts")
+    need_whole("k", k, 1, "give 1 or more parts")
     if equal_count and k > len(cost):
         raise ValueError(f"k: {k} parts of equal count for {len(cost)} samples; give k of {len(cost)} or less")
     length = np.zeros(len(cost), np.int64)
@@ -74,7 +74,7 @@ def balance(
 
 
 def _checked_costs(costs: ArrayLike) -> Floats:
-    array = np.asarray(costs)
+    array = host_array(costs, "costs")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
         raise ValueError(f"costs: {array.dtype} array of shape {array.shape}; give a flat list of numbers")
     array = array.astype(np.float64)
@@ -86,8 +86,7 @@ def _checked_costs(costs: ArrayLike) -> Floats:
 
 
 def _check_cap(length: Indices, k: int, cap: int) -> None:
-    if cap < 1:
-        raise ValueError(f"cap: {cap}; give 1 or more")
+    need_whole("cap", cap, 1, "give 1 or more")
     if length.max(initial=0) > cap:
         index = int(length.argmax())
         raise ValueError(f"cap: {cap} is less than the {length[index]} tokens of sample {index}; raise cap")

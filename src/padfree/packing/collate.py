@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.arrays import need_whole, number_array
 from padfree.batch import IGNORE, PackedBatch, Rollout, Sample, SampleInfo, Segments, common_fields
 from padfree.packing.balance import balance
 from padfree.packing.fill import fill
@@ -47,8 +48,12 @@ def pack(
     makes them); without it every scored token of all packs together weighs the same and the weights add up to 1.
     No samples give no packs.
     """
+    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
+        raise ValueError(f"samples: {type(samples).__name__}; give a list of padfree.Sample")
+    if weights is not None:
+        weights = [number_array(array, f"weights of sample {index}") for index, array in enumerate(weights)]
     _check_packable(samples, max_tokens, num_packs, multiple_of, weights)
-    if not samples:
+    if not len(samples):
         return []
     fields = common_fields(samples)
     if weights is None:
@@ -67,7 +72,12 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     """
     if isinstance(batches, PackedBatch):
         batches, values = [batches], [values]  # type: ignore[list-item]
+    given: tuple[object, object] = (batches, values)
+    if not all(isinstance(part, Iterable) for part in given):
+        raise ValueError(f"batches: {type(batches).__name__}; give what padfree.pack returned, and one tensor for each")
     batches, values = list(batches), list(values)
+    if not all(isinstance(batch, PackedBatch) for batch in batches):
+        raise ValueError("batches: not all are packed batches; give what padfree.pack returned")
     if len(batches) != len(values):
         raise ValueError(f"values: {len(values)} tensors for {len(batches)} batches; give one tensor per batch")
     found = [
@@ -80,9 +90,10 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
 
 def collate(samples: Sequence[Sample], *, weights: Sequence[NDArray[Any]] | None = None) -> PackedBatch:
     """All of these samples in one pack, without a cap."""
-    if not samples:
+    packs = pack(samples, weights=weights)
+    if not packs:
         raise ValueError("samples: empty list; give at least one sample")
-    return pack(samples, num_packs=1, weights=weights)[0]
+    return packs[0]
 
 
 def _check_packable(
@@ -92,16 +103,19 @@ def _check_packable(
     multiple_of: int,
     weights: Sequence[NDArray[Any]] | None,
 ) -> None:
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of: {multiple_of}; give 1 or more")
-    if num_packs is not None and num_packs < 1:
-        raise ValueError(f"num_packs: {num_packs}; give 1 or more")
-    if num_packs is not None and samples and num_packs > len(samples):
+    need_whole("multiple_of", multiple_of, 1, "give 1 or more")
+    if num_packs is not None:
+        need_whole("num_packs", num_packs, 1, "give 1 or more")
+    if max_tokens is not None:
+        need_whole("max_tokens", max_tokens, 1, f"give a positive multiple of multiple_of={multiple_of}")
+    if num_packs is not None and len(samples) and num_packs > len(samples):
         raise ValueError(f"num_packs: {num_packs} for {len(samples)} samples; give at most one pack per sample")
-    if max_tokens is not None and (max_tokens < 1 or max_tokens % multiple_of):
+    if max_tokens is not None and max_tokens % multiple_of:
         raise ValueError(f"max_tokens: {max_tokens}; give a positive multiple of multiple_of={multiple_of}")
     seen: dict[Any, int] = {}
     for index, sample in enumerate(samples):
+        if not isinstance(sample, Sample):
+            raise ValueError(f"samples: {type(sample).__name__} at index {index}; make it a padfree.Sample(tokens=...)")
         if sample.uid is not None and seen.setdefault(sample.uid, index) != index:
             raise ValueError(f"uid: {sample.uid!r} at index {seen[sample.uid]} and at index {index}; give each its own")
         if max_tokens is not None and len(sample) > max_tokens:

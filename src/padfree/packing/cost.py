@@ -12,6 +12,7 @@ kept in a JSON file. Only ratios matter to packing, so FLOPs and seconds serve e
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
@@ -20,6 +21,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from padfree.arrays import need_number, number_array
 
 Floats = NDArray[np.float64]
 
@@ -39,12 +42,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
-            if not 0 <= value < np.inf:
-                raise ValueError(f"{field}: {value}; give a finite number of 0 or more")
+            need_number(field, value, 0.0, sys.float_info.max, "give a finite number of 0 or more")
 
     def __call__(self, lengths: ArrayLike) -> Floats:
         """[n] lengths -> [n] costs, without the constants."""
-        n = np.asarray(lengths, dtype=np.float64)
+        n = number_array(lengths, "lengths").astype(np.float64)
         return self.linear * n + self.quadratic * n * n
 
     @staticmethod
@@ -78,12 +80,12 @@ class CostModel:
         """The model closest to measured times: `lengths[i]` are the lengths of all samples of micro-batch i (or one
         number), `seconds[i]` is what it took. Least squares of the relative error, no coefficient below 0.
         """
-        time = np.asarray(seconds, dtype=np.float64)
+        time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):
             raise ValueError(f"seconds: shape {time.shape} for {len(lengths)} measurements; give one per micro-batch")
         if not ((time > 0) & (time < np.inf)).all():
             raise ValueError(f"seconds: {time.min()} to {time.max()}; give finite times above 0")
-        batches = [np.atleast_1d(np.asarray(batch, dtype=np.float64)) for batch in lengths]
+        batches = [np.atleast_1d(number_array(batch, "lengths").astype(np.float64)) for batch in lengths]
         features = np.array([[batch.sum(), (batch * batch).sum(), 1.0] for batch in batches])
         linear, quadratic, constant = _nonnegative_least_squares(features / time[:, None], np.ones(len(time))).tolist()
         return CostModel(linear=linear, quadratic=quadratic, constant=constant)

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from padfree.arrays import integer_array, need_whole
+
 Indices = NDArray[np.int64]
 
 
@@ -71,8 +73,7 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
     arrays; millions of bins are still only two arrays. Samples of length 0 join the last bin.
     """
     array = checked_lengths(lengths)
-    if capacity < 1:
-        raise ValueError(f"capacity: {capacity}; give 1 or more tokens")
+    need_whole("capacity", capacity, 1, "give 1 or more tokens")
     if array.size and array.max() > capacity:
         index = int(array.argmax())
         raise ValueError(
@@ -87,15 +88,11 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
 
 def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
     """Lengths as a flat int64 array, or an error that names the field and the sample."""
-    array = np.asarray(lengths)
-    if array.ndim == 1 and array.size == 0:
-        return np.zeros(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"{field}: {array.dtype} array of shape {array.shape}; give a flat list of integers")
-    if array.min() < 0:
+    array = integer_array(lengths, field)
+    if array.min(initial=0) < 0:
         index = int(array.argmin())
         raise ValueError(f"{field}: {array[index]} for sample {index}; give lengths of 0 or more")
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:

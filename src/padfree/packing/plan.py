@@ -24,6 +24,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from padfree.arrays import need_whole
 from padfree.packing.balance import Parts, Problem, partition, sums
 from padfree.packing.cost import CostModel, Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
@@ -99,8 +100,7 @@ def plan_step(
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
-        if value < 1:
-            raise ValueError(f"{field}: {value}; give 1 or more")
+        need_whole(field, value, 1, "give 1 or more")
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong: {overlong!r}; give one of {', '.join(get_args(Overlong))}")
     if not len(length):

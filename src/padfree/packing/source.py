@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.arrays import need_whole
 from padfree.packing.fill import Indices
 
 T = TypeVar("T")
@@ -33,8 +34,9 @@ class Source(Generic[T]):
                 f"source: an iterable without len and [i], with shuffle={shuffle} and epochs={epochs}; "
                 f"give a sequence, or shuffle and repeat the iterable itself"
             )
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs: {epochs}; give 1 or more, or None for no end")
+        if epochs is not None:
+            need_whole("epochs", epochs, 1, "give 1 or more, or None for no end")
+        need_whole("seed", seed, 0, "give a whole number of 0 or more")
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed: {seed}; give 0 or more, below 2**64")
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs

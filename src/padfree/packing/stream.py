@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, get_args
 
+from padfree.arrays import need_whole
 from padfree.packing.plan import Overlong
 from padfree.packing.source import Source
 
@@ -87,7 +88,11 @@ class TokenBudgetBatcher(_Batcher[T]):
         trained: Callable[[T], int] | None = None,
     ) -> None:
         super().__init__(Source(source, shuffle=shuffle, seed=seed, epochs=epochs), length)
-        _check_positive(budget=budget, buffer_size=buffer_size, max_tokens=max_tokens, warmup_start=warmup_start)
+        _check_positive(budget=budget, buffer_size=buffer_size)
+        if max_tokens is not None:
+            _check_positive(max_tokens=max_tokens)
+        if warmup_start is not None:
+            _check_positive(warmup_start=warmup_start)
         _check_choice("count", count, get_args(Count))
         _check_choice("overlong", overlong, get_args(Overlong))
         if (count == "trained") != (max_tokens is not None):
@@ -228,7 +233,9 @@ class FixedSizeBatcher(_Batcher[T]):
         length: Callable[[T], int] | None = None,
     ) -> None:
         super().__init__(Source(source, shuffle=shuffle, seed=seed, epochs=epochs), length)
-        _check_positive(batch_size=batch_size, max_length=max_length)
+        _check_positive(batch_size=batch_size)
+        if max_length is not None:
+            _check_positive(max_length=max_length)
         _check_choice("overlong", overlong, ("error", "truncate"))
         self.batch_size, self.max_length, self.drop_last, self.overlong = batch_size, max_length, drop_last, overlong
         if drop_last and self._source.length is not None and self._source.length < batch_size:
@@ -324,10 +331,9 @@ def _cut(sample: T, length: int) -> T:
     return cut
 
 
-def _check_positive(**values: int | None) -> None:
+def _check_positive(**values: int) -> None:
     for field, value in values.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{field}: {value}; give 1 or more")
+        need_whole(field, value, 1, "give 1 or more")
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,107 @@
+"""What a user gives as numbers, as a numpy array: lists, arrays, and tensors of any type on any device.
+
+    [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
+
+numpy has no bfloat16 and refuses tensors on a device or with a gradient; here they are no special case. Nothing is
+rounded to an integer: where whole numbers are needed, others are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def host_array(values: Any, name: str) -> NDArray[Any]:
+    """The values as an array of the type they have; `name` is what an error calls them."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: a {type(values).__name__} that is no array of numbers; give a flat list") from None
+
+
+def number_array(values: Any, name: str) -> NDArray[Any]:
+    """The same, of bools, integers or floats."""
+    array = host_array(values, name)
+    if array.size and array.dtype.kind not in "biuf":
+        raise ValueError(f"{name}: {array.dtype} array of shape {array.shape}; give real numbers")
+    return array
+
+
+def integer_array(values: Any, name: str) -> NDArray[np.int64]:
+    """A flat array of integers. An empty list is one, whatever type numpy gives it."""
+    array = host_array(values, name)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name}: {array.dtype} array of shape {array.shape}; give a flat list of integers")
+    return array.astype(np.int64, copy=False)
+
+
+def need_whole(name: str, value: Any, least: int, cure: str) -> None:
+    """Refuse what is no whole number of `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name}: {value!r}; {cure}")
+
+
+def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
+    """Refuse what is no number from `low` to `high`, NaN among it."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise ValueError(f"{name}: {value!r}; {cure}")
+
+
+def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
+    """[n] token ids of a sample, which `name` names."""
+    array = host_array(tokens, f"tokens of {name}")
+    if array.size == 0 and array.ndim == 1:
+        return array if array.dtype.kind in "iu" else array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens of {name}: {array.dtype} array of shape {array.shape}; give a flat list of integer token ids"
+        )
+    if array.dtype.kind == "i" and array.min() < 0:
+        raise ValueError(f"tokens of {name}: negative id {array.min()}; give token ids of 0 or more, without padding")
+    # numpy joins unsigned and signed 64 bits to floats
+    return array.astype(np.int64) if array.dtype == np.uint64 else array
+
+
+def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
+    """[n] which tokens of a sample are trained on; all where nobody says."""
+    if mask is None:
+        return np.ones(length, dtype=np.bool_)
+    array = number_array(mask, f"loss_mask of {name}")
+    _check_length(array, length, "loss_mask", name)
+    if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
+        raise ValueError(f"loss_mask of {name}: values other than 0 and 1; use advantages or weights to scale a token")
+    return array.astype(np.bool_, copy=False)
+
+
+def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.float32]:
+    """[n] one finite number per token of a sample."""
+    with np.errstate(over="ignore"):  # what float32 cannot hold is inf, and refused below
+        array = number_array(values, f"{field} of {name}").astype(np.float32, copy=False)
+    _check_length(array, length, field, name)
+    finite = np.isfinite(array)
+    if not finite.all():
+        where = int(np.argmin(finite))
+        raise ValueError(f"{field} of {name}: {array[where]} at token {where}; every entry must be finite")
+    return array
+
+
+def finite_number(value: Any, name: str) -> float:
+    """One number, also in an array or tensor without dimensions."""
+    array = number_array(value, name)
+    if array.shape != () or not np.isfinite(array):
+        raise ValueError(f"{name}: {value!r}; give one finite number")
+    return float(array)
+
+
+def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> None:
+    if array.shape != (length,):
+        raise ValueError(
+            f"{field} of {name}: shape {array.shape} for {length} tokens; give one entry per token (prompt included)"
+        )

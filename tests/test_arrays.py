@@ -1,0 +1,52 @@
+"""Host arrays from whatever a user has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from padfree.arrays import host_array, integer_array, number_array
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0],
+        (1, 0),
+        np.array([1, 0]),
+        torch.tensor([1, 0]),
+        torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
+        torch.tensor([1.0, 0.0], requires_grad=True),
+        [torch.tensor(1), torch.tensor(0)],
+    ],
+    ids=lambda values: type(values).__name__,
+)
+def test_lists_arrays_and_tensors_are_the_same(values: Any) -> None:
+    assert number_array(values, "values").tolist() == [1, 0]
+
+
+def test_an_array_is_not_copied() -> None:
+    values = np.arange(3)
+    assert host_array(values, "values") is values
+    assert integer_array(values, "values") is values
+
+
+@pytest.mark.parametrize("values", [[[1], [2, 3]], ["a"], [None], [1j], {"a": 1}])
+def test_what_is_no_array_of_numbers_is_refused(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"^lengths: .*; give .*") as caught:
+        number_array(values, "lengths")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [[1.5], [1.0], [True], [[1]], ["1"], 3])
+def test_only_integers_are_integers(values: Any) -> None:
+    with pytest.raises(ValueError, match=r"^lengths: .*give a flat list of integers"):
+        integer_array(values, "lengths")
+
+
+def test_no_entries_are_integers_too() -> None:
+    assert integer_array([], "lengths").dtype == np.int64
+    assert integer_array(torch.tensor([]), "lengths").shape == (0,)
