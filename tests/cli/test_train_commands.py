@@ -177,7 +177,7 @@ def test_progress_bars_on_a_terminal(
         ("sft", ["loss.kind=clip"], "loss.kind: 'clip' for padfree sft; use padfree rl for it"),
         (
             "rl",
-            ["loss.kind=sft", "loss.low=none", "loss.high=none"],
+            ["loss.kind=sft"],
             "loss.kind: 'sft' for padfree rl; use padfree sft",
         ),
         ("sft", ["optimizer.rl=1"], "optimizer.rl"),
@@ -188,10 +188,10 @@ def test_progress_bars_on_a_terminal(
         ),
         ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
         ("sft", ["lora.rank=4", "lora.targets=no_proj", "--dry-run"], "lora.targets: the model has no 'no_proj'"),
-        ("sft", ["batch.max_tokens=2", "--dry-run"], "max_tokens: 2 is less than"),
+        ("sft", ["batch.max_tokens=2", "--dry-run"], "batch.max_tokens: 2, but sft.jsonl:1 has "),
         ("sft", ["batch.cost=nowhere.json", "--dry-run"], "batch.cost: nowhere.json cannot be read"),
-        ("sft", ["model.path=no/where"], "model.path: 'no/where' has no tokenizer to load"),
-        ("sft", ["model.path=no/where", "--dry-run"], "model.path: 'no/where' has no tokenizer to load"),
+        ("sft", ["model.path=no/where"], "model.path: 'no/where' is not on this disk, and the Hub is not asked"),
+        ("sft", ["model.path=no/where", "--dry-run"], "model.path: 'no/where' is not on this disk, and the Hub is"),
     ],
 )
 def test_mistakes_are_one_line(

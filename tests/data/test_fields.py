@@ -30,7 +30,11 @@ def test_a_mapping_renames_and_speaks_for_its_kind() -> None:
             r"f has \['answer', 'question'\]; expected 'messages', or 'prompt' and 'response', or",
         ),
         (["prompt"], {}, r"f has \['prompt'\]; expected"),
-        (["messages", "text"], {}, r"f has 'messages' and also 'text'; say which is meant, e\.g\. columns={'messages'"),
+        (
+            ["messages", "text"],
+            {},
+            r"f has 'messages' and also 'text'; say which is meant, as in data.columns='\{messages=",
+        ),
         (["prompt", "response", "messages"], {}, r"'messages' and also 'prompt' and 'response'"),
         (["question", "text"], {"question": "prompt"}, r"f has \['question', 'text'\]; expected"),
         (["prompt", "response"], {"questoin": "prompt"}, r"'questoin' \(for 'prompt'\) is not in f, which has"),

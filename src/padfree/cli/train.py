@@ -25,7 +25,7 @@ HELP = {
 }
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, text in HELP.items():
         command = commands.add_parser(
             name,
@@ -53,9 +53,6 @@ def run(settings: argparse.Namespace) -> None:
         other = "rl" if settings.command == "sft" else "sft"
         raise ValueError(f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {other} for it")
 
-    from padfree.train.trackers import require_trackers
-
-    require_trackers(config.track)
     first = int(os.environ.get("RANK", "0")) == 0
     if settings.dry_run:
         for line in description(config) if first else ():
@@ -68,12 +65,18 @@ def run(settings: argparse.Namespace) -> None:
 
     try:
         with progress(config.run.steps, shown=first) as shown:
-            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising)
+            result = train(
+                config, on_step=shown.step, on_tokenising=shown.tokenising, on_note=print_note if first else None
+            )
     except (NonFiniteError, PeerLostError) as error:
         raise ValueError(str(error)) from error
     if first:
         end = "stopped by a signal" if result.stopped else "done"
         print(f"{end} after {result.step} steps; everything is in {config.run.folder}")
+
+
+def print_note(note: str) -> None:
+    print(f"note: {note}", flush=True)
 
 
 # Progress
@@ -158,26 +161,23 @@ def description(config: Config) -> Iterator[str]:
 
     from padfree.packing import CostModel, plan_step
     from padfree.train.costs import read_cost
-    from padfree.train.memory import estimate_memory, skeleton
-    from padfree.train.sources import load_source, load_tokenizer, make_batcher
+    from padfree.train.decide import decide
+    from padfree.train.memory import estimate_memory
+    from padfree.train.sources import make_batcher
 
     processes, context, replicate = (
         int(os.environ.get("WORLD_SIZE", "1")),
         config.parallel.context,
         config.parallel.replicate,
     )
-    if processes % (context * replicate):
-        raise ValueError(
-            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {processes} processes; "
-            "change one of them"
-        )
-    data = processes // context
-    tokenizer = load_tokenizer(config)
-    source = load_source(config, tokenizer)
+    device_type = config.run.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    decided = decide(config, processes=processes, device_type=device_type, dry=True)
+    source, model, data = decided.source, decided.model, processes // context
     groups = next(make_batcher(config, source.samples), None)
     if groups is None:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
-    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)
     cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
     lengths = [len(sample) for group in groups for sample in group]
     plan = plan_step(
@@ -188,9 +188,6 @@ def description(config: Config) -> Iterator[str]:
         overlong=config.batch.overlong,
     )
     sampled = config.rollout.reward is not None
-    device_type = config.run.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     memory = estimate_memory(
         config,
         model,
@@ -212,6 +209,10 @@ def description(config: Config) -> Iterator[str]:
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
         f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
+    if device_type == "cuda" and not torch.cuda.is_available():
+        yield "note: run.device is cuda, and there is no such device here: the run needs one"
+    for note in decided.notes:
+        yield f"note: {note}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

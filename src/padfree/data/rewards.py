@@ -102,13 +102,18 @@ class Reward:
         return float(value)
 
 
+def check_reward_name(name: str) -> None:
+    """Refuse what can be no reward's name. Nothing is imported."""
+    if name not in BUILT_IN and not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function'")
+
+
 def load_reward(name: str) -> Reward:
     """A built-in reward, or `module:function` from the installed packages or the current folder."""
+    check_reward_name(name)
     if name in BUILT_IN:
         return Reward(name, BUILT_IN[name])
     module_name, _, function_name = name.partition(":")
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function'")
     module = _imported(module_name, name)
     function = getattr(module, function_name, None)
     if not callable(function):

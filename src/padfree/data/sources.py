@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from padfree.config.hub import check_name
 from padfree.data.records import RowError, as_record, first_line, parse_line, shown
 
 CHUNK_ROWS = 512
@@ -274,7 +275,7 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
     loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, dict):
         if split not in loaded:
-            raise ValueError(f"split: {split!r} is not in {folder}; use one of {', '.join(loaded)}")
+            raise ValueError(f"data.split: {split!r} is not in {folder}; set it to one of {', '.join(loaded)}")
         return HubSource(loaded[split], f"{folder.name}/{split}")
     return HubSource(loaded, folder.name)
 
@@ -283,11 +284,12 @@ def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
     if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
     datasets = optional_package("datasets", f"data: {name} is not on this disk, so a Hub id", install="datasets")
+    check_name(name, "data", "dataset")
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data: {name} (subset {subset}, split {split}) is no file or folder here and did not load from the Hub "
-            f"({first_line(error)}); correct the name, or give a file"
+            f"data: {name} (data.subset {subset}, data.split {split}) did not load from the Hub "
+            f"({first_line(error)}); correct the name, data.subset or data.split"
         ) from error
     return HubSource(loaded, "/".join(filter(None, (name, subset, split))))

@@ -35,6 +35,7 @@ from padfree.losses import PolicySettings, ReinforceSettings
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.credit import with_advantages
+from padfree.train.decide import decide
 from padfree.train.engine import Engine, NonFiniteError, PreparedStep
 from padfree.train.events import Events, environment
 from padfree.train.flops import Flops
@@ -45,7 +46,7 @@ from padfree.train.rollouts import make_sampling
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.setup import build_engine, build_reference, export
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
+from padfree.train.sources import Batcher, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
 
 
@@ -65,8 +66,17 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
 
 
-def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progress | None = None) -> RunResult:
-    """A whole run, as one of the processes that torchrun started, or alone."""
+def train(
+    config: Config,
+    *,
+    on_step: OnStep | None = None,
+    on_tokenising: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> RunResult:
+    """A whole run, as one of the processes that torchrun started, or alone.
+
+    `on_note` is called before the first step with what is odd about the settings and no mistake, a line each.
+    """
     require_trackers(config.track)
     with (
         deterministic(config.run.deterministic),
@@ -78,8 +88,11 @@ def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progr
             replicate=config.parallel.replicate,
             timeout=config.run.timeout,
         )
-        tokenizer = load_tokenizer(config)
-        source = load_source(config, tokenizer, progress=on_tokenising)
+        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+        tokenizer, source = decided.tokenizer, decided.source
+        if on_note is not None:
+            for note in decided.notes:
+                on_note(note)
         batcher = make_batcher(config, source.samples)
         engine = build_engine(config, mesh)
         reference = build_reference(config, mesh, engine)

@@ -1,0 +1,57 @@
+"""Whether a name is a model or a data set of the Hugging Face Hub, asked once and quickly.
+
+    models/qwen, ./qwen, /data/qwen, ~/qwen      more than owner/name, or a path: it must be on this disk
+    Qwen/Qwen3-0.6B                              on this disk, or in the Hub's cache, or on the Hub
+
+Libraries ask the Hub many times over and wait between, so that a mistyped name takes most of a minute without a
+network, and then is said to lack some file. Here the Hub is asked once for the name alone. Its answer counts, and so
+does a connection that cannot be made. A slow answer decides nothing: whoever loads the files may wait for longer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+SECONDS = 10.0
+"""How long the Hub may take for a first answer."""
+
+KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
+"""What is in the Hub's cache if a model or a data set is."""
+
+
+def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
+    """Refuse what is neither on this disk nor on the Hub, in one line that begins with `setting`."""
+    if Path(name).expanduser().exists():
+        return
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise ValueError(f"{setting}: {name!r} does not exist; correct the path, or give a Hub id (owner/name)")
+    reason = _unknown(name, kind)
+    if reason is not None:
+        raise ValueError(
+            f"{setting}: {name!r} is not on this disk, and {reason}; correct the name, or give a folder that exists"
+        )
+
+
+def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
+    """Why nothing can be loaded under this name; None where something can, or where it is not known."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    if any(isinstance(try_to_load_from_cache(name, file, repo_type=kind), str) for file in KINDS[kind]):
+        return None
+    if constants.HF_HUB_OFFLINE:
+        return "the Hub is not asked in offline mode (HF_HUB_OFFLINE)"
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
+    except GatedRepoError:
+        return None  # it is there; whether it may be loaded is for the loader to say
+    except (RepositoryNotFoundError, HFValidationError):
+        return f"the Hub has no {kind} of this name that you may see"
+    except OfflineModeIsEnabled:
+        return "the Hub is not asked in offline mode (HF_HUB_OFFLINE)"
+    except Exception as error:  # of the HTTP library, which is another one from version to version of huggingface_hub
+        if type(error).__name__ in ("ConnectError", "ConnectionError"):
+            return f"the Hub cannot be reached ({' '.join(str(error).split())})"
+    return None
