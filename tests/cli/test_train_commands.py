@@ -116,7 +116,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
 def test_a_dry_run_of_rollouts_shows_the_sampler_and_the_longest_responses(
     overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = ["lora.rank=2", "parallel.offload=true", "rollout.max_new_tokens=20"]
+    changes = ["lora.rank=2", "parallel.offload=true", "rollout.max_new_tokens=20", "run.device=cuda"]
     assert main(["rl", str(RECIPES / "rl-local.toml"), *overrides["rl-local"], *changes, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "sampler" in shown

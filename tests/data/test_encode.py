@@ -121,7 +121,7 @@ def test_a_tokenizer_without_an_end_is_refused_or_told_not_to_write_one() -> Non
     tokenizer = tiny_tokenizer(eos_token=None)
     passage = Passage(pieces=(Piece("May", True),))
     with pytest.raises(
-        ValueError, match="append_eos: true, but the tokenizer has no eos token; set data.append_eos=false"
+        ValueError, match=r"append_eos: true, but the tokenizer has no eos token; set data.append_eos=false"
     ):
         encode(tokenizer, passage)
     assert encode(tokenizer, passage, append_eos=False).tokens.tolist() == ids(tokenizer, "May")

@@ -73,6 +73,9 @@ def run(settings: argparse.Namespace) -> None:
 
     from padfree.check import check_model, chosen_samples
     from padfree.check.samples import has_tokenizer
+    from padfree.train.memory import skeleton
+
+    skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
 
     samples, origin = settings.samples, ""
     if data is not None:

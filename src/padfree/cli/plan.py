@@ -100,7 +100,7 @@ def _check(settings: argparse.Namespace) -> None:
     if settings.lengths is not None and (settings.data or settings.rollouts):
         raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
     if settings.html is not None:
-        check_output(settings.html, "--html")
+        check_output(settings.html, "--html", makes_folder=True)
     if settings.json and settings.calibrate:
         raise ValueError("--json: with --calibrate; call padfree plan once for each")
 

@@ -21,10 +21,19 @@ KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.
 """What is in the Hub's cache if a model or a data set is."""
 
 
+def shortened(name: str) -> str:
+    """A name in a message."""
+    return repr(name if len(name) <= 200 else f"{name[:200]}...")
+
+
 def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
     """Refuse what is neither on this disk nor on the Hub, in one line that begins with `setting`."""
-    if Path(name).expanduser().exists():
-        return
+    try:
+        if Path(name).expanduser().exists():
+            return
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be looked into, no such user
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{setting}: {shortened(name)} cannot be read ({reason}); give another") from None
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"{setting}: {name!r} does not exist; correct the path, or give a Hub id (owner/name)")
     reason = _unknown(name, kind)

@@ -13,11 +13,14 @@ import tempfile
 from pathlib import Path
 
 
-def check_output(path: str | Path, name: str) -> None:
-    """Refuse a file that could not be written."""
+def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
+    """Refuse a file that could not be written. `makes_folder`: whoever writes it makes the folder that it is in."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{name}: {path} is a folder; give the name of a file")
+    if makes_folder and not path.parent.exists():
+        check_folder(path.parent, name)
+        return
     try:
         if not path.parent.is_dir():
             raise ValueError(f"{name}: {path.parent} is no folder; create it first")

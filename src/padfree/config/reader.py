@@ -123,6 +123,8 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 def _value(hint: Any, value: Any, name: str) -> Any:
     """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
     converted = _converted(hint, value)
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{name}: {value!r}; give it without the zero character")
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"

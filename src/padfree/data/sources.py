@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padfree.config.hub import check_name
+from padfree.config.hub import check_name, shortened
 from padfree.data.records import RowError, as_record, first_line, parse_line, shown
 
 CHUNK_ROWS = 512
@@ -89,7 +89,11 @@ class FileSource(Source):
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
-        self._opened = path.stat()
+        try:
+            with open(path, "rb"):
+                self._opened = path.stat()
+        except OSError as error:
+            raise ValueError(f"data: {path} cannot be read ({error.strerror}); make it readable") from None
         self.size = self._opened.st_size
 
     def check_unchanged(self) -> None:
@@ -223,17 +227,21 @@ def open_sources(
     found: list[Source | Path] = []
     bases: list[Path] = []
     for entry in entries:
-        path = Path(entry).expanduser().absolute()
-        if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-            found.append(_saved_dataset(path, split))
-        elif path.is_dir():
-            bases.append(path)
-            found.extend(_files_below(path))
-        elif path.exists():
-            bases.append(path.parent)
-            found.append(path)
-        else:
-            found.append(_hub_dataset(str(entry), split, subset))
+        try:
+            path = Path(entry).expanduser().absolute()
+            if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+                found.append(_saved_dataset(path, split))
+            elif path.is_dir():
+                bases.append(path)
+                found.extend(_files_below(path))
+            elif path.exists():
+                bases.append(path.parent)
+                found.append(path)
+            else:
+                found.append(_hub_dataset(str(entry), split, subset))
+        except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"data: {shortened(str(entry))} cannot be read ({reason}); give another") from None
     # What names a sample must not change when the folder is moved, or when a file is added to it.
     base = os.path.commonpath(bases) if bases else ""
     sources = [
@@ -262,12 +270,13 @@ def _file_source(path: Path, name: str) -> FileSource:
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
+    lines = JsonLinesFile(path, name)
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"{"):
             return JsonFile(path, name)
-    return JsonLinesFile(path, name)
+    return lines
 
 
 def _saved_dataset(folder: Path, split: str) -> HubSource:

@@ -66,7 +66,7 @@ def read_lengths(path: str | Path) -> Lengths:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"--lengths: {path} cannot be read ({reason}); give a .npy or a text file") from None
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, EOFError):
         raise ValueError(f"--lengths: {path} is not a file of whole numbers; give a .npy or a text file") from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
         raise ValueError(
