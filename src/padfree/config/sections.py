@@ -114,7 +114,8 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         given = (self.samples is not None) + (self.tokens is not None)
-        need(given == 1, "batch.samples", self.samples, "give either batch.samples or batch.tokens")
+        cure = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
+        need(given == 1, "batch.samples", self.samples, cure)
         for name in ("samples", "tokens", "max_tokens", "buffer"):
             value = getattr(self, name)
             need(value is None or value >= 1, f"batch.{name}", value, "give 1 or more")
@@ -251,11 +252,10 @@ class Config:
 
     def __post_init__(self) -> None:
         endless = self.data.epochs is None and self.run.steps is None
-        need(not endless, "run.steps", None, "give it, or data.epochs, or the run never ends")
+        need(not endless, "run.steps", None, "set run.steps=1000, or data.epochs=1, or the run never ends")
         falls = self.schedule.kind != "constant"
-        need(
-            self.run.steps is not None or not falls, "run.steps", None, f"schedule.kind {self.schedule.kind!r} needs it"
-        )
+        cure = f"set run.steps=1000, schedule.kind {self.schedule.kind!r} needs it"
+        need(self.run.steps is not None or not falls, "run.steps", None, cure)
         if self.run.steps is not None:
             need(
                 self.schedule.warmup <= self.run.steps,
@@ -264,7 +264,8 @@ class Config:
                 f"give at most run.steps, {self.run.steps}",
             )
         if self.loss.kind != "sft":
-            need(self.batch.samples is not None, "batch.samples", None, "give it, RL takes whole groups of samples")
+            cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
+            need(self.batch.samples is not None, "batch.samples", None, cure)
             all_turns = self.data.loss_on == "assistant"
             cure = "leave it out, what is trained on in RL is the response"
             need(all_turns, "data.loss_on", self.data.loss_on, cure)
@@ -283,7 +284,7 @@ class Config:
         given = advantage == "given"
         need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
         compared = group > 1 or advantage not in GROUPED
-        cure = f"give 2 or more to compare, or set loss.advantage=reinforce++; with {advantage!r} every advantage is 0"
+        cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
         need(compared, "rollout.group", group, cure)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"

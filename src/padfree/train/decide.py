@@ -183,8 +183,13 @@ def _checked_model(config: Config, path: str, setting: str) -> PreTrainedModel:
             _open(path, code)  # which tensors its files hold; of a Hub id they would all be downloaded for it
         lm_head_of(attach(model, config.model.attention))
     except ValueError as error:
-        raise ValueError(f"{setting}: {str(error).removeprefix('model: ')}") from None
+        raise ValueError(_renamed(error, "model", setting)) from None
     return model
+
+
+def _renamed(error: ValueError, name: str, setting: str) -> str:
+    """A message of the library about its argument `name`, as one about a setting."""
+    return f"{setting}: {str(error).removeprefix(f'{name}: ')}"
 
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
@@ -198,7 +203,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
     try:
         choose_backend(device_type, getattr(torch, config.model.dtype), head_dim, requested=config.model.attention)
     except ValueError as error:
-        raise ValueError(f"model.attention: {str(error).removeprefix('backend: ')}") from None
+        raise ValueError(_renamed(error, "backend", "model.attention")) from None
 
 
 # Data
