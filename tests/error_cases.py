@@ -483,17 +483,61 @@ def heads(count: int = 2, tokens: int = 5, size: int = 8, dtype: torch.dtype = t
 
 FIVE, THREE = Segments.from_lengths([3, 2]), Segments.from_lengths([3])
 CASES["attention"] = [
-    ("q, k, v", lambda folder: varlen_attention(heads()[None], heads(), heads(), FIVE, FIVE)),
-    ("q, k", lambda folder: varlen_attention(heads(3), heads(2), heads(2), FIVE, FIVE)),
-    ("q, k, v", lambda folder: varlen_attention(heads(), heads(dtype=torch.float64), heads(), FIVE, FIVE)),
-    ("segments_q, segments_k", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, THREE)),
-    ("segments_q", lambda folder: varlen_attention(heads(tokens=4), heads(), heads(), FIVE, FIVE)),
-    ("sinks", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, sinks=torch.zeros(3))),
-    ("window", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=0)),
-    ("window", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=2, causal=False)),
-    ("softcap", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, softcap=-1.0)),
-    ("backend", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="fastest")),
-    ("backend", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="torch")),
+    (
+        "q, k, v",
+        lambda folder: varlen_attention(heads()[None], heads(), heads(), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "q, k",
+        lambda folder: varlen_attention(heads(3), heads(2), heads(2), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(4), heads(2), heads(2), FIVE, FIVE),
+    ),
+    (
+        "q, k, v",
+        lambda folder: varlen_attention(heads(), heads(dtype=torch.float64), heads(), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "segments_q, segments_k",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, THREE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "segments_q",
+        lambda folder: varlen_attention(heads(tokens=4), heads(), heads(), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "sinks",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, sinks=torch.zeros(3)),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, sinks=torch.zeros(2)),
+    ),
+    (
+        "window",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=0),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=1),
+    ),
+    (
+        "window",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=2, causal=False),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=2, causal=True),
+    ),
+    (
+        "softcap",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, softcap=-1.0),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, softcap=1.0),
+    ),
+    (
+        "backend",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="fastest"),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="auto"),
+    ),
+    (
+        "backend",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="torch"),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="cpu"),
+    ),
 ]
 
 
@@ -501,19 +545,44 @@ def context(**values: Any) -> Any:
     return shard(batch(), **values).context
 
 
+def joined(folder: Path) -> None:
+    with distributed(device="cpu", timeout=60):
+        pass
+
+
 CASES["cp"] = [
-    ("kind", lambda folder: make_layout(FIVE, 1, "zigzag")),  # type: ignore[arg-type]
-    ("world", lambda folder: make_layout(FIVE, 0)),
-    ("segments", lambda folder: make_layout(FIVE, 2)),
-    ("method", lambda folder: shard(batch(), method="rings")),  # type: ignore[arg-type]
-    ("rank", lambda folder: shard(batch(), world=2, rank=2)),
-    ("segments", lambda folder: shard(batch(3, 2), world=2, rank=0)),
-    ("q", lambda folder: attend(heads(tokens=4), heads(), heads(), context())),
-    ("window", lambda folder: attend(heads(), heads(), heads(), context(), window=0)),
-    ("values", lambda folder: gather_tokens(torch.zeros(4), context())),
-    ("group", lambda folder: gather_tokens(torch.zeros(2), shard(batch(2, 2), world=2, rank=0).context)),
-    ("device", lambda folder: distributed(device="tpu").__enter__()),
-    ("timeout", lambda folder: distributed(device="cpu", timeout=0).__enter__()),
+    ("kind", lambda folder: make_layout(FIVE, 1, "zigzag"), lambda folder: make_layout(FIVE, 1, "balanced")),  # type: ignore[arg-type]
+    ("world", lambda folder: make_layout(FIVE, 0), lambda folder: make_layout(FIVE, 1)),
+    ("segments", lambda folder: make_layout(FIVE, 2), lambda folder: make_layout(Segments.from_lengths([4, 2]), 2)),
+    ("method", lambda folder: shard(batch(), method="rings"), lambda folder: shard(batch(), method="ring")),  # type: ignore[arg-type]
+    ("rank", lambda folder: shard(batch(), world=2, rank=2), lambda folder: shard(batch(2, 2), world=2, rank=1)),
+    (
+        "segments",
+        lambda folder: shard(batch(3, 2), world=2, rank=0),
+        lambda folder: shard(batch(3, 2).padded_to_multiple(2), world=2, rank=0),
+    ),
+    (
+        "q",
+        lambda folder: attend(heads(tokens=4), heads(), heads(), context()),
+        lambda folder: attend(heads(), heads(), heads(), context()),
+    ),
+    (
+        "window",
+        lambda folder: attend(heads(), heads(), heads(), context(), window=0),
+        lambda folder: attend(heads(), heads(), heads(), context(), window=1),
+    ),
+    (
+        "values",
+        lambda folder: gather_tokens(torch.zeros(4), context()),
+        lambda folder: gather_tokens(torch.zeros(5), context()),
+    ),
+    (
+        "group",
+        lambda folder: gather_tokens(torch.zeros(2), shard(batch(2, 2), world=2, rank=0).context),
+        lambda folder: gather_tokens(torch.zeros(4), shard(batch(2, 2)).context),
+    ),
+    ("device", lambda folder: distributed(device="tpu").__enter__(), joined),
+    ("timeout", lambda folder: distributed(device="cpu", timeout=0).__enter__(), joined),
 ]
 
 
@@ -554,47 +623,129 @@ def renamed_weights(path: Path) -> None:
 
 
 CASES["model"] = [
-    ("model", lambda folder: attach(torch.nn.Linear(2, 2))),  # type: ignore[type-var]
-    ("backend", lambda folder: attach(build("qwen3"), backend="fastest")),
-    ("attn_context", forward(attn_context=...)),
-    ("position_ids", forward(position_ids=None)),
-    ("attention_mask", forward(attention_mask=torch.ones(1, 5))),
-    ("use_cache", forward(use_cache=True)),
-    ("output_attentions", forward(output_attentions=True)),
-    ("attn_context", forward(input_ids=torch.zeros(1, 6, dtype=torch.int64), position_ids=torch.arange(6)[None])),
-    ("input_ids", forward(input_ids=torch.zeros(2, 5, dtype=torch.int64), position_ids=torch.zeros(2, 5).long())),
-    ("Qwen3ForCausalLM", lambda folder: attached()(torch.zeros(1, 5).long(), None, attn_context=context())),
-    ("model", broken_model(lambda path: (path / "config.json").unlink())),
-    ("model", broken_model(lambda path: (path / "config.json").write_text("{"))),
-    ("model", broken_model(with_config(hidden_size=64))),
-    ("model", broken_model(with_config(tie_word_embeddings=False))),
-    ("model", broken_model(with_config(quantization_config={"quant_method": "fp8"}))),
-    ("model", broken_model(with_config(model_type="bert"))),
-    ("model", broken_model(lambda path: (path / "model.safetensors").write_bytes(b"x"))),
-    ("model", broken_model(renamed_weights)),
-    ("model", lambda folder: load_model(folder / "nowhere", dtype=torch.float32, device=torch.device("cpu"))),
+    ("model", lambda folder: attach(torch.nn.Linear(2, 2)), lambda folder: attach(build("qwen3"))),  # type: ignore[type-var]
+    (
+        "backend",
+        lambda folder: attach(build("qwen3"), backend="fastest"),
+        lambda folder: attach(build("qwen3"), backend="auto"),
+    ),
+    ("attn_context", forward(attn_context=...), forward()),
+    ("position_ids", forward(position_ids=None), forward()),
+    ("attention_mask", forward(attention_mask=torch.ones(1, 5)), forward()),
+    ("use_cache", forward(use_cache=True), forward(use_cache=False)),
+    ("output_attentions", forward(output_attentions=True), forward(output_attentions=False)),
+    (
+        "attn_context",
+        forward(input_ids=torch.zeros(1, 6, dtype=torch.int64), position_ids=torch.arange(6)[None]),
+        forward(),
+    ),
+    (
+        "input_ids",
+        forward(input_ids=torch.zeros(2, 5, dtype=torch.int64), position_ids=torch.zeros(2, 5).long()),
+        forward(),
+    ),
+    ("Qwen3ForCausalLM", lambda folder: attached()(torch.zeros(1, 5).long(), None, attn_context=context()), forward()),
+    ("model", broken_model(lambda path: (path / "config.json").unlink()), broken_model(lambda path: None)),
+    ("model", broken_model(lambda path: (path / "config.json").write_text("{")), broken_model(lambda path: None)),
+    ("model", broken_model(with_config(hidden_size=64)), broken_model(with_config(hidden_size=32))),
+    (
+        "model",
+        broken_model(with_config(tie_word_embeddings=False)),
+        broken_model(with_config(tie_word_embeddings=True)),
+    ),
+    ("model", broken_model(with_config(quantization_config={"quant_method": "fp8"})), broken_model(with_config())),
+    ("model", broken_model(with_config(model_type="bert")), broken_model(with_config(model_type="qwen3"))),
+    (
+        "model",
+        broken_model(lambda path: (path / "model.safetensors").write_bytes(b"x")),
+        broken_model(lambda path: None),
+    ),
+    ("model", broken_model(renamed_weights), broken_model(lambda path: None)),
+    (
+        "model",
+        lambda folder: load_model(folder / "nowhere", dtype=torch.float32, device=torch.device("cpu")),
+        lambda folder: load_model(
+            save_with_tokenizer(folder / "here"), dtype=torch.float32, device=torch.device("cpu")
+        ),
+    ),
 ]
 HIDDEN, WEIGHT, LABELS = torch.randn(5, 8), torch.randn(7, 8), torch.tensor([1, 2, -100, 6, 0])
 TRAINED = HIDDEN.clone().requires_grad_()
 CASES["head"] = [
-    ("hidden", lambda folder: score(HIDDEN.half(), WEIGHT.half(), LABELS)),
-    ("hidden, weight", lambda folder: score(HIDDEN[:, :4], WEIGHT, LABELS)),
-    ("weight", lambda folder: score(HIDDEN, WEIGHT.double(), LABELS)),
-    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS[:3])),
-    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS.float())),
-    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS + 1)),
-    ("bias", lambda folder: score(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(3))),
-    ("softcap", lambda folder: score(HIDDEN, WEIGHT, LABELS, softcap=0.0)),
-    ("temperature", lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=0.0)),
-    ("temperature", lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(3))),
-    ("temperature", lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.zeros(5))),
-    ("num_labels", lambda folder: score(HIDDEN, WEIGHT, LABELS, num_labels=9)),
-    ("memory", lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="small")),  # type: ignore[arg-type]
-    ("memory", lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=0)),
-    ("backend", lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="fast")),  # type: ignore[arg-type]
-    ("backend", lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="triton")),
-    ("token_loss", lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs[:1])),
-    ("token_loss", lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs.detach())),
+    (
+        "hidden",
+        lambda folder: score(HIDDEN.half(), WEIGHT.half(), LABELS),
+        lambda folder: score(HIDDEN.bfloat16(), WEIGHT.bfloat16(), LABELS),
+    ),
+    (
+        "hidden, weight",
+        lambda folder: score(HIDDEN[:, :4], WEIGHT, LABELS),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS),
+    ),
+    ("weight", lambda folder: score(HIDDEN, WEIGHT.double(), LABELS), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS[:3]), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS.float()), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS + 1), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    (
+        "bias",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(3)),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(7)),
+    ),
+    (
+        "softcap",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, softcap=0.0),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, softcap=1.0),
+    ),
+    (
+        "temperature",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=0.0),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=1.0),
+    ),
+    (
+        "temperature",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(3)),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(5)),
+    ),
+    (
+        "temperature",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.zeros(5)),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(5)),
+    ),
+    (
+        "num_labels",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, num_labels=9),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, num_labels=4),
+    ),
+    (
+        "memory",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="small"),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="low"),
+    ),  # type: ignore[arg-type]
+    (
+        "memory",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=0),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=1 << 20),
+    ),
+    (
+        "backend",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="fast"),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="auto"),
+    ),  # type: ignore[arg-type]
+    (
+        "backend",
+        lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="triton"),
+        lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="auto"),
+    ),
+    (
+        "token_loss",
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs[:1]),
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
+    (
+        "token_loss",
+        lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs.detach()),
+        lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
 ]
 MASKS = [np.array([False, True, True]), np.array([False, True])]
 
@@ -806,6 +957,11 @@ CASES["compat"] = [
 ]
 
 
+def _placed(word: str, folder: Path) -> str:
+    """FOLDER is the case's own, MODEL-qwen3 and its like are small models."""
+    return re.sub(r"MODEL-(\w+)", lambda match: model_folder(match[1]), word).replace("FOLDER", str(folder))
+
+
 def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None) -> Words:
     """What `padfree` prints for it, as the message of an error; `files` are written to the folder first."""
 
@@ -813,7 +969,7 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
         files(folder)
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
-            code = main([argument.replace("FOLDER", str(folder)) for argument in words])
+            code = main([_placed(word, folder) for word in words])
         if code == 0:
             return
         text = printed.getvalue()
@@ -861,7 +1017,7 @@ def plan(*words: str) -> Words:
 
 
 def check(*words: str) -> Words:
-    return command("check", "--model", model_folder("qwen3"), "--samples", "2", "--device", "cpu", *words)
+    return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words)
 
 
 def report(*words: str) -> Words:
@@ -908,7 +1064,7 @@ CASES["cli"] = [
         plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--html", "FOLDER/lengths.txt/p.html"),
         ("--html", "FOLDER/p.html"),
     ),
-    ("--suggest", plan("--lengths", "FOLDER/lengths.txt", "--suggest"), ("--model", model_folder("qwen3"))),
+    ("--suggest", plan("--lengths", "FOLDER/lengths.txt", "--suggest"), ("--model", "MODEL-qwen3")),
     ("--samples", command("check", "--model", "m", "--samples", "1")),
     ("--max-length", command("check", "--model", "m", "--max-length", "1")),
     ("--dtype", command("check", "--model", "m", "--dtype", "int8"), ("--dtype", "bfloat16")),
@@ -922,7 +1078,7 @@ CASES["cli"] = [
     ("--layout", command("check", "--model", "m", "--layout", "dp=2,cp=2"), ("--layout", "dp=1,cp=1")),
     ("--json", command("check", "--model", "m", "--json", NOTHING_LEFT), ("--json", "FOLDER/report.json")),
     ("--json", command("check", "--model", "m", "--json", "FOLDER"), ("--json", "FOLDER/report.json")),
-    ("--model", command("check", "--model", "FOLDER/nowhere"), ("--model", model_folder("small"), "--samples", "1")),
+    ("--model", command("check", "--model", "FOLDER/nowhere"), ("--model", "MODEL-small", "--samples", "1")),
     ("--data", command("check", "--model", "m", "data.split=dev"), ("--data", "FOLDER/d.jsonl")),
     ("override", command("check", "--model", "m", "--data", "d.jsonl", "batch.samples=2"), "-batch.samples"),
     ("data.columns", command("check", "--model", "m", "--data", "d.jsonl", "data.columns=3"), "-data.columns"),
@@ -943,15 +1099,15 @@ CASES["decide"] = [
     ("data.max_length", dry_run("rl-local", TASKS, "data.max_length=6")),
     ("data.path", dry_run("sft", [*SFT, LONG], model="gpt2")),
     ("data.path", dry_run("rl-local", TASKS, "rollout.max_new_tokens=20", model="gpt2")),
-    ("data.path", dry_run("sft", SFT, model="small"), f"model.path={model_folder('qwen3')}"),
+    ("data.path", dry_run("sft", SFT, model="small"), "model.path=MODEL-qwen3"),
     ("data.path", dry_run("rl", [{**row, "tokens": [1, 2, 3, 4, 99]} for row in GROUPED]), dry_run("rl", GROUPED)),
     ("data.path", dry_run("rl", [{**GROUPED[0], "logprobs": [-1, -1]}, *GROUPED[1:]]), dry_run("rl", GROUPED)),
     ("loss.kl_coefficient", dry_run("rl", GROUPED, *KL)),
-    ("reference.path", dry_run("rl-local", TASKS, *KL), f"reference.path={model_folder('qwen3')}"),
+    ("reference.path", dry_run("rl-local", TASKS, *KL), "reference.path=MODEL-qwen3"),
     ("reference.path", dry_run("rl", GROUPED, *KL, "reference.path=no/where"), "-reference.path"),
     (
         "reference.refresh",
-        dry_run("rl", GROUPED, *KL, f"reference.path={model_folder('small')}", "reference.refresh=1"),
+        dry_run("rl", GROUPED, *KL, "reference.path=MODEL-small", "reference.refresh=1"),
     ),
     ("loss.old_policy", dry_run("rl", GROUPED, "loss.old_policy=sampler")),
     ("loss.corrections", dry_run("rl", GROUPED, "loss.corrections=['token_tis']")),
