@@ -82,21 +82,20 @@ def setting(mapping: Mapping[str, str]) -> str:
     return f"data.columns={shlex.quote('{' + pairs + '}')}"
 
 
-def _likely(names: Sequence[str], schema: Schema) -> dict[str, str]:
-    """A mapping that makes a kind of sample of these columns: by their usual names, else in their order."""
+def _likely(names: Sequence[str], schema: Schema) -> dict[str, str] | None:
+    """A mapping that makes a kind of sample of these columns, by their usual names, else in their order; None: none."""
     free = [name for name in names if name not in schema.known]
     for needed in schema.kinds.values():
         found = {field: _named(field, names) for field in needed}
         if all(found.values()):
             return {column: field for field, column in found.items() if column is not None and column != field}
-    begun = [needed for needed in schema.kinds.values() if any(field in names for field in needed)]
-    kind = begun[0] if begun else next(kind for kind in schema.kinds.values() if len(kind) <= max(len(free), 1))
-    for fields in (("prompt", "response"), ("text",), ("prompt",)):
-        if not begun and fields in schema.kinds.values() and len(fields) <= len(free):
-            kind = fields
-            break
-    missing = [field for field in kind if field not in names]
-    return dict(zip(free or ["column"], missing, strict=False))
+    usual = [kind for kind in (("prompt", "response"), ("text",), ("prompt",)) if kind in schema.kinds.values()]
+    begun = [kind for kind in schema.kinds.values() if any(field in names for field in kind)]
+    for kind in begun or [*usual, *schema.kinds.values()]:
+        missing = [field for field in kind if field not in names]
+        if len(missing) <= len(free):
+            return dict(zip(free, missing, strict=False))
+    return None
 
 
 def _named(field: str, names: Sequence[str]) -> str | None:
@@ -120,10 +119,9 @@ def resolve(available: Iterable[str], mapping: Mapping[str, str], schema: Schema
     if len(found) > 1 and (preferred := [kind for kind in found if kind in schema.preferred]):
         found = preferred
     if not found:
-        raise ValueError(
-            f"data.columns: {file} has {names}; expected {schema.expected()}; "
-            f"say which they are, as in {setting(_likely(available, schema))}"
-        )
+        likely = _likely(available, schema)
+        cure = "add what is missing" if likely is None else f"say which they are, as in {setting(likely)}"
+        raise ValueError(f"data.columns: {file} has {names}; expected {schema.expected()}; {cure}")
     if len(found) > 1:
         choices = [" and ".join(map(repr, schema.kinds[kind])) for kind in found]
         first = schema.kinds[found[0]][0]
