@@ -4,9 +4,9 @@
 
     python examples/rl_own_reward.py --model padfree-demo/sft/model --prompts padfree-demo/data/prompts.jsonl
 
-The first trains a model of the Hub, the second that of `padfree demo`. A row of the file has a `prompt` and whatever the
-reward needs; here `answer`, which ends with the right number. The reward is called with the text of a response and the
-row its prompt came from. `rollout.reward` names it as `module:function`; this script names its own.
+The first trains a model of the Hub, the second that of `padfree demo`. A row of the file has a `prompt` and whatever
+the reward needs; here `answer`, which ends with the right number. The reward is called with the text of a response and
+the row its prompt came from. `rollout.reward` names it as `module:function`; this script names its own.
 """
 
 from __future__ import annotations

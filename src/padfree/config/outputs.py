@@ -23,7 +23,8 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
         return
     try:
         if not path.parent.is_dir():
-            raise ValueError(f"{name}: {path.parent} is no folder; create it first")
+            cure = "give a file in a folder" if path.parent.exists() else "create it first"
+            raise ValueError(f"{name}: {path.parent} is no folder; {cure}")
         if path.exists():
             with path.open("ab"):
                 pass
