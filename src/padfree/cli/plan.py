@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.config import Config, load_config
+from padfree.config.hub import check_name, check_names
 from padfree.config.outputs import check_output
 
 if TYPE_CHECKING:
@@ -167,6 +168,10 @@ def _config(settings: argparse.Namespace) -> Config:
         f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
     ]
     config = load_config(recipe, [*written, *_overrides(settings)])
+    if config.model.path != NO_MODEL and settings.lengths is None and _has_data(settings):
+        check_names(config)
+    elif config.model.path != NO_MODEL:
+        check_name(config.model.path, "model.path")
     if recipe is None and not _says(settings, "model.dtype"):
         import torch  # after the settings are known to be right
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from padfree.config import Config, load_config
+from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
     from padfree.train.memory import MemoryEstimate
@@ -52,7 +53,7 @@ def run(settings: argparse.Namespace) -> None:
     if (config.loss.kind == "sft") != (settings.command == "sft"):
         other = "rl" if settings.command == "sft" else "sft"
         raise ValueError(f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {other} for it")
-
+    check_names(config)  # before torch is imported: a mistyped name need not wait for it
     first = int(os.environ.get("RANK", "0")) == 0
     if settings.dry_run:
         for line in description(config) if first else ():

@@ -14,11 +14,28 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from padfree.config.sections import Config
+
 SECONDS = 10.0
 """How long the Hub may take for a first answer."""
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
 """What is in the Hub's cache if a model or a data set is."""
+
+
+DATA_FILES = (".jsonl", ".json", ".parquet")
+
+
+def check_names(config: Config) -> None:
+    """Refuse models, and files of data, that a run names and that are nowhere. Nothing is loaded, and no torch."""
+    check_name(config.model.path, "model.path")
+    if config.model.tokenizer is not None:
+        check_name(config.model.tokenizer, "model.tokenizer")
+    if config.reference.path is not None:
+        check_name(config.reference.path, "reference.path")
+    for name in config.data.path:
+        if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
+            raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
 
 
 def shortened(name: str) -> str:

@@ -27,7 +27,7 @@ from padfree.attention import choose_backend
 from padfree.attention.capability import BACKENDS
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
-from padfree.config.hub import check_name
+from padfree.config.hub import check_names
 from padfree.config.outputs import check_folder
 from padfree.data import TokenizedDataset
 from padfree.data.prepare import Progress
@@ -152,11 +152,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
         check_reward_name(config.rollout.reward)
     if config.batch.cost is not None:
         read_cost(config.batch.cost)
-    check_name(config.model.path, "model.path")
-    if config.model.tokenizer is not None:
-        check_name(config.model.tokenizer, "model.tokenizer")
-    if config.reference.path is not None:
-        check_name(config.reference.path, "reference.path")
+    check_names(config)
 
 
 # Models
