@@ -28,6 +28,7 @@ import torch
 
 from padfree.batch import Sample
 from padfree.config import Config
+from padfree.config.outputs import check_output
 from padfree.cp import shard
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, SFTSettings, make_token_loss
@@ -90,6 +91,9 @@ def calibrate(
     if config.lora.rank:
         raise ValueError(f"lora.rank: {config.lora.rank} with --calibrate; measure all weights, with lora.rank=0")
     device = torch.device("cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu")
+    name = device_name(device.type)
+    path = cost_path(name, model_config, config)
+    check_output(path, "PADFREE_CACHE", makes_folder=True)  # before the measuring, which takes a while
     depths = measured_layers(model_config, WHOLE[device.type])
     flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
     affordable = max(LEAST, int(AFFORDABLE[device.type] / flops))
@@ -111,8 +115,6 @@ def calibrate(
             f"--calibrate: a micro-batch took {worst:.1f} times what the others let expect, or as much less; "
             "measure again while nothing else runs on the device"
         )
-    name = device_name(device.type)
-    path = cost_path(name, model_config, config)
     path.parent.mkdir(parents=True, exist_ok=True)
     cost.to_json(path)
     found = Calibration(cost=cost, device=name, layers=depths, measurements=measured, worst=worst, path=path)
