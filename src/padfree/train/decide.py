@@ -68,7 +68,7 @@ class Limits:
     def of(model: PreTrainedModel) -> Limits:
         """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
         embeddings = model.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
+        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
         trained = getattr(model.config, "max_position_embeddings", None)
         trained = trained if isinstance(trained, int) and trained > 0 else None
         positions = None
@@ -78,7 +78,7 @@ class Limits:
             rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
             ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
             positions = trained if ends else None
-        return Limits(vocabulary=embeddings.num_embeddings, positions=positions, trained_positions=trained)
+        return Limits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: Limits) -> Limits:
         """What both models can be given."""
