@@ -2,9 +2,11 @@
 
     python examples/rl_own_reward.py --model Qwen/Qwen3-0.6B --prompts prompts.jsonl --folder runs/rl
 
-A row of the file has a `prompt` and whatever the reward needs; here `answer`, the right number. The reward is called
-with the text of a response and the row its prompt came from. `rollout.reward` names it as `module:function`; this
-script names its own.
+    python examples/rl_own_reward.py --model padfree-demo/sft/model --prompts padfree-demo/data/prompts.jsonl
+
+The first trains a model of the Hub, the second that of `padfree demo`. A row of the file has a `prompt` and whatever
+the reward needs; here `answer`, which ends with the right number. The reward is called with the text of a response and
+the row its prompt came from. `rollout.reward` names it as `module:function`; this script names its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def reward(response: str, row: Mapping[str, Any]) -> float:
     numbers = re.findall(r"-?\d+", response)
     if not numbers:
         return 0.0
-    return 1.0 if int(numbers[-1]) == int(row["answer"]) else 0.1
+    answer = re.findall(r"-?\d+", str(row["answer"]))[-1]  # alone, or behind "####"
+    return 1.0 if int(numbers[-1]) == int(answer) else 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
                 "group": given.group,
                 "max_new_tokens": given.max_new_tokens,
             },
-            "loss": {"kind": "clip", "advantage": "grpo", "low": 0.2, "high": 0.28},
+            "loss": {"kind": "clip", "advantage": "grpo", "clip": {"low": 0.2, "high": 0.28}},
             "optimizer": {"lr": given.lr},
             "checkpoint": {"every": 50},
             "run": {"folder": given.folder, "steps": given.steps},

@@ -1,7 +1,11 @@
 """Mistakes a user can make, each provoked for real, for `test_errors`.
 
-    CASES["config"]    ("optimizer.lr", changed("optimizer.lr=-1"))
-                        ^^^^^^^^^^^^    a function of a folder of its own, which raises a ValueError
+    CASES["config"]    ("optimizer.lr", changed("optimizer.lr=-1"), "optimizer.lr=1")
+                        ^^^^^^^^^^^^    ^^^^^^^                      ^^^^^^^^^^^^^^^^
+                        |               |                            what the message advises: words to add, or a
+                        |               |                            function of a folder; needed where the message
+                        |               |                            itself holds nothing that can be pasted
+                        |               a function of a folder of its own, which raises a ValueError
                         the message begins with this
 
 Every part of padfree has its list.
@@ -9,12 +13,16 @@ Every part of padfree has its list.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
+import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -53,13 +61,34 @@ from padfree.train.schedule import learning_rate_factor
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 Mistake = Callable[[Path], Any]
-CASES: dict[str, list[tuple[str, Mistake]]] = {}
-"""By part: (the beginning of the message, what provokes it in a folder of its own)."""
+Cure = str | tuple[str, ...] | Mistake
+Case = tuple[str, Mistake] | tuple[str, Mistake, Cure]
+CASES: dict[str, list[Case]] = {}
+"""By part: (the beginning of the message, what provokes it in a folder of its own, and where needed its cure)."""
 
 
-def changed(*overrides: str, recipe: str = "sft") -> Mistake:
+class Words:
+    """A mistake on a command line, which words can be added to or taken from."""
+
+    def __init__(self, words: tuple[str, ...], run: Callable[[Path, tuple[str, ...]], Any]) -> None:
+        self.words, self.run = words, run
+
+    def __call__(self, folder: Path) -> Any:
+        return self.run(folder, self.words)
+
+    def with_words(self, *added: str) -> Words:
+        """The same with these words as well; `-name` takes a setting away."""
+        gone = {word[1:] for word in added if re.match(r"-[a-z]", word)}
+        kept = tuple(word for word in self.words if word.partition("=")[0] not in gone)
+        new = tuple(word for word in added if not re.match(r"-[a-z]", word))
+        settings = [word for word in new if re.match(r"\w+(\.\w+)+=", word)]
+        flags = [word for word in new if word not in settings]
+        return Words((*kept, *settings, *flags), self.run)
+
+
+def changed(*overrides: str, recipe: str = "sft") -> Words:
     """A recipe with settings that cannot be."""
-    return lambda folder: load_config(RECIPES / f"{recipe}.toml", overrides)
+    return Words(overrides, lambda folder, words: load_config(RECIPES / f"{recipe}.toml", words))
 
 
 def written(folder: Path, name: str, *records: Any) -> Path:
@@ -70,29 +99,37 @@ def written(folder: Path, name: str, *records: Any) -> Path:
 
 
 CASES["config"] = [
-    ("config", lambda folder: load_config(folder / "nowhere.toml")),
-    ("config", lambda folder: load_config(written(folder, "bad.toml", "[model"))),
-    ("override", changed("lr")),
-    ("override", changed("=3")),
-    ("override", changed("model.path=m", "model.path.deeper=1")),
-    ("optimiser", changed("optimiser.lr=1")),
+    ("config", lambda folder: load_config(folder / "nowhere.toml"), lambda folder: load_config(RECIPES / "sft.toml")),
+    (
+        "config",
+        lambda folder: load_config(written(folder, "bad.toml", "[model")),
+        lambda folder: load_config(written(folder, "bad.toml", "[model]")),
+    ),
+    ("override", changed("lr"), lambda folder: load_config(RECIPES / "sft.toml", ["optimizer.lr=1e-5"])),
+    ("override", changed("=3"), lambda folder: load_config(RECIPES / "sft.toml", ["optimizer.lr=1e-5"])),
+    ("override", changed("model.path=m", "model.path.deeper=1"), "-model.path.deeper"),
+    ("optimiser", changed("optimiser.lr=1"), ("-optimiser.lr", "optimizer.lr=1")),
     ("optimizer.rl", changed("optimizer.rl=1")),
     ("optimizer.lr", changed("optimizer.lr=fast")),
     ("optimizer.lr", changed("optimizer.lr=-1")),
-    ("optimizer.betas", changed("optimizer.betas=[0.9]")),
-    ("optimizer.betas", changed("optimizer.betas=[0.9, 1.0]")),
+    ("optimizer.betas", changed("optimizer.betas=[0.9]"), "optimizer.betas=[0.9, 0.95]"),
+    ("optimizer.betas", changed("optimizer.betas=[0.9, 1.0]"), "optimizer.betas=[0.9, 0.95]"),
     ("optimizer.eps", changed("optimizer.eps=0")),
     ("optimizer.weight_decay", changed("optimizer.weight_decay=-0.1")),
     ("optimizer.max_grad_norm", changed("optimizer.max_grad_norm=0")),
-    ("model", lambda folder: config_from_dict({"model": "Qwen/Qwen3-0.6B"})),
-    ("model.path", lambda folder: config_from_dict({})),
-    ("model.path", changed("model.path=''")),
+    (
+        "model",
+        lambda folder: config_from_dict({"model": "Qwen/Qwen3-0.6B"}),
+        lambda folder: config_from_dict({"model": {}}),
+    ),
+    ("model.path", lambda folder: config_from_dict({}), lambda folder: config_from_dict({"model": {"path": "m"}})),
+    ("model.path", changed("model.path=''"), "model.path=m"),
     ("model.dtype", changed("model.dtype=float16")),
-    ("data.path", changed("data.path=[]")),
+    ("data.path", changed("data.path=[]"), "data.path=train.jsonl"),
     ("data.max_length", changed("data.max_length=1")),
     ("data.epochs", changed("data.epochs=0")),
     ("data.overlong", changed("data.overlong=cut")),
-    ("data.columns", changed("data.columns={ a = 1 }")),
+    ("data.columns", changed("data.columns={ a = 1 }"), "data.columns={ a = 'prompt' }"),
     ("batch.samples", changed("batch.tokens=1000")),
     ("batch.samples", changed("batch.samples=0")),
     ("batch.max_tokens", changed("batch.max_tokens=0")),
@@ -100,10 +137,10 @@ CASES["config"] = [
     ("lora.rank", changed("lora.rank=-1")),
     ("lora.alpha", changed("lora.alpha=0")),
     ("lora.dropout", changed("lora.dropout=1")),
-    ("lora.targets", changed("lora.targets=[]")),
+    ("lora.targets", changed("lora.targets=[]"), "lora.targets=all-linear"),
     ("reference.path", changed("reference.path=''")),
     ("reference.path", changed("reference.path=m", recipe="rl")),
-    ("reference.path", changed("reference.offload=true", recipe="rl")),
+    ("reference.path", changed("reference.offload=true", recipe="rl"), ("reference.path=m", "loss.kl_coefficient=0.1")),
     ("reference.refresh", changed("reference.refresh=0", recipe="rl")),
     ("rollout.group", changed("rollout.group=0", recipe="rl")),
     ("rollout.max_new_tokens", changed("rollout.max_new_tokens=0", recipe="rl")),
@@ -111,13 +148,13 @@ CASES["config"] = [
     ("batch.samples", changed("rollout.reward=exact_match", "batch.samples=12", recipe="rl")),
     ("schedule.warmup", changed("schedule.warmup=-1")),
     ("schedule.warmup", changed("schedule.warmup=9", "run.steps=3")),
-    ("schedule.final", changed("schedule.final=2")),
+    ("schedule.final", changed("schedule.final=2"), "schedule.final=0.1"),
     ("run.steps", changed("schedule.kind=cosine")),
     ("run.steps", changed("data.epochs=none")),
     ("run.steps", changed("run.steps=0")),
     ("run.seed", changed("run.seed=-1")),
     ("run.timeout", changed("run.timeout=0")),
-    ("run.folder", changed("run.folder=''")),
+    ("run.folder", changed("run.folder=''"), "run.folder=runs/x"),
     ("parallel.context", changed("parallel.context=0")),
     ("parallel.method", changed("parallel.method=rings")),
     ("loss.temperature", changed("loss.temperature=0", recipe="rl")),
@@ -125,10 +162,10 @@ CASES["config"] = [
     ("loss.low", changed("loss.low=0.2")),
     ("loss.dual", changed("loss.kind=gspo", "loss.dual=3", recipe="rl")),
     ("loss.icepop.high", changed("loss.icepop.high=3", recipe="rl")),
-    ("loss.corrections", changed("loss.corrections=['tis']", recipe="rl")),
+    ("loss.corrections", changed("loss.corrections=['tis']", recipe="rl"), "loss.corrections=['token_tis']"),
     ("checkpoint.every", changed("checkpoint.every=0")),
     ("checkpoint.keep", changed("checkpoint.keep=0")),
-    ("track.wandb", changed("track.wandb=''")),
+    ("track.wandb", changed("track.wandb=''"), "track.wandb=project"),
 ]
 
 
@@ -141,65 +178,181 @@ def batch(*lengths: int) -> PackedBatch:
 
 
 CASES["batch"] = [
-    ("tokens of sample 'a'", lambda folder: Sample(tokens=[[1, 2]], uid="a")),
-    ("tokens of sample", lambda folder: Sample(tokens=[0.5])),
-    ("tokens of sample", lambda folder: Sample(tokens=[3, -1])),
-    ("loss_mask of sample 7", lambda folder: sample(loss_mask=[1, 0], uid=7)),
-    ("loss_mask of sample", lambda folder: sample(loss_mask=[0, 1, 2, 1])),
-    ("advantages of sample", lambda folder: sample(advantages=[0, 1])),
-    ("logprobs of sample", lambda folder: sample(logprobs=[0, float("nan"), 0, 0])),
-    ("lengths", lambda folder: Segments.from_lengths([3, -1])),
-    ("lengths", lambda folder: Segments.from_lengths([2**31])),
-    ("length", lambda folder: batch(3, 2).padded_to(4)),
-    ("multiple", lambda folder: batch().padded_to_multiple(0)),
-    ("values", lambda folder: batch().unpack(torch.zeros(3))),
-    ("reward", lambda folder: with_advantages([sample(group=0), sample(group=0)], "grpo")),
-    ("group", lambda folder: with_advantages([sample(reward=1.0), sample(reward=0.0)], "rloo")),
-    ("advantages", lambda folder: with_advantages([sample()], "given")),
-    ("logprobs", lambda folder: padfree.collate([sample(logprobs=[0, 0, 0, 0]), sample()])),
+    (
+        "tokens of sample 'a'",
+        lambda folder: Sample(tokens=[[1, 2]], uid="a"),
+        lambda folder: Sample(tokens=[1, 2], uid="a"),
+    ),
+    ("tokens of sample", lambda folder: Sample(tokens=[0.5]), lambda folder: Sample(tokens=[5])),
+    ("tokens of sample", lambda folder: Sample(tokens=[3, -1]), lambda folder: Sample(tokens=[3, 1])),
+    (
+        "loss_mask of sample 7",
+        lambda folder: sample(loss_mask=[1, 0], uid=7),
+        lambda folder: sample(loss_mask=[0, 0, 1, 0], uid=7),
+    ),
+    (
+        "loss_mask of sample",
+        lambda folder: sample(loss_mask=[0, 1, 2, 1]),
+        lambda folder: sample(loss_mask=[0, 1, 1, 1]),
+    ),
+    ("advantages of sample", lambda folder: sample(advantages=[0, 1]), lambda folder: sample(advantages=[0, 1, 1, 1])),
+    (
+        "logprobs of sample",
+        lambda folder: sample(logprobs=[0, float("nan"), 0, 0]),
+        lambda folder: sample(logprobs=[0, -1, 0, 0]),
+    ),
+    ("lengths", lambda folder: Segments.from_lengths([3, -1]), lambda folder: Segments.from_lengths([3, 1])),
+    ("lengths", lambda folder: Segments.from_lengths([2**31]), lambda folder: Segments.from_lengths([2**30])),
+    ("length", lambda folder: batch(3, 2).padded_to(4), lambda folder: batch(3, 2).padded_to(5)),
+    ("multiple", lambda folder: batch().padded_to_multiple(0), lambda folder: batch().padded_to_multiple(1)),
+    ("values", lambda folder: batch().unpack(torch.zeros(3)), lambda folder: batch().unpack(torch.zeros(5))),
+    (
+        "reward",
+        lambda folder: with_advantages([sample(group=0), sample(group=0)], "grpo"),
+        lambda folder: with_advantages([sample(group=0, reward=1.0), sample(group=0, reward=0.0)], "grpo"),
+    ),
+    (
+        "group",
+        lambda folder: with_advantages([sample(reward=1.0), sample(reward=0.0)], "rloo"),
+        lambda folder: with_advantages([sample(group=0, reward=1.0), sample(group=0, reward=0.0)], "rloo"),
+    ),
+    (
+        "advantages",
+        lambda folder: with_advantages([sample()], "given"),
+        lambda folder: with_advantages([sample(advantages=[0, 1, 1, 1])], "given"),
+    ),
+    (
+        "logprobs",
+        lambda folder: padfree.collate([sample(logprobs=[0, 0, 0, 0]), sample()]),
+        lambda folder: padfree.collate([sample(logprobs=[0, 0, 0, 0]), sample(logprobs=[0, 0, 0, 0])]),
+    ),
 ]
 CASES["packing"] = [
-    ("capacity", lambda folder: fill([1, 2], 0)),
-    ("lengths", lambda folder: fill([1, 9], 8)),
-    ("lengths", lambda folder: fill([1.5], 8)),
-    ("lengths", lambda folder: fill([-1], 8)),
-    ("k", lambda folder: balance([1, 2], 0)),
-    ("k", lambda folder: balance([1, 2], 3, equal_count=True)),
-    ("costs", lambda folder: balance([1, float("inf")], 1)),
-    ("costs", lambda folder: balance([["a"]], 1)),
-    ("lengths", lambda folder: balance([1, 2], 1, lengths=[1], cap=4)),
-    ("cap", lambda folder: balance([1, 2], 1, lengths=[5, 1], cap=4)),
-    ("cap", lambda folder: balance([1, 2], 1, lengths=[3, 3], cap=4)),
-    ("samples", lambda folder: padfree.collate([])),
-    ("multiple_of", lambda folder: pack([sample()], multiple_of=0)),
-    ("num_packs", lambda folder: pack([sample()], num_packs=0)),
-    ("num_packs", lambda folder: pack([sample()], num_packs=2)),
-    ("max_tokens", lambda folder: pack([sample()], max_tokens=6, multiple_of=4)),
-    ("max_tokens", lambda folder: pack([sample(9)], max_tokens=8)),
-    ("uid", lambda folder: pack([sample(uid=1), sample(uid=1)])),
-    ("weights", lambda folder: pack([sample()], weights=[])),
-    ("weights of sample", lambda folder: pack([sample()], weights=[np.ones(2)])),
-    ("weights of sample", lambda folder: pack([sample()], weights=[np.full(4, np.nan)])),
-    ("values", lambda folder: unpack([batch()], [])),
-    ("ranks", lambda folder: plan_step([1], ranks=0, max_tokens=8)),
-    ("lengths", lambda folder: plan_step([], ranks=1, max_tokens=8)),
-    ("max_tokens", lambda folder: plan_step([9], ranks=1, max_tokens=8)),
-    ("overlong", lambda folder: plan_step([9], ranks=1, max_tokens=8, overlong="cut")),  # type: ignore[arg-type]
-    ("linear", lambda folder: CostModel(linear=-1)),
-    ("seconds", lambda folder: CostModel.fit([10, 20], [1.0])),
-    ("seconds", lambda folder: CostModel.fit([10, 20], [1.0, 0.0])),
-    ("config", lambda folder: CostModel.from_config({})),
-    ("budget", lambda folder: TokenBudgetBatcher([sample()], budget=0)),
-    ("max_tokens", lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained")),
-    ("warmup_steps", lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2)),
-    ("budget", lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8)))),
-    ("source", lambda folder: FixedSizeBatcher(iter([sample()]), batch_size=2, shuffle=True)),
-    ("epochs", lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=0)),
-    ("drop_last", lambda folder: FixedSizeBatcher([sample()], batch_size=2, drop_last=True)),
-    ("max_length", lambda folder: FixedSizeBatcher([sample()], batch_size=2).padded_length),
-    ("max_length", lambda folder: next(iter(FixedSizeBatcher([sample(9)], batch_size=1, max_length=8)))),
-    ("length", lambda folder: next(iter(FixedSizeBatcher([{"ids": [1]}], batch_size=1)))),
-    ("state", lambda folder: FixedSizeBatcher([sample()], batch_size=1).load_state_dict({})),
+    ("capacity", lambda folder: fill([1, 2], 0), lambda folder: fill([1, 2], 1)),
+    ("lengths", lambda folder: fill([1, 9], 8), lambda folder: fill([1, 9], 9)),
+    ("lengths", lambda folder: fill([1.5], 8), lambda folder: fill([1], 8)),
+    ("lengths", lambda folder: fill([-1], 8), lambda folder: fill([0], 8)),
+    ("k", lambda folder: balance([1, 2], 0), lambda folder: balance([1, 2], 1)),
+    ("k", lambda folder: balance([1, 2], 3, equal_count=True), lambda folder: balance([1, 2], 2, equal_count=True)),
+    ("costs", lambda folder: balance([1, float("inf")], 1), lambda folder: balance([1, 2], 1)),
+    ("costs", lambda folder: balance([["a"]], 1), lambda folder: balance([1], 1)),
+    (
+        "lengths",
+        lambda folder: balance([1, 2], 1, lengths=[1], cap=4),
+        lambda folder: balance([1, 2], 1, lengths=[1, 2], cap=4),
+    ),
+    (
+        "cap",
+        lambda folder: balance([1, 2], 1, lengths=[5, 1], cap=4),
+        lambda folder: balance([1, 2], 1, lengths=[5, 1], cap=6),
+    ),
+    (
+        "cap",
+        lambda folder: balance([1, 2], 1, lengths=[3, 3], cap=4),
+        lambda folder: balance([1, 2], 1, lengths=[3, 3], cap=6),
+    ),
+    ("samples", lambda folder: padfree.collate([]), lambda folder: padfree.collate([sample()])),
+    ("multiple_of", lambda folder: pack([sample()], multiple_of=0), lambda folder: pack([sample()], multiple_of=1)),
+    ("num_packs", lambda folder: pack([sample()], num_packs=0), lambda folder: pack([sample()], num_packs=1)),
+    ("num_packs", lambda folder: pack([sample()], num_packs=2), lambda folder: pack([sample()], num_packs=1)),
+    (
+        "max_tokens",
+        lambda folder: pack([sample()], max_tokens=6, multiple_of=4),
+        lambda folder: pack([sample()], max_tokens=8, multiple_of=4),
+    ),
+    ("max_tokens", lambda folder: pack([sample(9)], max_tokens=8), lambda folder: pack([sample(9)], max_tokens=9)),
+    ("uid", lambda folder: pack([sample(uid=1), sample(uid=1)]), lambda folder: pack([sample(uid=0), sample(uid=1)])),
+    ("weights", lambda folder: pack([sample()], weights=[]), lambda folder: pack([sample()], weights=[np.ones(4)])),
+    (
+        "weights of sample",
+        lambda folder: pack([sample()], weights=[np.ones(2)]),
+        lambda folder: pack([sample()], weights=[np.ones(4)]),
+    ),
+    (
+        "weights of sample",
+        lambda folder: pack([sample()], weights=[np.full(4, np.nan)]),
+        lambda folder: pack([sample()], weights=[np.full(4, 1.0)]),
+    ),
+    ("values", lambda folder: unpack([batch()], []), lambda folder: unpack([batch()], [torch.zeros(5)])),
+    (
+        "ranks",
+        lambda folder: plan_step([1], ranks=0, max_tokens=8),
+        lambda folder: plan_step([1], ranks=1, max_tokens=8),
+    ),
+    (
+        "lengths",
+        lambda folder: plan_step([], ranks=1, max_tokens=8),
+        lambda folder: plan_step([1], ranks=1, max_tokens=8),
+    ),
+    (
+        "max_tokens",
+        lambda folder: plan_step([9], ranks=1, max_tokens=8),
+        lambda folder: plan_step([9], ranks=1, max_tokens=8, overlong="alone"),
+    ),
+    (
+        "overlong",
+        lambda folder: plan_step([9], ranks=1, max_tokens=8, overlong="cut"),
+        lambda folder: plan_step([9], ranks=1, max_tokens=8, overlong="truncate"),
+    ),  # type: ignore[arg-type]
+    ("linear", lambda folder: CostModel(linear=-1), lambda folder: CostModel(linear=1)),
+    ("seconds", lambda folder: CostModel.fit([10, 20], [1.0]), lambda folder: CostModel.fit([10, 20], [1.0, 2.0])),
+    ("seconds", lambda folder: CostModel.fit([10, 20], [1.0, 0.0]), lambda folder: CostModel.fit([10, 20], [1.0, 2.0])),
+    ("config", lambda folder: CostModel.from_config({}), lambda folder: CostModel.from_config(build("qwen3").config)),
+    (
+        "budget",
+        lambda folder: TokenBudgetBatcher([sample()], budget=0),
+        lambda folder: TokenBudgetBatcher([sample()], budget=1),
+    ),
+    (
+        "max_tokens",
+        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained"),
+        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained", max_tokens=8),
+    ),
+    (
+        "warmup_steps",
+        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2),
+        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2, warmup_start=4),
+    ),
+    (
+        "budget",
+        lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8))),
+        lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8, overlong="alone"))),
+    ),
+    (
+        "source",
+        lambda folder: FixedSizeBatcher(iter([sample()]), batch_size=2, shuffle=True),
+        lambda folder: FixedSizeBatcher([sample()], batch_size=2, shuffle=True),
+    ),
+    (
+        "epochs",
+        lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=0),
+        lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=1),
+    ),
+    (
+        "drop_last",
+        lambda folder: FixedSizeBatcher([sample()], batch_size=2, drop_last=True),
+        lambda folder: FixedSizeBatcher([sample()], batch_size=1, drop_last=True),
+    ),
+    (
+        "max_length",
+        lambda folder: FixedSizeBatcher([sample()], batch_size=2).padded_length,
+        lambda folder: FixedSizeBatcher([sample()], batch_size=2, max_length=4).padded_length,
+    ),
+    (
+        "max_length",
+        lambda folder: next(iter(FixedSizeBatcher([sample(9)], batch_size=1, max_length=8))),
+        lambda folder: next(iter(FixedSizeBatcher([sample(9)], batch_size=1, max_length=8, overlong="truncate"))),
+    ),
+    (
+        "length",
+        lambda folder: next(iter(FixedSizeBatcher([{"ids": [1]}], batch_size=1))),
+        lambda folder: next(iter(FixedSizeBatcher([{"ids": [1]}], batch_size=1, length=lambda row: len(row["ids"])))),
+    ),
+    (
+        "state",
+        lambda folder: FixedSizeBatcher([sample()], batch_size=1).load_state_dict({}),
+        lambda folder: FixedSizeBatcher([sample()], batch_size=1).state_dict(),
+    ),
 ]
 
 
@@ -229,42 +382,99 @@ def rollouts(*records: Any, **settings: Any) -> Mistake:
 
 PAIR = {"prompt": "1+1=", "response": "2"}
 ROLLOUT = {"tokens": [1, 2, 3, 4, 5], "response_length": 2, "reward": 1.0}
+TURNS = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
+TEMPLATE = (
+    "{% for message in messages %}{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}{% endif %}"
+)
 CASES["data"] = [
-    ("data", lambda folder: load_sft([], tokenizer(folder))),
-    ("data", lambda folder: load_sft(folder / "nowhere.jsonl", tokenizer(folder))),
-    ("data", lambda folder: load_sft(written(folder, "a.csv", "x"), tokenizer(folder))),
-    ("data", lambda folder: load_sft(empty(folder), tokenizer(folder))),
-    ("data", lambda folder: load_sft([written(folder, "a.jsonl", PAIR)] * 2, tokenizer(folder))),
-    ("data", sft()),
-    ("data", sft("not JSON", on_bad_row="skip")),
-    ("a.jsonl line 1", sft("not JSON")),
-    ("a.jsonl line 2", sft(PAIR, {"prompt": "1", "response": None})),
-    ("columns", sft({"question": "1", "answer": "2"})),
-    ("columns", sft({**PAIR, "text": "1"})),
-    ("columns", sft(PAIR, columns={"prompt": "promt"})),
-    ("columns", sft(PAIR, columns={"query": "prompt"})),
-    ("columns", sft(PAIR, columns={"prompt": "response", "response": "response"})),
-    ("prompt_format", sft({"messages": [{"role": "user", "content": "1"}]}, prompt_format="plain")),
-    ("chat_template", sft(PAIR, prompt_format="chat")),
-    ("max_length", sft(PAIR, max_length=3)),
-    ("max_length", lambda folder: SFTDataSettings(max_length=1)),
-    ("overlong", lambda folder: SFTDataSettings(overlong="cut")),  # type: ignore[arg-type]
-    ("num_workers", lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), num_workers=-1)),
-    ("cache", lambda folder: TokenizedDataset(folder)),
-    ("cache", lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), cache=written(folder, "f"))),
-    ("data", rollouts()),
-    ("tokenizer", rollouts({**PAIR, "reward": 1.0})),
-    ("max_length", rollouts(ROLLOUT, max_length=4)),
-    ("r.jsonl line 1", rollouts({**ROLLOUT, "reward": "good"})),
-    ("r.jsonl line 1", rollouts({**ROLLOUT, "logprobs": [0.1]})),
-    ("reward", lambda folder: load_reward("best")),
-    ("reward", lambda folder: load_reward("no_such_module:reward")),
-    ("reward", lambda folder: load_reward("math:no_such_function")),
-    ("reward", lambda folder: load_reward("math:pi")),
-    ("reward", lambda folder: load_reward("textwrap:dedent")),
-    ("reward", lambda folder: load_reward("math:gcd")("x", {}, uid="a")),
-    ("answer", lambda folder: number_after_hashes("#### 1", {"answer": "none"})),
-    ("answer", lambda folder: exact_match("1", {"answer": [1]})),
+    (
+        "data",
+        lambda folder: load_sft([], tokenizer(folder)),
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder)),
+    ),
+    (
+        "data",
+        lambda folder: load_sft(folder / "nowhere.jsonl", tokenizer(folder)),
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder)),
+    ),
+    (
+        "data",
+        lambda folder: load_sft(written(folder, "a.csv", "x"), tokenizer(folder)),
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder)),
+    ),
+    (
+        "data",
+        lambda folder: load_sft(empty(folder), tokenizer(folder)),
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR).parent, tokenizer(folder)),
+    ),
+    (
+        "data",
+        lambda folder: load_sft([written(folder, "a.jsonl", PAIR)] * 2, tokenizer(folder)),
+        lambda folder: load_sft([written(folder, "a.jsonl", PAIR)] * 1, tokenizer(folder)),
+    ),
+    ("data", sft(), sft(PAIR)),
+    ("data", sft("not JSON", on_bad_row="skip"), sft("not JSON", PAIR, on_bad_row="skip")),
+    ("a.jsonl line 1", sft("not JSON"), sft("not JSON", PAIR, on_bad_row="skip")),
+    (
+        "a.jsonl line 2",
+        sft(PAIR, {"prompt": "1", "response": None}),
+        sft(PAIR, {"prompt": "1", "response": None}, on_bad_row="skip"),
+    ),
+    (
+        "data.columns",
+        sft({"question": "1", "answer": "2"}),
+        sft({"question": "1", "answer": "2"}, columns={"question": "prompt", "answer": "response"}),
+    ),
+    ("data.columns", sft({**PAIR, "text": "1"}), sft({**PAIR, "text": "1"}, columns={"prompt": "prompt"})),
+    ("data.columns", sft(PAIR, columns={"prompt": "promt"}), sft(PAIR, columns={"prompt": "prompt"})),
+    ("data.columns", sft(PAIR, columns={"query": "prompt"}), sft(PAIR, columns={"prompt": "prompt"})),
+    (
+        "data.columns",
+        sft(PAIR, columns={"prompt": "response", "response": "response"}),
+        sft(PAIR, columns={"response": "response"}),
+    ),
+    (
+        "data.prompt_format",
+        sft({"messages": [{"role": "user", "content": "1"}]}, prompt_format="plain"),
+        sft(TURNS, prompt_format="chat", chat_template=TEMPLATE),
+    ),
+    ("data.chat_template", sft(PAIR, prompt_format="chat"), sft(PAIR, prompt_format="plain")),
+    ("data.max_length", sft(PAIR, max_length=3), sft(PAIR, max_length=5, overlong="truncate")),
+    ("max_length", lambda folder: SFTDataSettings(max_length=1), lambda folder: SFTDataSettings(max_length=2)),
+    ("overlong", lambda folder: SFTDataSettings(overlong="cut"), lambda folder: SFTDataSettings(overlong="drop")),  # type: ignore[arg-type]
+    (
+        "num_workers",
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), num_workers=-1),
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), num_workers=0),
+    ),
+    ("cache", lambda folder: TokenizedDataset(folder), lambda folder: TokenizedDataset(sft(PAIR)(folder).folder)),
+    (
+        "cache",
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), cache=written(folder, "f")),
+        lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), cache=folder / "f"),
+    ),
+    ("data", rollouts(), rollouts(ROLLOUT)),
+    ("model.tokenizer", rollouts({**PAIR, "reward": 1.0}), rollouts(ROLLOUT)),
+    ("data.max_length", rollouts(ROLLOUT, max_length=4), rollouts(ROLLOUT, max_length=4, overlong="truncate")),
+    ("r.jsonl line 1", rollouts({**ROLLOUT, "reward": "good"}), rollouts({**ROLLOUT, "reward": 1})),
+    ("r.jsonl line 1", rollouts({**ROLLOUT, "logprobs": [0.1]}), rollouts({**ROLLOUT, "logprobs": [-0.1, -0.2]})),
+    ("reward", lambda folder: load_reward("best"), lambda folder: load_reward("exact_match")),
+    ("reward", lambda folder: load_reward("no_such_module:reward"), lambda folder: load_reward("math:gcd")),
+    ("reward", lambda folder: load_reward("math:no_such_function"), lambda folder: load_reward("math:gcd")),
+    ("reward", lambda folder: load_reward("math:pi"), lambda folder: load_reward("math:gcd")),
+    ("reward", lambda folder: load_reward("textwrap:dedent"), lambda folder: load_reward("textwrap:indent")),
+    (
+        "reward",
+        lambda folder: load_reward("math:gcd")("x", {}, uid="a"),
+        lambda folder: load_reward("exact_match")("x", {"answer": "x"}, uid="a"),
+    ),
+    (
+        "answer",
+        lambda folder: number_after_hashes("#### 1", {"answer": "none"}),
+        lambda folder: number_after_hashes("#### 1", {"answer": "1"}),
+    ),
+    ("answer", lambda folder: exact_match("1", {"answer": [1]}), lambda folder: exact_match("1", {"answer": 1})),
 ]
 
 
@@ -274,17 +484,61 @@ def heads(count: int = 2, tokens: int = 5, size: int = 8, dtype: torch.dtype = t
 
 FIVE, THREE = Segments.from_lengths([3, 2]), Segments.from_lengths([3])
 CASES["attention"] = [
-    ("q, k, v", lambda folder: varlen_attention(heads()[None], heads(), heads(), FIVE, FIVE)),
-    ("q, k", lambda folder: varlen_attention(heads(3), heads(2), heads(2), FIVE, FIVE)),
-    ("q, k, v", lambda folder: varlen_attention(heads(), heads(dtype=torch.float64), heads(), FIVE, FIVE)),
-    ("segments_q, segments_k", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, THREE)),
-    ("segments_q", lambda folder: varlen_attention(heads(tokens=4), heads(), heads(), FIVE, FIVE)),
-    ("sinks", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, sinks=torch.zeros(3))),
-    ("window", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=0)),
-    ("window", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=2, causal=False)),
-    ("softcap", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, softcap=-1.0)),
-    ("backend", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="fastest")),
-    ("backend", lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="torch")),
+    (
+        "q, k, v",
+        lambda folder: varlen_attention(heads()[None], heads(), heads(), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "q, k",
+        lambda folder: varlen_attention(heads(3), heads(2), heads(2), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(4), heads(2), heads(2), FIVE, FIVE),
+    ),
+    (
+        "q, k, v",
+        lambda folder: varlen_attention(heads(), heads(dtype=torch.float64), heads(), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "segments_q, segments_k",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, THREE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "segments_q",
+        lambda folder: varlen_attention(heads(tokens=4), heads(), heads(), FIVE, FIVE),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE),
+    ),
+    (
+        "sinks",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, sinks=torch.zeros(3)),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, sinks=torch.zeros(2)),
+    ),
+    (
+        "window",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=0),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=1),
+    ),
+    (
+        "window",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=2, causal=False),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, window=2, causal=True),
+    ),
+    (
+        "softcap",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, softcap=-1.0),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, softcap=1.0),
+    ),
+    (
+        "backend",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="fastest"),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="auto"),
+    ),
+    (
+        "backend",
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="torch"),
+        lambda folder: varlen_attention(heads(), heads(), heads(), FIVE, FIVE, backend="cpu"),
+    ),
 ]
 
 
@@ -292,19 +546,44 @@ def context(**values: Any) -> Any:
     return shard(batch(), **values).context
 
 
+def joined(folder: Path) -> None:
+    with distributed(device="cpu", timeout=60):
+        pass
+
+
 CASES["cp"] = [
-    ("kind", lambda folder: make_layout(FIVE, 1, "zigzag")),  # type: ignore[arg-type]
-    ("world", lambda folder: make_layout(FIVE, 0)),
-    ("segments", lambda folder: make_layout(FIVE, 2)),
-    ("method", lambda folder: shard(batch(), method="rings")),  # type: ignore[arg-type]
-    ("rank", lambda folder: shard(batch(), world=2, rank=2)),
-    ("segments", lambda folder: shard(batch(3, 2), world=2, rank=0)),
-    ("q", lambda folder: attend(heads(tokens=4), heads(), heads(), context())),
-    ("window", lambda folder: attend(heads(), heads(), heads(), context(), window=0)),
-    ("values", lambda folder: gather_tokens(torch.zeros(4), context())),
-    ("group", lambda folder: gather_tokens(torch.zeros(2), shard(batch(2, 2), world=2, rank=0).context)),
-    ("device", lambda folder: distributed(device="tpu").__enter__()),
-    ("timeout", lambda folder: distributed(device="cpu", timeout=0).__enter__()),
+    ("kind", lambda folder: make_layout(FIVE, 1, "zigzag"), lambda folder: make_layout(FIVE, 1, "balanced")),  # type: ignore[arg-type]
+    ("world", lambda folder: make_layout(FIVE, 0), lambda folder: make_layout(FIVE, 1)),
+    ("segments", lambda folder: make_layout(FIVE, 2), lambda folder: make_layout(Segments.from_lengths([4, 2]), 2)),
+    ("method", lambda folder: shard(batch(), method="rings"), lambda folder: shard(batch(), method="ring")),  # type: ignore[arg-type]
+    ("rank", lambda folder: shard(batch(), world=2, rank=2), lambda folder: shard(batch(2, 2), world=2, rank=1)),
+    (
+        "segments",
+        lambda folder: shard(batch(3, 2), world=2, rank=0),
+        lambda folder: shard(batch(3, 2).padded_to_multiple(2), world=2, rank=0),
+    ),
+    (
+        "q",
+        lambda folder: attend(heads(tokens=4), heads(), heads(), context()),
+        lambda folder: attend(heads(), heads(), heads(), context()),
+    ),
+    (
+        "window",
+        lambda folder: attend(heads(), heads(), heads(), context(), window=0),
+        lambda folder: attend(heads(), heads(), heads(), context(), window=1),
+    ),
+    (
+        "values",
+        lambda folder: gather_tokens(torch.zeros(4), context()),
+        lambda folder: gather_tokens(torch.zeros(5), context()),
+    ),
+    (
+        "group",
+        lambda folder: gather_tokens(torch.zeros(2), shard(batch(2, 2), world=2, rank=0).context),
+        lambda folder: gather_tokens(torch.zeros(4), shard(batch(2, 2)).context),
+    ),
+    ("device", lambda folder: distributed(device="tpu").__enter__(), joined),
+    ("timeout", lambda folder: distributed(device="cpu", timeout=0).__enter__(), joined),
 ]
 
 
@@ -345,47 +624,129 @@ def renamed_weights(path: Path) -> None:
 
 
 CASES["model"] = [
-    ("model", lambda folder: attach(torch.nn.Linear(2, 2))),  # type: ignore[type-var]
-    ("backend", lambda folder: attach(build("qwen3"), backend="fastest")),
-    ("attn_context", forward(attn_context=...)),
-    ("position_ids", forward(position_ids=None)),
-    ("attention_mask", forward(attention_mask=torch.ones(1, 5))),
-    ("use_cache", forward(use_cache=True)),
-    ("output_attentions", forward(output_attentions=True)),
-    ("attn_context", forward(input_ids=torch.zeros(1, 6, dtype=torch.int64), position_ids=torch.arange(6)[None])),
-    ("input_ids", forward(input_ids=torch.zeros(2, 5, dtype=torch.int64), position_ids=torch.zeros(2, 5).long())),
-    ("Qwen3ForCausalLM", lambda folder: attached()(torch.zeros(1, 5).long(), None, attn_context=context())),
-    ("model", broken_model(lambda path: (path / "config.json").unlink())),
-    ("model", broken_model(lambda path: (path / "config.json").write_text("{"))),
-    ("model", broken_model(with_config(hidden_size=64))),
-    ("model", broken_model(with_config(tie_word_embeddings=False))),
-    ("model", broken_model(with_config(quantization_config={"quant_method": "fp8"}))),
-    ("model", broken_model(with_config(model_type="bert"))),
-    ("model", broken_model(lambda path: (path / "model.safetensors").write_bytes(b"x"))),
-    ("model", broken_model(renamed_weights)),
-    ("model", lambda folder: load_model(folder / "nowhere", dtype=torch.float32, device=torch.device("cpu"))),
+    ("model", lambda folder: attach(torch.nn.Linear(2, 2)), lambda folder: attach(build("qwen3"))),  # type: ignore[type-var]
+    (
+        "backend",
+        lambda folder: attach(build("qwen3"), backend="fastest"),
+        lambda folder: attach(build("qwen3"), backend="auto"),
+    ),
+    ("attn_context", forward(attn_context=...), forward()),
+    ("position_ids", forward(position_ids=None), forward()),
+    ("attention_mask", forward(attention_mask=torch.ones(1, 5)), forward()),
+    ("use_cache", forward(use_cache=True), forward(use_cache=False)),
+    ("output_attentions", forward(output_attentions=True), forward(output_attentions=False)),
+    (
+        "attn_context",
+        forward(input_ids=torch.zeros(1, 6, dtype=torch.int64), position_ids=torch.arange(6)[None]),
+        forward(),
+    ),
+    (
+        "input_ids",
+        forward(input_ids=torch.zeros(2, 5, dtype=torch.int64), position_ids=torch.zeros(2, 5).long()),
+        forward(),
+    ),
+    ("Qwen3ForCausalLM", lambda folder: attached()(torch.zeros(1, 5).long(), None, attn_context=context()), forward()),
+    ("model", broken_model(lambda path: (path / "config.json").unlink()), broken_model(lambda path: None)),
+    ("model", broken_model(lambda path: (path / "config.json").write_text("{")), broken_model(lambda path: None)),
+    ("model", broken_model(with_config(hidden_size=64)), broken_model(with_config(hidden_size=32))),
+    (
+        "model",
+        broken_model(with_config(tie_word_embeddings=False)),
+        broken_model(with_config(tie_word_embeddings=True)),
+    ),
+    ("model", broken_model(with_config(quantization_config={"quant_method": "fp8"})), broken_model(with_config())),
+    ("model", broken_model(with_config(model_type="bert")), broken_model(with_config(model_type="qwen3"))),
+    (
+        "model",
+        broken_model(lambda path: (path / "model.safetensors").write_bytes(b"x")),
+        broken_model(lambda path: None),
+    ),
+    ("model", broken_model(renamed_weights), broken_model(lambda path: None)),
+    (
+        "model",
+        lambda folder: load_model(folder / "nowhere", dtype=torch.float32, device=torch.device("cpu")),
+        lambda folder: load_model(
+            save_with_tokenizer(folder / "here"), dtype=torch.float32, device=torch.device("cpu")
+        ),
+    ),
 ]
 HIDDEN, WEIGHT, LABELS = torch.randn(5, 8), torch.randn(7, 8), torch.tensor([1, 2, -100, 6, 0])
 TRAINED = HIDDEN.clone().requires_grad_()
 CASES["head"] = [
-    ("hidden", lambda folder: score(HIDDEN.half(), WEIGHT.half(), LABELS)),
-    ("hidden, weight", lambda folder: score(HIDDEN[:, :4], WEIGHT, LABELS)),
-    ("weight", lambda folder: score(HIDDEN, WEIGHT.double(), LABELS)),
-    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS[:3])),
-    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS.float())),
-    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS + 1)),
-    ("bias", lambda folder: score(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(3))),
-    ("softcap", lambda folder: score(HIDDEN, WEIGHT, LABELS, softcap=0.0)),
-    ("temperature", lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=0.0)),
-    ("temperature", lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(3))),
-    ("temperature", lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.zeros(5))),
-    ("num_labels", lambda folder: score(HIDDEN, WEIGHT, LABELS, num_labels=9)),
-    ("memory", lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="small")),  # type: ignore[arg-type]
-    ("memory", lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=0)),
-    ("backend", lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="fast")),  # type: ignore[arg-type]
-    ("backend", lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="triton")),
-    ("token_loss", lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs[:1])),
-    ("token_loss", lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs.detach())),
+    (
+        "hidden",
+        lambda folder: score(HIDDEN.half(), WEIGHT.half(), LABELS),
+        lambda folder: score(HIDDEN.bfloat16(), WEIGHT.bfloat16(), LABELS),
+    ),
+    (
+        "hidden, weight",
+        lambda folder: score(HIDDEN[:, :4], WEIGHT, LABELS),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS),
+    ),
+    ("weight", lambda folder: score(HIDDEN, WEIGHT.double(), LABELS), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS[:3]), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS.float()), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    ("labels", lambda folder: score(HIDDEN, WEIGHT, LABELS + 1), lambda folder: score(HIDDEN, WEIGHT, LABELS)),
+    (
+        "bias",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(3)),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, bias=torch.zeros(7)),
+    ),
+    (
+        "softcap",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, softcap=0.0),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, softcap=1.0),
+    ),
+    (
+        "temperature",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=0.0),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=1.0),
+    ),
+    (
+        "temperature",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(3)),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(5)),
+    ),
+    (
+        "temperature",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.zeros(5)),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, temperature=torch.ones(5)),
+    ),
+    (
+        "num_labels",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, num_labels=9),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, num_labels=4),
+    ),
+    (
+        "memory",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="small"),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="low"),
+    ),  # type: ignore[arg-type]
+    (
+        "memory",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=0),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=1 << 20),
+    ),
+    (
+        "backend",
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="fast"),
+        lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="auto"),
+    ),  # type: ignore[arg-type]
+    (
+        "backend",
+        lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="triton"),
+        lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="auto"),
+    ),
+    (
+        "token_loss",
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs[:1]),
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
+    (
+        "token_loss",
+        lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs.detach()),
+        lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
 ]
 MASKS = [np.array([False, True, True]), np.array([False, True])]
 
@@ -407,46 +768,126 @@ def policy(inputs: dict[str, Any], **settings: Any) -> Mistake:
 FOUR = torch.zeros(4)
 SCORED = {"logprobs": FOUR, "advantages": FOUR, "old_logprobs": FOUR}
 CASES["losses"] = [
-    ("weights", lambda folder: losses.token_weights("mean", MASKS)),  # type: ignore[arg-type]
-    ("constant", lambda folder: losses.token_weights("constant", MASKS)),
-    ("constant", lambda folder: losses.token_weights("token-mean", MASKS, constant=3)),
-    ("groups", lambda folder: losses.token_weights("group-mean", MASKS)),
-    ("groups", lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", None])),
-    ("clip low", lambda folder: losses.ClipSettings(low=2)),
-    ("clip dual", lambda folder: losses.ClipSettings(dual=1)),
-    ("gspo high", lambda folder: losses.GSPOSettings(high=-1)),
-    ("cispo low", lambda folder: losses.CISPOSettings(low=3)),
-    ("token TIS", lambda folder: losses.TokenTISSettings(low=2, high=3)),
-    ("sequence mask statistic", lambda folder: losses.SequenceMaskSettings(statistic="max")),  # type: ignore[arg-type]
-    ("opsm delta", lambda folder: losses.OPSMSettings(delta=-1)),
-    ("old_policy", lambda folder: losses.PolicySettings(old_policy="other")),  # type: ignore[arg-type]
-    ("kl_estimator", lambda folder: losses.PolicySettings(kl_estimator="k4")),  # type: ignore[arg-type]
-    ("kl_coefficient", lambda folder: losses.PolicySettings(kl_coefficient=-1)),
-    ("entropy_coefficient", lambda folder: losses.PolicySettings(entropy_coefficient=float("nan"))),
-    ("corrections", lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 2)),
+    (
+        "weights",
+        lambda folder: losses.token_weights("mean", MASKS),
+        lambda folder: losses.token_weights("token-mean", MASKS),
+    ),  # type: ignore[arg-type]
+    (
+        "constant",
+        lambda folder: losses.token_weights("constant", MASKS),
+        lambda folder: losses.token_weights("constant", MASKS, constant=3),
+    ),
+    (
+        "constant",
+        lambda folder: losses.token_weights("token-mean", MASKS, constant=3),
+        lambda folder: losses.token_weights("token-mean", MASKS),
+    ),
+    (
+        "groups",
+        lambda folder: losses.token_weights("group-mean", MASKS),
+        lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", "a"]),
+    ),
+    (
+        "groups",
+        lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", None]),
+        lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", "b"]),
+    ),
+    ("clip low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
+    ("clip dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
+    ("gspo high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
+    ("cispo low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
+    (
+        "token TIS",
+        lambda folder: losses.TokenTISSettings(low=2, high=3),
+        lambda folder: losses.TokenTISSettings(low=1, high=3),
+    ),
+    (
+        "sequence mask statistic",
+        lambda folder: losses.SequenceMaskSettings(statistic="max"),
+        lambda folder: losses.SequenceMaskSettings(statistic="mean"),
+    ),  # type: ignore[arg-type]
+    ("opsm delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
+    (
+        "old_policy",
+        lambda folder: losses.PolicySettings(old_policy="other"),
+        lambda folder: losses.PolicySettings(old_policy="trainer"),
+    ),  # type: ignore[arg-type]
+    (
+        "kl_estimator",
+        lambda folder: losses.PolicySettings(kl_estimator="k4"),
+        lambda folder: losses.PolicySettings(kl_estimator="k3"),
+    ),  # type: ignore[arg-type]
+    (
+        "kl_coefficient",
+        lambda folder: losses.PolicySettings(kl_coefficient=-1),
+        lambda folder: losses.PolicySettings(kl_coefficient=0),
+    ),
+    (
+        "entropy_coefficient",
+        lambda folder: losses.PolicySettings(entropy_coefficient=float("nan")),
+        lambda folder: losses.PolicySettings(entropy_coefficient=0.1),
+    ),
+    (
+        "corrections",
+        lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 2),
+        lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 1),
+    ),
     (
         "corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="sampler"),
+        lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="trainer"),
     ),
     (
         "corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="current"),
+        lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="sampler"),
     ),
-    ("value clip", lambda folder: losses.ValueSettings(clip=-1)),
-    ("beta", lambda folder: losses.DPOSettings(beta=0)),
-    ("label_smoothing", lambda folder: losses.DPOSettings(label_smoothing=0.5)),
-    ("margin", lambda folder: losses.RewardModelSettings(margin=-1)),
-    ("logprobs", policy({})),
-    ("old_logprobs", policy({"logprobs": FOUR, "advantages": FOUR})),
-    ("advantages", policy({"logprobs": FOUR, "old_logprobs": FOUR})),
-    ("advantages", policy({**SCORED, "advantages": torch.zeros(3)})),
-    ("ref_logprobs", policy(SCORED, kl_coefficient=0.1)),
-    ("entropy", policy(SCORED, entropy_coefficient=0.1)),
-    ("rollout_logprobs", policy(SCORED, corrections=(losses.TokenTISSettings(),))),
-    ("kl_estimator", lambda folder: losses.kl_divergence(FOUR, FOUR, "k4")),  # type: ignore[arg-type]
-    ("labels", lambda folder: losses.score_logits(torch.zeros(4, 7), LABELS)),
-    ("group", lambda folder: losses.preference_pairs(batch().samples)),
-    ("steps", lambda folder: learning_rate_factor(3, kind="cosine", warmup=0, steps=None, final=0.0)),
+    ("value clip", lambda folder: losses.ValueSettings(clip=-1), lambda folder: losses.ValueSettings(clip=None)),
+    ("beta", lambda folder: losses.DPOSettings(beta=0), lambda folder: losses.DPOSettings(beta=1)),
+    (
+        "label_smoothing",
+        lambda folder: losses.DPOSettings(label_smoothing=0.5),
+        lambda folder: losses.DPOSettings(label_smoothing=0.4),
+    ),
+    (
+        "margin",
+        lambda folder: losses.RewardModelSettings(margin=-1),
+        lambda folder: losses.RewardModelSettings(margin=0),
+    ),
+    ("logprobs", policy({}), policy(SCORED)),
+    ("old_logprobs", policy({"logprobs": FOUR, "advantages": FOUR}), policy(SCORED)),
+    ("advantages", policy({"logprobs": FOUR, "old_logprobs": FOUR}), policy(SCORED)),
+    ("advantages", policy({**SCORED, "advantages": torch.zeros(3)}), policy({**SCORED, "advantages": torch.zeros(4)})),
+    ("ref_logprobs", policy(SCORED, kl_coefficient=0.1), policy({**SCORED, "ref_logprobs": FOUR}, kl_coefficient=0.1)),
+    ("entropy", policy(SCORED, entropy_coefficient=0.1), policy({**SCORED, "entropy": FOUR}, entropy_coefficient=0.1)),
+    (
+        "rollout_logprobs",
+        policy(SCORED, corrections=(losses.TokenTISSettings(),)),
+        policy({**SCORED, "rollout_logprobs": FOUR}, corrections=(losses.TokenTISSettings(),)),
+    ),
+    (
+        "kl_estimator",
+        lambda folder: losses.kl_divergence(FOUR, FOUR, "k4"),
+        lambda folder: losses.kl_divergence(FOUR, FOUR, "k3"),
+    ),  # type: ignore[arg-type]
+    (
+        "labels",
+        lambda folder: losses.score_logits(torch.zeros(4, 7), LABELS),
+        lambda folder: losses.score_logits(torch.zeros(2, 7), LABELS[:2]),
+    ),
+    (
+        "group",
+        lambda folder: losses.preference_pairs(batch().samples),
+        lambda folder: losses.preference_pairs(
+            padfree.collate([sample(group=0, reward=1.0), sample(group=0, reward=0.0)]).samples
+        ),
+    ),
+    (
+        "steps",
+        lambda folder: learning_rate_factor(3, kind="cosine", warmup=0, steps=None, final=0.0),
+        lambda folder: learning_rate_factor(3, kind="cosine", warmup=0, steps=4, final=0.0),
+    ),
 ]
 SEQUENCES: dict[str, Any] = {
     "tokens": [[1, 2, 3], [4, 5]],
@@ -468,58 +909,256 @@ def collator(**settings: Any) -> PackedCollator:
 
 
 CASES["compat"] = [
-    ("features", lambda folder: collator()([])),
-    ("features", lambda folder: collator()([{"text": "x"}])),
-    ("attention_mask", lambda folder: collator()([{"input_ids": [1, 2], "attention_mask": [1, 0]}])),
-    ("labels", lambda folder: collator()([{"input_ids": [1, 2], "labels": [2, -100]}])),
-    ("loss_mask", lambda folder: collator()([{"input_ids": [1, 2], "loss_mask": [1]}])),
-    ("seq_lengths", lambda folder: collator()([{"input_ids": [1, 2], "seq_lengths": [1]}])),
-    ("length", lambda folder: collator(length=1)([{"input_ids": [1, 2]}])),
-    ("length", lambda folder: collator(length=3, multiple_of=2)),
-    ("num_packs", packs(num_packs=0)),
-    ("loss_masks", packs(loss_masks=[[1, 1]])),
-    ("response_lengths", packs(response_lengths=[9, 1])),
-    ("max_tokens_per_gpu", packs(max_tokens_per_gpu=2)),
-    ("k_partitions", lambda folder: slime.get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)),
-    ("k_partitions", lambda folder: slime.get_seqlen_balanced_partitions([1, 2, 3], 2, equal_size=True)),
+    ("features", lambda folder: collator()([]), lambda folder: collator()([{"input_ids": [1, 2]}])),
+    (
+        "features",
+        lambda folder: collator()([{"text": "x"}]),
+        lambda folder: collator()([{"input_ids": [1, 2]}]),
+    ),
+    (
+        "attention_mask",
+        lambda folder: collator()([{"input_ids": [1, 2], "attention_mask": [1, 0]}]),
+        lambda folder: collator()([{"input_ids": [1, 2], "attention_mask": [1, 1]}]),
+    ),
+    (
+        "labels",
+        lambda folder: collator()([{"input_ids": [1, 2], "labels": [2, -100]}]),
+        lambda folder: collator()([{"input_ids": [1, 2], "labels": [1, 2]}]),
+    ),
+    (
+        "loss_mask",
+        lambda folder: collator()([{"input_ids": [1, 2], "loss_mask": [1]}]),
+        lambda folder: collator()([{"input_ids": [1, 2], "loss_mask": [0, 1]}]),
+    ),
+    (
+        "seq_lengths",
+        lambda folder: collator()([{"input_ids": [1, 2], "seq_lengths": [1]}]),
+        lambda folder: collator()([{"input_ids": [1, 2], "seq_lengths": [2]}]),
+    ),
+    (
+        "length",
+        lambda folder: collator(length=1)([{"input_ids": [1, 2]}]),
+        lambda folder: collator(length=2)([{"input_ids": [1, 2]}]),
+    ),
+    (
+        "length",
+        lambda folder: collator(length=3, multiple_of=2)([{"input_ids": [1, 2]}]),
+        lambda folder: collator(length=4, multiple_of=2)([{"input_ids": [1, 2]}]),
+    ),
+    ("num_packs", packs(num_packs=0), packs(num_packs=1)),
+    ("loss_masks", packs(loss_masks=[[1, 1]]), packs(loss_masks=[[1, 1], [1]])),
+    ("response_lengths", packs(response_lengths=[9, 1]), packs(response_lengths=[2, 1])),
+    ("max_tokens_per_gpu", packs(max_tokens_per_gpu=2), packs(max_tokens_per_gpu=8)),
+    (
+        "k_partitions",
+        lambda folder: slime.get_seqlen_balanced_partitions([1, 2], 3, equal_size=False),
+        lambda folder: slime.get_seqlen_balanced_partitions([1, 2], 2, equal_size=False),
+    ),
+    (
+        "k_partitions",
+        lambda folder: slime.get_seqlen_balanced_partitions([1, 2, 3], 2, equal_size=True),
+        lambda folder: slime.get_seqlen_balanced_partitions([1, 2, 3], 3, equal_size=True),
+    ),
 ]
 
 
-def command(*arguments: str) -> Mistake:
-    """What `padfree` prints for it, as the message of an error."""
+def _placed(word: str, folder: Path) -> str:
+    """FOLDER is the case's own, MODEL-qwen3 and its like are small models."""
+    return re.sub(r"MODEL-(\w+)", lambda match: model_folder(match[1]), word).replace("FOLDER", str(folder))
 
-    def provoke(folder: Path) -> None:
+
+def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None) -> Words:
+    """What `padfree` prints for it, as the message of an error; `files` are written to the folder first."""
+
+    def provoke(folder: Path, words: tuple[str, ...]) -> None:
+        files(folder)
         printed = io.StringIO()
-        with contextlib.redirect_stderr(printed):
-            assert main([argument.replace("FOLDER", str(folder)) for argument in arguments]) == 1
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+            code = main([_placed(word, folder) for word in words])
+        if code == 0:
+            return
         text = printed.getvalue()
         assert text.endswith("\n")
         raise ValueError(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
 
-    return provoke
+    return Words(arguments, provoke)
 
 
+@cache
+def model_folder(kind: str) -> str:
+    """A small model that lasts as long as the tests; all have a tokenizer of 45 letters."""
+    place = Path(mkdtemp(prefix=f"padfree-{kind}-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    folder = save_with_tokenizer(place / "model")
+    if kind != "qwen3":
+        (folder / "model.safetensors").unlink()
+        changes = {"gpt2": {"n_positions": 16, "max_position_embeddings": 16}, "small": {"vocab_size": 10}}[kind]
+        build("gpt2" if kind == "gpt2" else "qwen3", hidden_size=32, **changes).save_pretrained(folder)
+    return str(folder)
+
+
+LENGTHS = "3 5 2"
+SFT = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
+TASKS = [{"prompt": f"{number}+1=", "answer": f"#### {number + 1}"} for number in range(4)]
+GROUPED = [{**ROLLOUT, "reward": float(index % 2), "group": index // 4} for index in range(8)]
+SMALL = {"sft": ("batch.samples=2",), "rl": ("batch.samples=8",), "rl-local": ("batch.samples=8", "data.columns={}")}
+
+
+def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -> Words:
+    """A recipe on rows of a file of its own, up to its first step."""
+
+    def provoke(folder: Path, words: tuple[str, ...]) -> Any:
+        settings = [f"model.path={model_folder(model)}", "model.dtype=float32", "run.device=cpu", *SMALL[recipe]]
+        path = written(folder, "d.jsonl", *rows)
+        start = [recipe.partition("-")[0], str(RECIPES / f"{recipe}.toml"), *settings]
+        start += [f"data.path={path}", f"run.folder={folder / 'run'}", "rollout.max_new_tokens=4"]
+        return command(*start, *words, "--dry-run")(folder)
+
+    return Words(changes, provoke)
+
+
+def plan(*words: str) -> Words:
+    return command("plan", *words, files=lambda folder: written(folder, "lengths.txt", LENGTHS))
+
+
+def check(*words: str) -> Words:
+    return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words)
+
+
+def report(*words: str) -> Words:
+    return command("report", *words, files=lambda folder: written(folder, "metrics.jsonl", {"step": 0, "loss": 1.0}))
+
+
+def demo_state(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    written(folder / "mine", "a.txt", "x")
+
+
+RL, LONG = str(RECIPES / "rl.toml"), {"prompt": "1+1=", "response": "2" * 30}
+NOTHING_LEFT = "FOLDER/no/such/report.json"
 CASES["cli"] = [
-    ("config", command("sft", "FOLDER/nowhere.toml")),
-    ("loss.kind", command("sft", str(RECIPES / "rl.toml"))),
-    ("loss.kind", command("rl", str(RECIPES / "sft.toml"))),
-    ("model.path", command("sft", str(RECIPES / "sft.toml"), "model.path=FOLDER/nowhere", "run.folder=FOLDER/run")),
-    ("optimizer.lr", command("rl", str(RECIPES / "rl.toml"), "optimizer.lr=none")),
-    ("--resume", command("demo", "--folder", "FOLDER/none", "--resume")),
-    ("--folder", lambda folder: command("demo", "--folder", str(written(folder, "a.txt").parent))(folder)),
-    ("--data", command("plan")),
-    ("--max-tokens", command("plan", "--lengths", "lengths.npy")),
-    ("--ranks", command("plan", "--lengths", "lengths.npy", "--max-tokens", "8", "--ranks", "0")),
-    ("--lengths", command("plan", "--lengths", "FOLDER/nowhere.npy", "--max-tokens", "8")),
-    ("--suggest", command("plan", "--lengths", "lengths.npy", "--suggest")),
+    ("config", command("sft", "FOLDER/nowhere.toml"), lambda folder: load_config(RECIPES / "sft.toml")),
+    ("loss.kind", command("sft", RL), command("rl", RL, "model.path=FOLDER/none", "--dry-run")),
+    (
+        "loss.kind",
+        command("rl", str(RECIPES / "sft.toml")),
+        command("sft", str(RECIPES / "sft.toml"), "model.path=FOLDER/none", "--dry-run"),
+    ),
+    ("model.path", dry_run("sft", SFT, "model.path=FOLDER/nowhere"), "-model.path"),
+    ("model.path", dry_run("sft", SFT, "model.path=no/where"), "-model.path"),
+    ("model.tokenizer", dry_run("sft", SFT, "model.tokenizer=no/where"), "-model.tokenizer"),
+    ("optimizer.lr", command("rl", RL, "optimizer.lr=none")),
+    ("--resume", command("demo", "--folder", "FOLDER/none", "--resume"), lambda folder: None),
+    ("--folder", command("demo", "--folder", "FOLDER/mine", files=demo_state), lambda folder: None),
+    ("--data", command("plan"), plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8")),
+    ("--model", command("plan", "--data", "FOLDER/d.jsonl"), ("--model", "no/where")),
+    ("--max-tokens", plan("--lengths", "FOLDER/lengths.txt"), ("--max-tokens", "8")),
+    ("--ranks", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--ranks", "0")),
+    ("--cp", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--cp", "3"), ("--ranks", "3")),
+    ("--memory", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--memory", "0")),
+    ("--tokens", plan("--lengths", "FOLDER/lengths.txt", "--tokens", "8", "--samples", "2"), lambda folder: None),
+    ("--lengths", plan("--lengths", "FOLDER/nowhere.npy", "--max-tokens", "8"), ("--lengths", "FOLDER/lengths.txt")),
+    ("--exact-steps", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--exact-steps", "0")),
+    (
+        "--html",
+        plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--html", "FOLDER"),
+        ("--html", "FOLDER/p.html"),
+    ),
+    (
+        "--html",
+        plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--html", "FOLDER/lengths.txt/p.html"),
+        ("--html", "FOLDER/p.html"),
+    ),
+    ("--suggest", plan("--lengths", "FOLDER/lengths.txt", "--suggest"), ("--model", "MODEL-qwen3")),
     ("--samples", command("check", "--model", "m", "--samples", "1")),
-    ("--dtype", command("check", "--model", "m", "--dtype", "int8")),
-    ("--layers", command("check", "--model", "m", "--layers", "2", "--full")),
-    ("--layout", command("check", "--model", "m", "--layout", "dp=2,tp=2")),
-    ("--layout", command("check", "--model", "m", "--layout", "dp=2,cp=2")),
-    ("--json", command("check", "--model", "m", "--json", "FOLDER/no/such/report.json")),
-    ("--output", command("report", "FOLDER", "--output", "report.pdf")),
-    ("RUN", command("report", "FOLDER/nowhere")),
+    ("--max-length", command("check", "--model", "m", "--max-length", "1")),
+    ("--dtype", command("check", "--model", "m", "--dtype", "int8"), ("--dtype", "bfloat16")),
+    (
+        "--layers",
+        command("check", "--model", "m", "--layers", "2", "--full"),
+        command("check", "--model", "m", "--full"),
+    ),
+    ("--layers", command("check", "--model", "m", "--layers", "0")),
+    ("--layout", command("check", "--model", "m", "--layout", "dp=2,tp=2"), ("--layout", "dp=1,cp=1")),
+    ("--layout", command("check", "--model", "m", "--layout", "dp=2,cp=2"), ("--layout", "dp=1,cp=1")),
+    ("--json", command("check", "--model", "m", "--json", NOTHING_LEFT), ("--json", "FOLDER/report.json")),
+    ("--json", command("check", "--model", "m", "--json", "FOLDER"), ("--json", "FOLDER/report.json")),
+    ("--model", command("check", "--model", "FOLDER/nowhere"), ("--model", "MODEL-small", "--samples", "1")),
+    ("--data", command("check", "--model", "m", "data.split=dev"), ("--data", "FOLDER/d.jsonl")),
+    ("override", command("check", "--model", "m", "--data", "d.jsonl", "batch.samples=2"), "-batch.samples"),
+    ("data.columns", command("check", "--model", "m", "--data", "d.jsonl", "data.columns=3"), "-data.columns"),
+    ("--output", report("FOLDER", "--output", "report.pdf"), ("--output", "FOLDER/report.html")),
+    ("--output", report("FOLDER", "--output", "FOLDER/metrics.jsonl/r.html"), ("--output", "FOLDER/report.html")),
+    ("--names", report("FOLDER", "--names", "a,b"), ("--names", "a", "--output", "FOLDER/report.html")),
+    ("RUN", report("FOLDER/nowhere"), report("FOLDER", "--output", "FOLDER/report.html")),
+]
+KL, REPORTED = ("loss.kl_coefficient=0.1",), [{**row, "logprobs": [-0.5, -0.5]} for row in GROUPED]
+CASES["decide"] = [
+    ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16")),
+    ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16", "data.epochs=none", "run.steps=1")),
+    ("batch.tokens", dry_run("sft", [*SFT, LONG], "batch.samples=none", "batch.tokens=20")),
+    ("batch.max_tokens", dry_run("rl", [*GROUPED, {**ROLLOUT, "tokens": [1] * 40}], "batch.max_tokens=16")),
+    ("batch.max_tokens", dry_run("rl-local", TASKS, "batch.max_tokens=6")),
+    ("data.max_length", dry_run("sft", [*SFT, LONG], "data.max_length=10")),
+    ("data.max_length", dry_run("rl", GROUPED, "data.max_length=4")),
+    ("data.max_length", dry_run("rl-local", TASKS, "data.max_length=6")),
+    ("data.path", dry_run("sft", [*SFT, LONG], model="gpt2")),
+    ("data.path", dry_run("rl-local", TASKS, "rollout.max_new_tokens=20", model="gpt2")),
+    ("data.path", dry_run("sft", SFT, model="small"), "model.path=MODEL-qwen3"),
+    ("data.path", dry_run("rl", [{**row, "tokens": [1, 2, 3, 4, 99]} for row in GROUPED]), dry_run("rl", GROUPED)),
+    ("data.path", dry_run("rl", [{**GROUPED[0], "logprobs": [-1, -1]}, *GROUPED[1:]]), dry_run("rl", GROUPED)),
+    ("loss.kl_coefficient", dry_run("rl", GROUPED, *KL)),
+    ("reference.path", dry_run("rl-local", TASKS, *KL), "reference.path=MODEL-qwen3"),
+    ("reference.path", dry_run("rl", GROUPED, *KL, "reference.path=no/where"), "-reference.path"),
+    (
+        "reference.refresh",
+        dry_run("rl", GROUPED, *KL, "reference.path=MODEL-small", "reference.refresh=1"),
+    ),
+    ("loss.old_policy", dry_run("rl", GROUPED, "loss.old_policy=sampler")),
+    ("loss.corrections", dry_run("rl", GROUPED, "loss.corrections=['token_tis']")),
+    ("loss.advantage", dry_run("rl", GROUPED, "loss.advantage=given")),
+    ("loss.advantage", dry_run("rl-local", TASKS, "loss.advantage=given"), "loss.advantage=rloo"),
+    ("rollout.group", dry_run("rl-local", TASKS, "rollout.group=1")),
+    ("loss.constant", dry_run("rl", GROUPED, "loss.weights=constant")),
+    ("loss.constant", dry_run("rl", GROUPED, "loss.constant=3")),
+    ("loss.low", dry_run("rl", GROUPED, "loss.low=5")),
+    ("loss.clip.low", dry_run("rl", GROUPED, "loss.clip.low=5")),
+    ("loss.gspo.high", dry_run("rl", GROUPED, "loss.gspo.high=-1")),
+    ("loss.low", dry_run("rl", GROUPED, "loss.kind=reinforce", "loss.low=0.2")),
+    ("loss.corrections", dry_run("rl", REPORTED, "loss.corrections=['icepop']", "loss.old_policy=sampler")),
+    ("data.loss_on", dry_run("rl", GROUPED, "data.loss_on=last")),
+    ("data.loss_on", dry_run("sft", [{"text": "1+1=2"}] * 2, "data.loss_on=last")),
+    ("loss.entropy_coefficient", dry_run("sft", SFT, "loss.entropy_coefficient=0.1")),
+    ("loss.weights", dry_run("sft", SFT, "loss.weights=group-mean")),
+    ("model.attention", dry_run("sft", SFT, "model.attention=fast"), "model.attention=auto"),
+    ("model.attention", dry_run("sft", SFT, "model.attention=fa4"), "model.attention=cpu"),
+    ("parallel.offload", dry_run("sft", SFT, "parallel.offload=true")),
+    ("parallel.context", dry_run("sft", SFT, "parallel.context=2"), "parallel.context=1"),
+    ("lora.targets", dry_run("sft", SFT, "lora.rank=2", "lora.targets=no_proj"), "lora.targets=q_proj"),
+    ("run.folder", dry_run("sft", SFT, "run.folder=FOLDER/d.jsonl/run"), "run.folder=FOLDER/run"),
+    ("batch.cost", dry_run("sft", SFT, "batch.cost=FOLDER/nowhere.json"), "batch.cost=none"),
+    ("batch.samples", dry_run("rl", GROUPED, "batch.samples=2"), "batch.samples=4"),
+    ("data.columns", dry_run("sft", [{"question": "1+1=", "answer": "2"}] * 2)),
+    ("data.columns", dry_run("sft", [{"my text": "it's", "b": "2"}] * 2)),
+    ("data.columns", dry_run("sft", [{"document": "1+1=2"}] * 2)),
+    ("data.columns", dry_run("sft", [{"x": "1+1=2"}] * 2)),
+    ("data.columns", dry_run("sft", [{**PAIR, "text": "1"}] * 2)),
+    ("data.columns", dry_run("rl", [{"input_ids": [1, 2, 3], "response_length": 1, "reward": 1.0, "group": 0}] * 2)),
+    ("data.columns", dry_run("rl-local", [{"question": "1+1=", "answer": "2"}] * 2)),
+    ("data.columns", dry_run("rl-local", [{"task": "1+1=", "answer": "2"}] * 2)),
+    ("data.columns", dry_run("sft", SFT, "data.columns={prompt='promt'}"), "data.columns={prompt='prompt'}"),
+    ("data.columns", dry_run("sft", SFT, "data.columns={query='prompt'}"), "data.columns={}"),
+    ("data.columns", dry_run("sft", SFT, "data.columns={prompt='response',response='response'}"), "data.columns={}"),
+    ("data.chat_template", dry_run("sft", SFT, "data.chat_template=FOLDER/none.jinja"), "data.chat_template=none"),
+    ("data.chat_template", dry_run("sft", SFT, "data.prompt_format=chat")),
+    ("data", dry_run("sft", SFT, "data.path=no/where"), "-data.path"),
+    ("data", dry_run("sft", SFT, "data.path=FOLDER/nowhere.jsonl"), "-data.path"),
+    ("d.jsonl line 5", dry_run("sft", [*SFT, "not JSON"])),
+    ("d.jsonl line 5", dry_run("sft", [*SFT, {"prompt": "1"}])),
+    ("d.jsonl line 9", dry_run("rl", [*GROUPED, {**ROLLOUT, "reward": None}])),
+    ("d.jsonl line 5", dry_run("rl-local", [*TASKS, {"prompt": None}])),
+    ("reward", dry_run("rl-local", TASKS, "rollout.reward=best"), "rollout.reward=exact_match"),
+    ("reward", dry_run("rl-local", [*TASKS, {"prompt": "1", "answer": "x"}]), "rollout.reward=exact_match"),
 ]
 
 # The library: inputs of a wrong type, and models that were not proven.

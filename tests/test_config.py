@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import padfree
+from padfree import losses
 from padfree.config import OptimizerConfig, config_from_dict, load_config
 
 NEEDED: dict[str, Any] = {
@@ -107,14 +113,39 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
         ({"data": {"path": []}}, "data.path: []; give one file"),
         ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, clip"),
-        ({"loss": {"kind": "gspo", "dual": 3}}, "loss.dual: 3.0; leave it out, loss.kind 'gspo' has no such bound"),
+        (
+            {"loss": {"kind": "gspo", "dual": 3}},
+            "loss.dual: 3.0; set loss.dual=none, loss.kind 'gspo' has no such bound",
+        ),
         ({"loss": {"corrections": ["tokentis"]}}, "loss.corrections: ['tokentis']; give a list, each one of token_tis"),
-        ({"loss": {"epochs": 2}}, "loss.epochs: 2; SFT has data.epochs"),
-        ({"batch": {"tokens": 9}}, "batch.samples: 4; give either batch.samples or batch.tokens"),
-        ({"batch": {"samples": None}}, "batch.samples: None; give either"),
+        ({"loss": {"entropy_coefficient": 0.1}}, "loss.entropy_coefficient: 0.1; leave it out, SFT has no such term"),
+        ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient: 0.1; leave it out, SFT has no such term"),
+        ({"loss": {"weights": "group-mean"}}, "loss.weights: 'group-mean'; choose another, SFT has no groups"),
+        ({"loss": {"weights": "constant"}}, "loss.constant: None; give it, as in loss.constant=4096"),
+        ({"loss": {"constant": 3}}, "loss.constant: 3.0; set loss.constant=none, loss.weights 'token-mean' has no"),
+        ({"loss": {"kind": "clip", "low": 5}}, "loss.low: 5.0; give 0 up to 1"),
+        (
+            {"loss": {"kind": "clip"}, "data": {"loss_on": "last"}},
+            "data.loss_on: 'last'; leave it out, what is trained",
+        ),
+        (
+            {
+                "loss": {"kind": "clip", "kl_coefficient": 0.1},
+                "rollout": {"reward": "exact_match", "group": 4},
+            },
+            "reference.path: None; set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0",
+        ),
+        (
+            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 1}},
+            "rollout.group: 1; set rollout.group=8, or loss.advantage=reinforce++: 'grpo' compares",
+        ),
+        ({"optimizer": {"lr": math.inf}}, "optimizer.lr: inf; give 0 or more"),
+        ({"loss": {"epochs": 2}}, "loss.epochs: 2; leave it out, SFT has data.epochs"),
+        ({"batch": {"tokens": 9}}, "batch.samples: 4; set batch.samples=none or batch.tokens=none"),
+        ({"batch": {"samples": None}}, "batch.samples: None; set batch.samples=64"),
         ({"batch": {"max_tokens": 0}}, "batch.max_tokens: 0; give 1 or more"),
-        ({"data": {"epochs": None}}, "run.steps: None; give it, or data.epochs"),
-        ({"schedule": {"kind": "cosine"}}, "run.steps: None; schedule.kind 'cosine' needs it"),
+        ({"data": {"epochs": None}}, "run.steps: None; set run.steps=1000, or data.epochs=1"),
+        ({"schedule": {"kind": "cosine"}}, "run.steps: None; set run.steps=1000, schedule.kind 'cosine' needs it"),
         ({"schedule": {"warmup": 9}, "run": {"steps": 5}}, "schedule.warmup: 9; give at most run.steps, 5"),
         ({"reference": {"path": "r"}}, "reference.path: 'r'; leave it out, or set loss.kl_coefficient"),
         ({"reference": {"refresh": 2}}, "reference.path: None; give it, reference.offload and reference.refresh"),
@@ -192,3 +223,96 @@ def test_needs_no_torch() -> None:
 def test_memory_of_the_head() -> None:
     for given, taken in (("speed", "speed"), ("low", "low"), (6, 6 << 30), (1.5, 3 << 29)):
         assert config_from_dict(with_changes(parallel={"head_memory": given})).parallel.head_bytes == taken
+
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+KINDS: dict[str, type[Any]] = {
+    "clip": losses.ClipSettings,
+    "gspo": losses.GSPOSettings,
+    "cispo": losses.CISPOSettings,
+    "reinforce": losses.ReinforceSettings,
+}
+CORRECTIONS: dict[str, type[Any]] = {
+    "token_tis": losses.TokenTISSettings,
+    "sequence_tis": losses.SequenceTISSettings,
+    "icepop": losses.IcePopSettings,
+    "sequence_mask": losses.SequenceMaskSettings,
+    "opsm": losses.OPSMSettings,
+}
+
+
+@pytest.mark.parametrize("recipe", ["rl", "rl-local"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_loss_alone_can_be_changed_in_a_recipe(recipe: str, kind: str) -> None:
+    """The bounds of clip stay with clip: the others have those of the losses themselves."""
+    loss = load_config(RECIPES / f"{recipe}.toml", [f"loss.kind={kind}"]).loss
+    assert loss.bounds() == ({"low": 0.2, "high": 0.28} if kind == "clip" else {})
+    if kind != "clip":
+        assert KINDS[kind](**loss.bounds()) == KINDS[kind]()
+
+
+def test_bounds_of_a_kind_and_of_the_chosen_kind() -> None:
+    changes = ["loss.gspo.low=1e-4", "loss.gspo.high=2e-4", "loss.clip.dual=3"]
+    assert load_config(RECIPES / "rl.toml", changes).loss.bounds() == {"low": 0.2, "high": 0.28, "dual": 3.0}
+    chosen = ["loss.kind=gspo", *changes]
+    assert load_config(RECIPES / "rl.toml", chosen).loss.bounds() == {"low": 1e-4, "high": 2e-4}
+    assert load_config(RECIPES / "rl.toml", [*chosen, "loss.low=0.1"]).loss.bounds() == {"low": 0.1, "high": 2e-4}
+
+
+def test_bounds_beside_the_kind_do_not_reach_another_kind(tmp_path: Path) -> None:
+    recipe = write(
+        tmp_path / "own.toml",
+        'model.path="m"\ndata.path="d"\nrun.folder="f"\n[batch]\nsamples=4\nmax_tokens=8\n[loss]\nkind="clip"\nlow=0.2',
+    )
+    assert load_config(recipe).loss.bounds() == {"low": 0.2}
+    with pytest.raises(
+        ValueError, match=r"^loss.low: 0.2 in .* is for loss.kind 'clip', not 'gspo'; set loss.low=none"
+    ):
+        load_config(recipe, ["loss.kind=gspo"])
+    for cure, bounds in (("loss.low=none", {}), ("loss.low=0.001", {"low": 0.001})):
+        assert load_config(recipe, ["loss.kind=gspo", cure]).loss.bounds() == bounds
+
+
+VALUES = (None, -1.0, 0.0, 0.5, 1.0, 1.5, 5.0, math.inf, math.nan)
+
+
+def accepted(make: Callable[[], Any]) -> bool:
+    try:
+        make()
+    except ValueError:
+        return False
+    return True
+
+
+def loss_config(**changes: Any) -> Callable[[], Any]:
+    return lambda: config_from_dict(with_changes(loss={"kind": "clip", **changes}))
+
+
+def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
+    """The same rules twice: once where torch is not needed."""
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value is not None}
+
+    for low, high, dual in itertools.product(VALUES, VALUES, (None, 0.5, 1.0, 2.0)):
+        for kind in ("clip", "gspo", "cispo"):
+            bounds = given(low=low, high=high, **({"dual": dual} if kind == "clip" else {}))
+            right = accepted(functools.partial(KINDS[kind], **bounds))
+            assert accepted(loss_config(kind=kind, **bounds)) == right, (kind, bounds)
+            assert accepted(loss_config(kind=kind, **{kind: bounds})) == right, (kind, bounds)
+    for name, (low, high) in itertools.product(CORRECTIONS, itertools.product(VALUES, VALUES)):
+        bounds = given(delta=low) if name == "opsm" else given(low=low, high=high)
+        right = accepted(functools.partial(CORRECTIONS[name], **bounds))
+        assert accepted(loss_config(corrections=[name], **{name: bounds})) == right, (name, bounds)
+    sets = [list(names) for size in (0, 1, 2) for names in itertools.combinations_with_replacement(CORRECTIONS, size)]
+    for names, old in itertools.product(sets, ("trainer", "sampler", "current")):
+        chosen = tuple(CORRECTIONS[name]() for name in names)
+        right = accepted(functools.partial(losses.PolicySettings, corrections=chosen, old_policy=old))
+        assert accepted(loss_config(corrections=names, old_policy=old)) == right, (names, old)
+    for name, value in itertools.product(("kl_coefficient", "entropy_coefficient"), VALUES[1:]):
+        right = accepted(functools.partial(losses.PolicySettings, **{name: value}))
+        assert accepted(loss_config(**{name: value})) == right, (name, value)
+    masks = [np.array([False, True])]
+    for mode, constant in itertools.product(("token-mean", "constant"), VALUES):
+        right = accepted(functools.partial(losses.token_weights, mode, masks, constant=constant))
+        assert accepted(loss_config(weights=mode, constant=constant)) == right, (mode, constant)

@@ -1,24 +1,29 @@
-"""Whatever a user can get wrong is one line that names the setting and the cure.
+"""Whatever a user can get wrong is one line that names the setting and the cure, and the cure works.
 
     batch.samples: 0; give 1 or more
     ^^^^^^^^^^^^^     ^^^^^^^^^^^^^^
     name              cure, behind the last semicolon
 
-The mistakes of `error_cases` are provoked for real. Then the source is read: every ValueError that is raised anywhere
-has such a message.
+The mistakes of `error_cases` are provoked for real, and then what the message advises is done: settings and flags that
+stand in it are pasted, one alternative after the other, and the mistake must be gone. Then the source is read: every
+ValueError that is raised anywhere has such a message.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from error_cases import CASES, ROOT, Mistake
+from error_cases import CASES, ROOT, Cure, Mistake, Words
 
-FLAT = [(part, name, mistake) for part, cases in CASES.items() for name, mistake in cases]
+FLAT: list[tuple[str, str, Mistake, Cure | None]] = [
+    (part, case[0], case[1], case[2] if len(case) == 3 else None) for part, cases in CASES.items() for case in cases
+]
+IDS = [f"{part}-{name}" for part, name, *_ in FLAT]
 
 
 def check(message: str, name: str) -> None:
@@ -30,19 +35,89 @@ def check(message: str, name: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "token-cache"))
 
 
-@pytest.mark.parametrize(("part", "name", "mistake"), FLAT, ids=[f"{part}-{name}" for part, name, _ in FLAT])
-def test_a_mistake_is_one_line_with_its_name_and_cure(part: str, name: str, mistake: Mistake, tmp_path: Path) -> None:
+SETTING = re.compile(r"--[a-z-]+(=\S+| [\w.]+)|[a-z_]+(\.[a-z_]+)+=('[^']*'|\S+)")
+
+
+def pasted(message: str) -> list[tuple[str, ...]]:
+    """The settings and flags in a message's cure: one entry for each of its alternatives."""
+    cure = message.rpartition(";")[2]
+    found = []
+    for alternative in re.split(r",? or |, (?=set |as )", cure):
+        words = [match[0] for match in SETTING.finditer(alternative)]
+        # A shell takes the quotes away, and punctuation behind a setting is not part of it.
+        split = [word for text in words for word in shlex.split(text.rstrip(",.:)"))]
+        if split and not any(re.search(r"=[A-Z]+$", word) for word in split):
+            found.append(tuple(split))
+    return found
+
+
+PHRASES: list[tuple[str, Callable[[str, re.Match[str]], str]]] = [
+    (r"did you mean ([a-z_.]+)\?", lambda name, match: f"-{name}"),
+    (r"did you mean '(\w+)'\?", lambda name, match: f"{name}={match[1]}"),
+    (r"give one of (\w+)", lambda name, match: f"{name}={match[1]}"),
+    (r"give at most [\w.]+, (\d+)", lambda name, match: f"{name}={match[1]}"),
+    (r"give a multiple of [\w.]+, (\d+)", lambda name, match: f"{name}={match[1]}"),
+    (r"give 0 up to", lambda name, match: f"{name}=0.5"),
+    (r"give (\d+)\b.* or more", lambda name, match: f"{name}={match[1]}"),
+    (r"give more than (\d+)", lambda name, match: f"{name}={int(match[1]) + 1}"),
+    (r"give a (whole )?number", lambda name, match: f"{name}=1"),
+    (r"leave it out|choose another", lambda name, match: f"-{name}"),
+]
+
+
+def advised(message: str, cure: Cure | None) -> list[tuple[str, ...]]:
+    """Words to add to a command, in every way that a message advises."""
+    if isinstance(cure, (str, tuple)):
+        return [(cure,) if isinstance(cure, str) else cure]
+    if found := pasted(message):
+        return found
+    name, advice = re.match(r"[\w.-]+", message), message.rpartition(";")[2]
+    assert name is not None
+    for pattern, words in PHRASES:
+        if match := re.search(pattern, advice):
+            word = words(name[0], match)
+            return [tuple(word.split("=")) if word.startswith("--") else (word,)]
+    return []
+
+
+@pytest.mark.parametrize(("part", "name", "mistake", "cure"), FLAT, ids=IDS)
+def test_a_mistake_is_one_line_whose_cure_works(
+    part: str, name: str, mistake: Mistake, cure: Cure | None, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError) as caught:
-        mistake(tmp_path)
-    check(str(caught.value), name)
+        mistake(new_folder(tmp_path, "mistake"))
+    message = str(caught.value)
+    check(message, name)
+    attempts: list[Mistake] = [cure] if callable(cure) else []
+    if isinstance(mistake, Words) and not attempts:
+        attempts = [mistake.with_words(*words) for words in advised(message, cure)]
+    assert attempts, f"nothing in it can be pasted, and the case brings no cure: {message}"
+    for number, attempt in enumerate(attempts):
+        now = ""
+        try:
+            attempt(new_folder(tmp_path, f"cure-{number}"))
+        except ValueError as error:  # something else may be wrong as well
+            now = str(error)
+        assert not same_mistake(now, message), f"after {message}\nthe cure gave {now}"
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def same_mistake(now: str, before: str) -> bool:
+    """Whether a message is about the same setting, or about the same row, as another."""
+    return re.split(r"[:;]", now)[0] == re.split(r"[:;]", before)[0]
 
 
 def test_there_are_many_cases() -> None:
-    assert len(FLAT) >= 200
+    assert len(FLAT) >= 300
     assert set(CASES) >= {"config", "packing", "data", "attention", "cp", "model", "head", "losses", "compat", "cli"}
 
 

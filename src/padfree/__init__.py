@@ -7,7 +7,7 @@
     local = padfree.shard(packs[0])                       # one micro-batch (or one context rank's share of it)
     hidden = padfree.hidden_states(model, local)          # [T, D]
 
-Names that need transformers, and the parts of the package (`padfree.losses`, ...), are loaded when they are first used.
+Every name is loaded when it is first used, so that `padfree --help` need not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,30 +15,47 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
-from padfree.packing import (
-    CostModel,
-    FixedSizeBatcher,
-    StepPlan,
-    TokenBudgetBatcher,
-    balance,
-    collate,
-    fill,
-    pack,
-    plan_step,
-    unpack,
-)
-
 if TYPE_CHECKING:
     from padfree.attention import varlen_attention
+    from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
     from padfree.cp import attend, gather_tokens, make_layout, shard
     from padfree.head import Scores, fused_loss, score
     from padfree.losses import token_weights
     from padfree.model import attach, hidden_states
+    from padfree.packing import (
+        CostModel,
+        FixedSizeBatcher,
+        StepPlan,
+        TokenBudgetBatcher,
+        balance,
+        collate,
+        fill,
+        pack,
+        plan_step,
+        unpack,
+    )
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AttnContext": "padfree.batch",
+    "Layout": "padfree.batch",
+    "LocalBatch": "padfree.batch",
+    "PackedBatch": "padfree.batch",
+    "Rollout": "padfree.batch",
+    "Sample": "padfree.batch",
+    "SampleInfo": "padfree.batch",
+    "Segments": "padfree.batch",
+    "CostModel": "padfree.packing",
+    "FixedSizeBatcher": "padfree.packing",
+    "StepPlan": "padfree.packing",
+    "TokenBudgetBatcher": "padfree.packing",
+    "balance": "padfree.packing",
+    "collate": "padfree.packing",
+    "fill": "padfree.packing",
+    "pack": "padfree.packing",
+    "plan_step": "padfree.packing",
+    "unpack": "padfree.packing",
     "varlen_attention": "padfree.attention",
     "attend": "padfree.cp",
     "gather_tokens": "padfree.cp",

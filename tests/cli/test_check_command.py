@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
         (["--layout", "dp=2,cp=2"], "--layout: 'dp=2,cp=2' is 4 processes and there are 1; start it with torchrun"),
         (["--json", "/no/where/report.json"], "--json: /no/where is no folder; create it first"),
         (["--data", "nowhere.jsonl"], "data: nowhere.jsonl"),
-        (["--model", "no/where"], "model: no/where is no folder here, and the Hub does not give it"),
+        (["--model", "no/where"], "--model: 'no/where' is not on this disk, and the Hub is not asked"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -99,6 +100,37 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"padfree check: {message}")
     assert error.count("\n") == 1
+
+
+def test_settings_of_data_may_stand_anywhere(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also what a message advises: it is pasted behind the command."""
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not JSON\n")
+    arguments = ["check", "--model", model, "--samples", "2", "--device", "cpu", "--layers", "1", "--data", str(path)]
+    assert main(arguments) == 1
+    advice = capsys.readouterr().err.rpartition("as in ")[2]
+    (columns,) = shlex.split(advice)
+    assert columns == 'data.columns={question="prompt",answer="response"}'
+    assert main([*arguments, columns]) == 1
+    assert "questions.jsonl line 5: not JSON" in capsys.readouterr().err
+    assert main([*arguments, columns, "data.on_bad_row=skip"]) == 0
+    assert main(["check", columns, *arguments[1:], "data.on_bad_row=skip"]) == 0
+    assert f"2 of {path}, " in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_check(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def checked(*arguments: object, **options: object) -> None:
+        raise AssertionError("the check has begun")
+
+    monkeypatch.setattr("padfree.check.check_model", checked)
+    (tmp_path / "file").write_text("")
+    assert main(["check", "--model", model, "--json", str(tmp_path / "file" / "report.json")]) == 1
+    assert capsys.readouterr().err.startswith(
+        f"padfree check: --json: {tmp_path / 'file'} is no folder; give a file in"
+    )
 
 
 def test_layouts_are_read() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from padfree.cli.main import main
+from padfree.cli.main import main, parser
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -50,3 +56,37 @@ def test_settings_may_stand_behind_a_flag(capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 2
+
+
+def test_help_says_the_same_of_a_command_whether_it_is_loaded_or_not() -> None:
+    assert parser(()).format_help() == parser().format_help()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("check", "plan", "report", "sft", "rl")),
+        ["sft", str(ROOT / "recipes" / "sft.toml"), "optimiser.lr=1"],
+        ["rl", str(ROOT / "recipes" / "rl.toml"), "loss.low=5", "--dry-run"],
+        ["plan", str(ROOT / "recipes" / "sft.toml"), "batch.max_token=1"],
+        ["sft", str(ROOT / "recipes" / "sft.toml"), "model.path=./no/where"],
+        ["sft", str(ROOT / "recipes" / "sft.toml"), f"model.path={ROOT}", "data.path=nowhere.jsonl"],
+        ["plan", str(ROOT / "recipes" / "sft.toml"), "model.path=./no/where"],
+        ["check", "--model", "./no/where"],
+        ["check", "--model", "m", "--samples", "1"],
+        ["report", "nowhere", "--output", "report.pdf"],
+        ["sing"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_a_mistaken_setting_do_not_wait_for_torch(arguments: list[str]) -> None:
+    """What is slow to import is not imported: the answer is there in a fraction of a second."""
+    program = (
+        "import sys\nfrom padfree.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "slow = {'torch', 'transformers', 'plotly', 'datasets', 'pandas'} & sys.modules.keys()\n"
+        "assert not slow, slow"
+    )
+    result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -99,7 +99,7 @@ def test_markers_decide_what_a_turn_is() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_cures() -> None:
     forgetful = tiny_tokenizer("forgetful")
-    with pytest.raises(RowError, match=r"message 3 reads differently once others follow.*generation.*loss_on 'last'"):
+    with pytest.raises(RowError, match=r"message 3 reads differently once others follow.*generation.*loss_on=last"):
         trained_texts(forgetful, TURNS)
     assert trained_texts(forgetful, TURNS, "last") == ["Four<|im_end|>"]
     assert trained_texts(forgetful, TURNS[:3]) == ["<think>polite</think>  Hello<|im_end|>"]
@@ -153,7 +153,7 @@ def test_arguments_tools_and_another_template_reach_the_template() -> None:
 
 
 def test_no_template_is_refused() -> None:
-    with pytest.raises(ValueError, match="chat_template: the tokenizer has none; give one"):
+    with pytest.raises(ValueError, match="chat_template: the tokenizer has none; give a file"):
         ChatRenderer(tiny_tokenizer())
 
 

@@ -94,7 +94,7 @@ def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
         number = np.array([5], dtype=np.int64)
         writer.append(np.arange(5, dtype=np.int32), np.ones(5, dtype=np.bool_), number, 0, number)
         writer.finish({"files": [{"name": "a", "unit": "line", "rows": 1}]})
-    with pytest.raises(ValueError, match="max_length: no sample is left with 3 tokens; set max_length higher"):
+    with pytest.raises(ValueError, match=r"data.max_length: 3 leaves no sample; set data.max_length=5"):
         TokenizedDataset(tmp_path, max_length=3, overlong="drop")
 
 

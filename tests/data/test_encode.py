@@ -83,7 +83,7 @@ def test_a_tokenizer_that_begins_every_text_with_a_space() -> None:
     assert result.tokens.tolist() == ids(tokenizer, whole)
     assert result.loss_mask.sum() == len(ids(tokenizer, "Hello there<|im_end|>"))
     assert "the" in tokenizer.tokenize("there")
-    with pytest.raises(RowError, match=r"a token lies across the border of an assistant turn.*loss_on 'all'"):
+    with pytest.raises(RowError, match=r"a token lies across the border of an assistant turn.*loss_on=all"):
         encode(tokenizer, Passage.of_spans("there", [(1, 5)]))
     assert encode(tokenizer, Passage.of_spans("there", [(0, 5)])).loss_mask.all()
 
@@ -121,7 +121,7 @@ def test_a_tokenizer_without_an_end_is_refused_or_told_not_to_write_one() -> Non
     tokenizer = tiny_tokenizer(eos_token=None)
     passage = Passage(pieces=(Piece("May", True),))
     with pytest.raises(
-        ValueError, match="append_eos: the tokenizer has no eos token; set its eos_token, or append_eos"
+        ValueError, match=r"append_eos: true, but the tokenizer has no eos token; set data.append_eos=false"
     ):
         encode(tokenizer, passage)
     assert encode(tokenizer, passage, append_eos=False).tokens.tolist() == ids(tokenizer, "May")

@@ -112,7 +112,7 @@ def test_messages_need_a_template(load: Load) -> None:
         load([{"messages": MESSAGES}], BASE)
     with pytest.raises(ValueError, match=r"prompt_format: 'plain' without a chat template"):
         load([{"messages": MESSAGES}], prompt_format="plain")
-    with pytest.raises(ValueError, match="chat_template: the tokenizer has none; give one"):
+    with pytest.raises(ValueError, match="chat_template: the tokenizer has none; give a file"):
         load([{"prompt": "Hi", "response": "Hello"}], BASE, prompt_format="chat")
 
 
@@ -133,7 +133,7 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "words"), BAD)
 def test_a_bad_row_stops_with_file_line_field_and_what_was_expected(load: Load, bad: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^a\.jsonl line 3: {words}.*; correct it, or set on_bad_row to 'skip'$"):
+    with pytest.raises(ValueError, match=rf"^a\.jsonl line 3: {words}.*; correct it, or set data.on_bad_row=skip$"):
         load([GOOD, b"", bad, GOOD])
 
 

@@ -120,7 +120,7 @@ def test_text_with_a_tokenizer(read: Read) -> None:
     template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}:"
     assert BASE.decode(one(read([row], BASE, chat_template=template)).tokens) == f"<s>Hi:Hello{EOS}"
     with pytest.raises(
-        ValueError, match=r"tokenizer: none given, but r\.jsonl holds text; give one, or rollouts in token"
+        ValueError, match=r"model.tokenizer: none, but r\.jsonl holds text; give a folder or Hub id, or token"
     ):
         read([row])
 
@@ -187,7 +187,7 @@ NAN = float("nan")
     ],
 )
 def test_a_bad_row_names_line_field_and_what_was_expected(read: Read, row: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^r\.jsonl line 2: {words}.*; correct it, or set on_bad_row to 'skip'$"):
+    with pytest.raises(ValueError, match=rf"^r\.jsonl line 2: {words}.*; correct it, or set data.on_bad_row=skip$"):
         read([ROW, row])
     rollouts = read([ROW, row, ROW], on_bad_row="skip")
     assert [sample.uid for sample in rollouts.samples] == ["r.jsonl:1", "r.jsonl:3"]
@@ -216,7 +216,11 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
         ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"has 'tokens' and also 'prompt_tokens' and 'resp"),
         ([ROW], {"columns": {"rewrd": "reward"}}, r"columns: 'rewrd' \(for 'reward'\) is not in r\.jsonl"),
         ([ROW], {"columns": {"reward": "score"}}, r"'score', which is no field"),
-        ([ROW], {"max_length": 4}, r"max_length: 4, but r\.jsonl:1 has 5 tokens; set overlong to 'truncate' or 'drop'"),
+        (
+            [ROW],
+            {"max_length": 4},
+            r"max_length: 4, but r\.jsonl:1 has 5 tokens; set data.overlong=truncate or data.overlong=drop",
+        ),
         ([ROW], {"max_length": 4, "overlong": "drop"}, r"none of 1 rows can be used, .*: 5 tokens, max_length 4"),
     ],
 )

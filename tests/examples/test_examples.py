@@ -12,6 +12,8 @@ import pytest
 from models import save_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
+
 FOLDER = Path(__file__).parents[2] / "examples"
 TRAINED = ("--lr", "1e-2", "--epochs", "4", "--samples", "8")
 
@@ -80,3 +82,15 @@ def test_rl_own_reward(model: str, data: str, tmp_path: Path, monkeypatch: pytes
     assert len(rewards) == 8
     assert rewards[-1] > rewards[0]
     assert (run / "rollouts.jsonl").exists()
+
+
+def test_rl_own_reward_on_the_prompts_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(tmp_path / "train.jsonl", problems(50, seed=0))
+    asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in rows[:8])
+    write_rows(tmp_path / "prompts.jsonl", asked)
+    write_model(tmp_path / "model", train_tokenizer(rows), hidden=32)
+    arguments = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.jsonl"), "--steps", "1"]
+    sizes = ["--samples", "8", "--group", "4", "--max-new-tokens", "3", "--max-tokens", "512", "--dtype", "float32"]
+    module = example("rl_own_reward", monkeypatch)
+    assert module.reward("5", {"answer": "#### 5"}) == 1.0
+    assert len(module.main([*arguments, *sizes, "--folder", str(tmp_path / "run")])) == 1

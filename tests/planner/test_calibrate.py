@@ -147,3 +147,16 @@ def test_what_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         calibrate(Qwen3Config(**TINY), config_of(run={"device": "cuda"}))
     with pytest.raises(ValueError, match=r"lora.rank: 4 with --calibrate"):
         calibrate(Qwen3Config(**TINY), config_of(lora={"rank": 4}))
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_the_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*arguments: object) -> None:
+        raise AssertionError("the measuring has begun")
+
+    monkeypatch.setattr(MODULE, "_measured", measured)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ValueError, match=r"^PADFREE_CACHE: .* is a file; give another folder$"):
+        calibrate(Qwen3Config(**TINY, num_hidden_layers=1), config_of(run={"device": "cpu"}))

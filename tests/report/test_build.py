@@ -189,5 +189,5 @@ def test_only_a_page_can_be_the_output(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--output: .*metrics.jsonl; give a file name that ends in .html"):
         write_report([folder], folder / "metrics.jsonl")
     (tmp_path / "x.html").mkdir()
-    with pytest.raises(ValueError, match=r"x.html cannot be written"):
+    with pytest.raises(ValueError, match=r"x.html is a folder; give the name of a file"):
         write_report([folder], tmp_path / "x.html")

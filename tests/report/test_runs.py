@@ -89,6 +89,14 @@ def test_lines_that_do_not_belong(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "events.jsonl", "rows.jsonl"])
+def test_nesting_without_an_end_is_left_out_and_said(tmp_path: Path, name: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    (tmp_path / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    run = read_run(tmp_path, "run")
+    assert any(name in note for note in run.notes)
+
+
 def test_an_empty_file_is_a_run_without_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     run = read_run(tmp_path, "a")

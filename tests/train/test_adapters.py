@@ -194,7 +194,9 @@ def test_the_form_of_the_export_is_a_setting(mesh: Mesh, folder: Path) -> None:
     export(config, engine.model, folder / "merged")
     assert (folder / "merged" / "model.safetensors").exists()
     alone = replace(config, lora=replace(config.lora, export="adapter"))
-    with pytest.raises(ValueError, match=r"^lora.export: 'adapter', but .*model has no weights .*; set it to merged$"):
+    with pytest.raises(
+        ValueError, match=r"^lora.export: 'adapter', but .*model has no weights .*; set lora.export=merged$"
+    ):
         build_engine(alone, mesh)
     small_model("llama_tied", vocab_size=VOCABULARY).save_pretrained(folder / "model")
     export(alone, build_engine(alone, mesh).model, folder / "adapter")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import pytest
 import torch
 
 import padfree
@@ -36,6 +39,17 @@ def test_lines_are_appended_also_after_half_a_line(tmp_path: Path) -> None:
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     Events(tmp_path / "run", rank=1).write("start", step=0)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    with distributed(device="cpu") as device:
+        assert environment(make_mesh(device))["padfree"] == padfree.__version__
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == padfree.__version__
 
 
 def test_environment_names_versions_device_and_layout(tmp_path: Path) -> None:

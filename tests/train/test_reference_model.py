@@ -126,7 +126,7 @@ def test_another_model_cannot_be_refreshed(mesh: Mesh, models: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"^reference.refresh: 2, but \S+down_proj.weight is \[32, 48\] in the reference and \[32, 32\] in the "
-        r"trained model; leave it out, or set reference.path to model.path$",
+        r"trained model; set reference.refresh=none, or reference.path to model.path$",
     ):
         built(config, mesh)
     assert build_reference(make_config(models, reference="wider"), mesh) is not None

@@ -41,6 +41,7 @@ from padfree.check.samples import LONGEST, random_samples
 from padfree.check.source import ModelSource, model_source
 from padfree.dist import Mesh, distributed, make_mesh
 from padfree.model.load import load_model
+from padfree.train.decide import check_fits
 
 TIMEOUT = 3600.0
 """Seconds that processes wait for the reference."""
@@ -92,11 +93,11 @@ def check_model(
         with model_source(
             source, layers=layers, full=full, backend=backend, trust_remote_code=trust_remote_code
         ) as found:
-            vocabulary = int(found.config.vocab_size)
+            vocabulary = found.limits.vocabulary
             if isinstance(samples, int):
                 samples = random_samples(vocabulary, samples, longest=longest_of(found.config, LONGEST))
                 origin = "samples of random tokens"
-            check_samples(samples, found, vocabulary)
+            check_samples(samples, found)
             reference = _reference(found, samples, mesh, dtype, seed, trust_remote_code, say)
             say("loading the model as training does")
             path = PackedPath(found, mesh, dtype=dtype, backend=backend, seed=seed, trust_remote_code=trust_remote_code)
@@ -130,24 +131,20 @@ def longest_of(config: PreTrainedConfig, wanted: int) -> int:
     return min(wanted, int(getattr(config, "max_position_embeddings", None) or wanted))
 
 
-def check_samples(samples: Sequence[Sample], source: ModelSource, vocabulary: int) -> None:
+def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
     """Refuse what the model cannot take, or what would make the comparison empty."""
     if len(samples) < 2:
         raise ValueError(f"samples: {len(samples)}; give 2 or more, one of which must not see the other")
     if not any(sample.num_labels for sample in samples):
         raise ValueError(f"samples: none of the {len(samples)} has a trained token; give some that do")
-    limit = longest_of(source.config, 1 << 62)
-    for index, sample in enumerate(samples):
-        name = index if sample.uid is None else sample.uid
-        if len(sample) > limit:
-            raise ValueError(
-                f"samples: {name} has {len(sample)} tokens and the model {limit} positions; set max_length to {limit}"
-            )
-        if len(sample) and int(sample.tokens.max()) >= vocabulary:
-            raise ValueError(
-                f"samples: token id {sample.tokens.max()} in {name}, but the vocabulary of the model has {vocabulary}; "
-                "use the tokenizer of this model"
-            )
+    check_fits(
+        samples,
+        source.limits,
+        place=lambda index: index if samples[index].uid is None else samples[index].uid,
+        setting="samples",
+        vocabulary_cure="use the tokenizer of this model",
+        positions_cure=f"cut them, as in --max-length {source.limits.positions}",
+    )
 
 
 def _from_first(report: CheckReport, mesh: Mesh) -> CheckReport:

@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from padfree.batch import Sample
+from padfree.config import DataConfig
 from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_sft, read_rollouts
 from padfree.data.sources import open_sources
+from padfree.train.sources import open_tokenizer, text_settings
 
 SHORTEST, LONGEST = 3, 96
 """Tokens of random samples."""
 
 
 def chosen_samples(
-    data: Sequence[str],
+    data: Sequence[str] | DataConfig,
     count: int,
     *,
     tokenizer: str | None,
@@ -30,22 +31,24 @@ def chosen_samples(
 ) -> list[Sample]:
     """`count` samples of SFT data or of rollouts (files with a `reward`), the first `max_length` tokens of each.
 
-    `tokenizer` is a folder or a Hub id; rollouts of token ids need none.
+    `data`: files, or these with the settings of a run's `[data]`. `tokenizer` is a folder or a Hub id; rollouts of
+    token ids need none.
     """
-    source = open_sources(list(data))[0]
-    rollouts = "reward" in (source.columns() or ())
+    data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
+    chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
+    source = open_sources(data.path, split=data.split, subset=data.subset)[0]
+    rollouts = "reward" in {data.columns.get(name, name) for name in source.columns() or ()}
     if rollouts:
-        settings = RolloutDataSettings(max_length=max_length, overlong="truncate")
-        loaded = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code)
+        loaded = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         samples: Sequence[Sample] | TokenizedDataset = read_rollouts(
-            list(data), tokenizer=loaded, settings=settings
+            data.path, tokenizer=loaded, settings=RolloutDataSettings(**chosen)
         ).samples
         lengths = np.array([len(sample) for sample in samples])
     else:
         if tokenizer is None:
             raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
-        loaded = _load_tokenizer(tokenizer, trust_remote_code)
-        found = load_sft(list(data), loaded, SFTDataSettings(max_length=max_length, overlong="truncate"))
+        loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
+        found = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
         samples, lengths = found, found.lengths
     return [samples[index] for index in spread(lengths, count)]
 
@@ -71,13 +74,3 @@ def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed:
         Sample(tokens=rng.integers(0, vocabulary, length), loss_mask=np.arange(length) >= length // 3, uid=index)
         for index, length in enumerate(lengths.tolist())
     ]
-
-
-def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ValueError(
-            f"--tokenizer: {name} has none to load ({reason}); give a folder or Hub id that does"
-        ) from None

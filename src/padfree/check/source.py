@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig
 
 from padfree.model import attach, lm_head_of
 from padfree.model.load import INDEX, _from_config, _names_match, _opened_together
+from padfree.train.decide import Limits
 
 FEW_LAYERS = 4
 """How many are kept where nothing else is asked for, and where every kind of layer is among them."""
@@ -44,6 +45,7 @@ class ModelSource:
     num_layers: int
     total_layers: int
     random_weights: bool
+    limits: Limits
 
 
 @contextmanager
@@ -64,6 +66,7 @@ def model_source(
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # refused before anything is computed
+    limits = Limits.of(model)
     total = int(config.num_hidden_layers)
     kept = total if full else min(total, layers or default_layers(config))
     short = config if kept == total else first_layers(config, kept)
@@ -76,6 +79,7 @@ def model_source(
             num_layers=kept,
             total_layers=total,
             random_weights=files is None,
+            limits=limits,
         )
 
     if files is None:

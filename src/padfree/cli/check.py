@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from padfree.config import DataConfig, load_config
+from padfree.config.hub import check_name
+from padfree.config.outputs import check_output
 
 if TYPE_CHECKING:
     from padfree.check import CheckReport
@@ -22,14 +27,15 @@ DTYPES = ("float32", "bfloat16")
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "check",
-        usage="padfree check --model MODEL [--data FILE ...] [options]",
+        usage="padfree check --model MODEL [--data FILE ...] [data.name=value ...] [options]",
         help="compare packed training of your model with one sample at a time",
         description="Compares log-probabilities, loss and all gradients with plain HF code. Exit code 1: they differ.",
         epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
     )
     add = command.add_argument
     add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
-    add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
+    add("overrides", nargs="*", help=argparse.SUPPRESS)
+    add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts, and data settings (default: random tokens)")
     add("--samples", type=int, default=8, metavar="N", help="so many, short to long (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to this (default 1024)")
     add("--tokenizer", metavar="PATH", help="folder or Hub id (default: the model's)")
@@ -54,28 +60,35 @@ def run(settings: argparse.Namespace) -> None:
         raise ValueError(f"--dtype: {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
     if settings.layers is not None and settings.full:
         raise ValueError(f"--layers: {settings.layers} together with --full; give one of them")
+    data = data_settings(settings)
+    first = int(os.environ.get("RANK", "0")) == 0
     target = None if settings.json is None else Path(settings.json)
-    if target is not None and not target.parent.is_dir():
-        raise ValueError(f"--json: {target.parent} is no folder; create it first")
+    if target is not None and first:
+        check_output(target, "--json")
+    check_name(settings.model, "--model")
+    if settings.tokenizer is not None:
+        check_name(settings.tokenizer, "--tokenizer")
 
     import torch
 
     from padfree.check import check_model, chosen_samples
     from padfree.check.samples import has_tokenizer
+    from padfree.train.memory import skeleton
+
+    skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
 
     samples, origin = settings.samples, ""
-    if settings.data is not None:
+    if data is not None:
         tokenizer = settings.tokenizer or (settings.model if has_tokenizer(settings.model) else None)
         samples = chosen_samples(
-            settings.data,
+            data,
             settings.samples,
             tokenizer=tokenizer,
             max_length=settings.max_length,
             trust_remote_code=settings.trust_remote_code,
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
-        origin = f"of {', '.join(settings.data)}" + (f" ({cut} cut to --max-length)" if cut else "")
-    first = int(os.environ.get("RANK", "0")) == 0
+        origin = f"of {', '.join(data.path)}" + (f" ({cut} cut to --max-length)" if cut else "")
     report = check_model(
         settings.model,
         samples,
@@ -92,9 +105,34 @@ def run(settings: argparse.Namespace) -> None:
     if first:
         show(report)
         if target is not None:
-            target.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+            _write(target, json.dumps(report.to_dict(), indent=2) + "\n")
     if not report.passed:
         raise SystemExit(1)
+
+
+def data_settings(settings: argparse.Namespace) -> DataConfig | None:
+    """The files of --data with the settings of data that were given anywhere among the arguments; None: no data."""
+    words = [*settings.overrides, *(settings.data or [])]
+    changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
+    files = [word for word in words if word not in changes]
+    other = next((word for word in changes if not word.startswith("data.")), None)
+    if other is not None:
+        raise ValueError(f"override: {other!r}; give settings of data only, such as data.on_bad_row=skip")
+    if settings.data is None:
+        if words:
+            raise ValueError(f"--data: missing, with {words[0]!r}; give it files")
+        return None
+    # The other settings that a run must have are no part of a check.
+    unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]
+    given = [] if not files else [f"data.path={json.dumps(files, ensure_ascii=False)}"]
+    return load_config(None, [*unused, *given, *changes]).data
+
+
+def _write(target: Path, text: str) -> None:
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--json: {target} cannot be written ({error.strerror}); give another file") from None
 
 
 def context_ranks(layout: str | None, processes: int) -> int:

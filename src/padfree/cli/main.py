@@ -1,29 +1,45 @@
-"""`padfree COMMAND`: finds the command, turns a mistake of the user into one line, and sets the exit code."""
+"""`padfree COMMAND`: finds the command, turns a mistake of the user into one line, and sets the exit code.
+
+Only the module of the command that was asked for is imported: help, and a mistake in a setting, need not wait for
+torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from padfree.cli import check, demo, plan, report, train
 from padfree.warning import PadfreeWarning
 
+COMMANDS = {
+    "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
+    "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model; a few minutes on a CPU"),
+    "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
+    "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
+    "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
+    "rl": ("padfree.cli.train", "update a policy on rollout files, or on responses it writes itself (rollout.reward)"),
+}
+"""By name: the module that has the command, and what it does in a line."""
 
-def parser() -> argparse.ArgumentParser:
+
+def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """The whole command line; of commands that are not `loaded` it knows the name and the line only."""
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
         epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path='[\"train.jsonl\"]'",
     )
     added = commands.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    check.add_command(added)
-    demo.add_command(added)
-    plan.add_command(added)
-    report.add_command(added)
-    train.add_commands(added)
+    modules = {COMMANDS[name][0] for name in loaded if name in COMMANDS}
+    for name, (module, text) in COMMANDS.items():
+        if module not in modules:
+            added.add_parser(name, help=text)
+        elif name not in added.choices:  # a module may have two commands
+            importlib.import_module(module).add_command(added)
     return commands
 
 
@@ -31,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it worked, 1 for a mistake in the input (argparse itself exits with 2)."""
     if arguments is None and not sys.warnoptions:  # this is the command itself, and nobody gave -W or PYTHONWARNINGS
         show_own_warnings_only()
-    commands = parser()
-    settings, rest = commands.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands = parser(words[:1])
+    settings, rest = commands.parse_known_args(words)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or not hasattr(settings, "overrides")):
         commands.error(f"unrecognized arguments: {' '.join(rest)}")

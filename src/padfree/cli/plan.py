@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.config import Config, load_config
+from padfree.config.hub import check_name, check_names
+from padfree.config.outputs import check_output
 
 if TYPE_CHECKING:
     from padfree.planner import Plan, Suggestion
@@ -100,8 +101,8 @@ def _check(settings: argparse.Namespace) -> None:
         raise ValueError(f"--tokens: {settings.tokens} with --samples {settings.samples}; give one of them")
     if settings.lengths is not None and (settings.data or settings.rollouts):
         raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
-    if settings.html is not None and Path(settings.html).is_dir():
-        raise ValueError(f"--html: {settings.html} is a folder; give the name of a file")
+    if settings.html is not None:
+        check_output(settings.html, "--html", makes_folder=True)
     if settings.json and settings.calibrate:
         raise ValueError("--json: with --calibrate; call padfree plan once for each")
 
@@ -131,8 +132,6 @@ def _has_cap(settings: argparse.Namespace) -> bool:
 
 def _config(settings: argparse.Namespace) -> Config:
     """The settings of the run that is planned: a recipe, then flags, then overrides."""
-    import torch
-
     recipe = _recipe(settings)
     flags: dict[str, Any] = {}
     if recipe is None:
@@ -144,7 +143,6 @@ def _config(settings: argparse.Namespace) -> Config:
             raise ValueError("--max-tokens: missing; give the tokens of a micro-batch, or --suggest")
         flags = {
             "model.path": NO_MODEL,
-            "model.dtype": "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32",
             "data.path": [settings.lengths or "no data"],
             "batch.max_tokens": FIRST_CAP,
             "run.folder": "runs",
@@ -170,7 +168,17 @@ def _config(settings: argparse.Namespace) -> Config:
     written = [
         f"{name}={'none' if value is None else json.dumps(value, ensure_ascii=False)}" for name, value in flags.items()
     ]
-    return load_config(recipe, [*written, *_overrides(settings)])
+    config = load_config(recipe, [*written, *_overrides(settings)])
+    if config.model.path != NO_MODEL and settings.lengths is None and _has_data(settings):
+        check_names(config)
+    elif config.model.path != NO_MODEL:
+        check_name(config.model.path, "model.path")
+    if recipe is None and not _says(settings, "model.dtype"):
+        import torch  # after the settings are known to be right
+
+        dtype: Literal["bfloat16", "float32"] = "bfloat16" if settings.gpu or torch.cuda.is_available() else "float32"
+        return replace(config, model=replace(config.model, dtype=dtype))
+    return config
 
 
 def _settled(config: Config, settings: argparse.Namespace) -> Config:
@@ -234,7 +242,8 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[Plan, Suggestio
     if config.model.path != NO_MODEL:
         need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code))
     clock = choose_clock(config, need and need.model.config, settings.gpu)
-    data = load_steps(config, lengths=settings.lengths, progress=_is_terminal())
+    with _bar("tokenising") as progress:
+        data = load_steps(config, lengths=settings.lengths, processes=settings.ranks, progress=progress)
     layout, suggestion = config.parallel.layout, None
     if settings.suggest:
         assert need is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from padfree.report import write_report
-
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
@@ -21,6 +19,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(settings: argparse.Namespace) -> None:
+    from padfree.report import write_report
+
     names = None if settings.names is None else [name.strip() for name in settings.names.split(",")]
     for note in write_report(settings.runs, settings.output, names=names):
         print(f"note: {note}")

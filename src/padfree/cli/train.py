@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from padfree.config import Config, load_config
+from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
     from padfree.train.memory import MemoryEstimate
@@ -25,7 +26,7 @@ HELP = {
 }
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for name, text in HELP.items():
         command = commands.add_parser(
             name,
@@ -52,10 +53,7 @@ def run(settings: argparse.Namespace) -> None:
     if (config.loss.kind == "sft") != (settings.command == "sft"):
         other = "rl" if settings.command == "sft" else "sft"
         raise ValueError(f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {other} for it")
-
-    from padfree.train.trackers import require_trackers
-
-    require_trackers(config.track)
+    check_names(config)  # before torch is imported: a mistyped name need not wait for it
     first = int(os.environ.get("RANK", "0")) == 0
     if settings.dry_run:
         for line in description(config) if first else ():
@@ -100,7 +98,7 @@ class Lines:
 
     def note(self, text: str) -> None:
         if self._shown:
-            print(text, flush=True)
+            print(f"note: {text}", flush=True)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         if self._shown:
@@ -121,7 +119,7 @@ class Bars(Lines):
         self._bars.update(self._tasks[name], completed=done, total=total, count=count, text=text)
 
     def note(self, text: str) -> None:
-        self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bars.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def tokenising(self, done: int, total: int) -> None:
         self._show("tokenising", done, total, f"{done / total:.0%}" if total else "")
@@ -177,27 +175,24 @@ def description(config: Config) -> Iterator[str]:
 
     from padfree.packing import CostModel, plan_step
     from padfree.train.costs import read_cost
+    from padfree.train.decide import decide
     from padfree.train.memory import estimate_memory, skeleton
     from padfree.train.settle import device_memory, settle
-    from padfree.train.sources import load_source, load_tokenizer, make_batcher
+    from padfree.train.sources import make_batcher
 
     processes, context, replicate = (
         int(os.environ.get("WORLD_SIZE", "1")),
         config.parallel.context,
         config.parallel.replicate,
     )
-    if processes % (context * replicate):
-        raise ValueError(
-            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {processes} processes; "
-            "change one of them"
-        )
-    data = processes // context
-    tokenizer = load_tokenizer(config)
-    source = load_source(config, tokenizer)
+    device_type = config.run.device
+    if device_type == "auto":
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    decided = decide(config, processes=processes, device_type=device_type, dry=True)
+    source, model, data = decided.source, decided.model, processes // context
     groups = next(make_batcher(config, source.samples), None)
     if groups is None:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
-    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)
     cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
     lengths = [len(sample) for group in groups for sample in group]
     plan = plan_step(
@@ -208,9 +203,6 @@ def description(config: Config) -> Iterator[str]:
         overlong=config.batch.overlong,
     )
     sampled = config.rollout.reward is not None
-    device_type = config.run.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     lengths_of_rows = {
         "longest": -(-int(plan.tokens.max()) // context),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
@@ -246,6 +238,10 @@ def description(config: Config) -> Iterator[str]:
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
         f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
+    if device_type == "cuda" and not torch.cuda.is_available():
+        yield "note: run.device is cuda, and there is no such device here: the run needs one"
+    for note in decided.notes:
+        yield f"note: {note}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

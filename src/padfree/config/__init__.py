@@ -11,25 +11,29 @@ setting that is missing are each one line that names the setting and the cure.
 This package imports neither torch nor any other part of padfree, so that a recipe can be checked where neither works.
 """
 
+from padfree.config.loss import (
+    BandConfig,
+    ClipConfig,
+    LossConfig,
+    OPSMConfig,
+    RatioConfig,
+    SequenceMaskConfig,
+    SequenceTISConfig,
+)
 from padfree.config.reader import config_from_dict, load_config
 from padfree.config.sections import (
-    BandConfig,
     BatchConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     LoraConfig,
-    LossConfig,
     ModelConfig,
-    OPSMConfig,
     OptimizerConfig,
     ParallelConfig,
     ReferenceConfig,
     RolloutConfig,
     RunConfig,
     ScheduleConfig,
-    SequenceMaskConfig,
-    SequenceTISConfig,
     TrackConfig,
 )
 
@@ -37,6 +41,7 @@ __all__ = [
     "BandConfig",
     "BatchConfig",
     "CheckpointConfig",
+    "ClipConfig",
     "Config",
     "DataConfig",
     "LoraConfig",
@@ -45,6 +50,7 @@ __all__ = [
     "OPSMConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RatioConfig",
     "ReferenceConfig",
     "RolloutConfig",
     "RunConfig",

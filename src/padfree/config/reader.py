@@ -22,10 +22,37 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         except OSError as error:
             raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"config: {path} is not TOML: {error}; correct it there") from None
+            raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
+        except RecursionError:
+            raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
+    kind = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
+    if path is not None:
+        _check_bounds_are_meant(values, kind, overrides, path)
     return config_from_dict(values)
+
+
+def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequence[str], path: str | Path) -> None:
+    """Bounds that a file gives beside its own kind of loss must not reach another kind that an override chooses."""
+    loss = _loss_of(values)
+    said = {override.partition("=")[0].strip() for override in overrides}
+    for name in ("low", "high", "dual"):
+        inherited = loss.get(name) is not None and f"loss.{name}" not in said
+        if inherited and kind is not None and loss.get("kind") != kind:
+            raise ValueError(
+                f"loss.{name}: {loss[name]!r} in {path} is for loss.kind {kind!r}, not {loss.get('kind')!r}; set "
+                f"loss.{name}=none, or move it to [loss.{kind}] there"
+            )
+
+
+def _loss_of(values: dict[str, Any]) -> dict[str, Any]:
+    loss = values.get("loss")
+    return loss if isinstance(loss, dict) else {}
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -53,9 +80,10 @@ def _parsed(text: str) -> Any:
     if text.lower() in ("none", "null"):
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    return found["value"] if found.keys() == {"value"} else text
 
 
 def _build(kind: type[Any], values: Any, prefix: str) -> Any:
@@ -95,6 +123,8 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 def _value(hint: Any, value: Any, name: str) -> Any:
     """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
     converted = _converted(hint, value)
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{name}: {value!r}; give it without the zero character")
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"

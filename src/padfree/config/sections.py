@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-
-def _need(right: bool, name: str, value: Any, cure: str) -> None:
-    if not right:
-        raise ValueError(f"{name}: {value!r}; {cure}")
+from padfree.config.loss import LossConfig
+from padfree.config.rules import need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +21,7 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        _need(bool(self.path), "model.path", self.path, "give a folder, a Hub id or a config file")
+        need(bool(self.path), "model.path", self.path, "give a folder, a Hub id or a config file")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +35,10 @@ class LoraConfig:
     export: Literal["merged", "adapter"] = "merged"
 
     def __post_init__(self) -> None:
-        _need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
-        _need(self.alpha is None or self.alpha > 0, "lora.alpha", self.alpha, "give more than 0")
-        _need(0 <= self.dropout < 1, "lora.dropout", self.dropout, "give 0 up to, but not including, 1")
-        _need(len(self.targets) > 0, "lora.targets", list(self.targets), 'give names of modules, or "all-linear"')
+        need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
+        need(self.alpha is None or 0 < self.alpha < math.inf, "lora.alpha", self.alpha, "give more than 0")
+        need(0 <= self.dropout < 1, "lora.dropout", self.dropout, "give 0 up to, but not including, 1")
+        need(len(self.targets) > 0, "lora.targets", list(self.targets), 'give names of modules, or "all-linear"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +50,10 @@ class ReferenceConfig:
     refresh: int | None = None  # after so many rollout batches it takes the trained model's weights; None: never
 
     def __post_init__(self) -> None:
-        _need(self.path != "", "reference.path", self.path, "give a folder, a Hub id, or leave it out")
-        _need(self.refresh is None or self.refresh >= 1, "reference.refresh", self.refresh, "give 1 or more")
+        need(self.path != "", "reference.path", self.path, "give a folder, a Hub id, or leave it out")
+        need(self.refresh is None or self.refresh >= 1, "reference.refresh", self.refresh, "give 1 or more")
         used = self.path is not None or not (self.offload or self.refresh)
-        _need(used, "reference.path", self.path, "give it, reference.offload and reference.refresh are about it")
+        need(used, "reference.path", self.path, "give it, reference.offload and reference.refresh are about it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
-            _need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
+            need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +78,12 @@ class DataConfig:
     """`path`: files or folders, or a Hub id; what else there is belongs to `padfree.data`."""
 
     path: tuple[str, ...]
+    subset: str | None = None  # of a Hub id
+    split: str = "train"  # of a Hub id
     columns: dict[str, str] = field(default_factory=dict)
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    chat_template: str | None = None  # a file; None: the tokenizer's own
     append_eos: bool = True
     max_length: int | None = None
     overlong: Literal["error", "truncate", "drop"] = "error"
@@ -90,9 +92,13 @@ class DataConfig:
     epochs: int | None = 1  # None: until run.steps
 
     def __post_init__(self) -> None:
-        _need(len(self.path) > 0, "data.path", list(self.path), "give one file, folder or Hub id, or more")
-        _need(self.max_length is None or self.max_length >= 2, "data.max_length", self.max_length, "give 2 or more")
-        _need(self.epochs is None or self.epochs >= 1, "data.epochs", self.epochs, "give 1 or more")
+        need(len(self.path) > 0, "data.path", list(self.path), "give one file, folder or Hub id, or more")
+        need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
+        need(self.subset != "", "data.subset", self.subset, "give a name, or leave it out")
+        need(bool(self.split), "data.split", self.split, "give a name, such as train")
+        need(self.chat_template != "", "data.chat_template", self.chat_template, "give a file, or leave it out")
+        need(self.max_length is None or self.max_length >= 2, "data.max_length", self.max_length, "give 2 or more")
+        need(self.epochs is None or self.epochs >= 1, "data.epochs", self.epochs, "give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +114,11 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         given = (self.samples is not None) + (self.tokens is not None)
-        _need(given == 1, "batch.samples", self.samples, "give either batch.samples or batch.tokens")
+        cure = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
+        need(given == 1, "batch.samples", self.samples, cure)
         for name in ("samples", "tokens", "max_tokens", "buffer"):
             value = getattr(self, name)
-            _need(value is None or value >= 1, f"batch.{name}", value, "give 1 or more")
+            need(value is None or value >= 1, f"batch.{name}", value, "give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,12 +132,13 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0  # None: no clipping
 
     def __post_init__(self) -> None:
-        _need(self.lr >= 0, "optimizer.lr", self.lr, "give 0 or more")
-        _need(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
-        _need(self.eps > 0, "optimizer.eps", self.eps, "give more than 0")
-        _need(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "give 0 or more")
+        need(0 <= self.lr < math.inf, "optimizer.lr", self.lr, "give 0 or more")
+        need(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
+        need(0 < self.eps < math.inf, "optimizer.eps", self.eps, "give more than 0")
+        decay = self.weight_decay
+        need(0 <= decay < math.inf, "optimizer.weight_decay", decay, "give 0 or more")
         norm = self.max_grad_norm
-        _need(norm is None or norm > 0, "optimizer.max_grad_norm", norm, 'give more than 0, or "none"')
+        need(norm is None or norm > 0, "optimizer.max_grad_norm", norm, 'give more than 0, or "none"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +150,8 @@ class ScheduleConfig:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        _need(self.warmup >= 0, "schedule.warmup", self.warmup, "give 0 or more steps")
-        _need(0 <= self.final <= 1, "schedule.final", self.final, "give a share of the learning rate, 0 to 1")
+        need(self.warmup >= 0, "schedule.warmup", self.warmup, "give 0 or more steps")
+        need(0 <= self.final <= 1, "schedule.final", self.final, "give a share of the learning rate, 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,78 +175,13 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("context", "replicate"):
-            _need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
+            need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
         if isinstance(self.head_memory, float):
-            _need(self.head_memory > 0, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
+            need(self.head_memory > 0, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         compiled = self.checkpointing != "host" or self.compile != "none"
-        _need(compiled, "parallel.checkpointing", "host", "it is for compiled layers: set parallel.compile=inductor")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BandConfig:
-    """Bounds of an importance weight; None: those of `padfree.losses`."""
-
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceTISConfig(BandConfig):
-    geometric: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceMaskConfig(BandConfig):
-    statistic: Literal["mean", "sum", "token"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OPSMConfig:
-    delta: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossConfig:
-    """What is minimised. Everything below `temperature` is for RL; `None` bounds are those of `padfree.losses`."""
-
-    kind: Literal["sft", "clip", "gspo", "cispo", "reinforce"] = "sft"
-    weights: Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"] = (
-        "token-mean"
-    )
-    constant: float | None = None  # the divisor of weights = "constant"
-    temperature: float = 1.0
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"] = "grpo"
-    low: float | None = None
-    high: float | None = None
-    dual: float | None = None
-    old_policy: Literal["trainer", "sampler", "current"] = "trainer"
-    corrections: tuple[Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "opsm"], ...] = ()
-    token_tis: BandConfig = BandConfig()  # settings of the corrections that are named
-    sequence_tis: SequenceTISConfig = SequenceTISConfig()
-    icepop: BandConfig = BandConfig()
-    sequence_mask: SequenceMaskConfig = SequenceMaskConfig()
-    opsm: OPSMConfig = OPSMConfig()
-    kl_coefficient: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
-    entropy_coefficient: float = 0.0
-    epochs: int = 1  # passes over a rollout batch
-    mini_batches: int = 1  # optimizer steps in a pass
-
-    def __post_init__(self) -> None:
-        _need(self.temperature > 0, "loss.temperature", self.temperature, "give more than 0")
-        for name in ("epochs", "mini_batches"):
-            _need(getattr(self, name) >= 1, f"loss.{name}", getattr(self, name), "give 1 or more")
-        bounds = {"clip": ("low", "high", "dual"), "gspo": ("low", "high"), "cispo": ("low", "high")}
-        for name in ("low", "high", "dual"):
-            value = getattr(self, name)
-            fits = value is None or name in bounds.get(self.kind, ())
-            _need(fits, f"loss.{name}", value, f"leave it out, loss.kind {self.kind!r} has no such bound")
-        for name in ("token_tis", "sequence_tis", "icepop", "sequence_mask", "opsm"):
-            for setting, value in asdict(getattr(self, name)).items():
-                asked = value is None or name in self.corrections
-                _need(asked, f"loss.{name}.{setting}", value, f"leave it out, or add {name!r} to loss.corrections")
+        need(compiled, "parallel.checkpointing", "host", "it is for compiled layers: set parallel.compile=inductor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,8 +195,8 @@ class CheckpointConfig:
     export: bool = True
 
     def __post_init__(self) -> None:
-        _need(self.every is None or self.every >= 1, "checkpoint.every", self.every, "give 1 or more")
-        _need(self.keep >= 1, "checkpoint.keep", self.keep, "give 1 or more")
+        need(self.every is None or self.every >= 1, "checkpoint.every", self.every, "give 1 or more")
+        need(self.keep >= 1, "checkpoint.keep", self.keep, "give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +209,7 @@ class TrackConfig:
 
     def __post_init__(self) -> None:
         for name in ("wandb", "trackio"):
-            _need(getattr(self, name) != "", f"track.{name}", "", "give a project's name, or leave it out")
+            need(getattr(self, name) != "", f"track.{name}", "", "give a project's name, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,10 +224,14 @@ class RunConfig:
     deterministic: bool = False  # only algorithms that give the same bits again
 
     def __post_init__(self) -> None:
-        _need(bool(self.folder), "run.folder", self.folder, "give the folder that the run writes to")
-        _need(self.steps is None or self.steps >= 1, "run.steps", self.steps, "give 1 or more")
-        _need(0 <= self.seed < 1 << 63, "run.seed", self.seed, "give 0 or more, below 2**63")
-        _need(self.timeout > 0, "run.timeout", self.timeout, "give more than 0 seconds")
+        need(bool(self.folder), "run.folder", self.folder, "give the folder that the run writes to")
+        need(self.steps is None or self.steps >= 1, "run.steps", self.steps, "give 1 or more")
+        need(0 <= self.seed < 1 << 63, "run.seed", self.seed, "give 0 or more, below 2**63")
+        need(self.timeout > 0, "run.timeout", self.timeout, "give more than 0 seconds")
+
+
+GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+"""Advantages that compare the samples of a group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,37 +248,49 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
 
     def __post_init__(self) -> None:
         endless = self.data.epochs is None and self.run.steps is None
-        _need(not endless, "run.steps", None, "give it, or data.epochs, or the run never ends")
+        need(not endless, "run.steps", None, "set run.steps=1000, or data.epochs=1, or the run never ends")
         falls = self.schedule.kind != "constant"
-        _need(
-            self.run.steps is not None or not falls, "run.steps", None, f"schedule.kind {self.schedule.kind!r} needs it"
-        )
+        cure = f"set run.steps=1000, schedule.kind {self.schedule.kind!r} needs it"
+        need(self.run.steps is not None or not falls, "run.steps", None, cure)
         if self.run.steps is not None:
-            _need(
+            need(
                 self.schedule.warmup <= self.run.steps,
                 "schedule.warmup",
                 self.schedule.warmup,
                 f"give at most run.steps, {self.run.steps}",
             )
-        if self.loss.kind == "sft":
-            _need(
-                self.loss.epochs == self.loss.mini_batches == 1, "loss.epochs", self.loss.epochs, "SFT has data.epochs"
-            )
-        else:
-            _need(self.batch.samples is not None, "batch.samples", None, "give it, RL takes whole groups of samples")
+        if self.loss.kind != "sft":
+            cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
+            need(self.batch.samples is not None, "batch.samples", None, cure)
+            all_turns = self.data.loss_on == "assistant"
+            cure = "leave it out, what is trained on in RL is the response"
+            need(all_turns, "data.loss_on", self.data.loss_on, cure)
         used = self.reference.path is None or self.loss.kl_coefficient > 0
-        _need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
+        need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
         if self.rollout.reward is not None:
-            _need(self.loss.kind != "sft", "rollout.reward", self.rollout.reward, "leave it out, SFT has no rollouts")
-            group, samples = self.rollout.group, self.batch.samples
-            assert samples is not None
-            _need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")
+            self._check_rollouts(self.rollout.reward)
+
+    def _check_rollouts(self, reward: str) -> None:
+        """Of responses that are written in the run."""
+        need(self.loss.kind != "sft", "rollout.reward", reward, "leave it out, SFT has no rollouts")
+        group, samples = self.rollout.group, self.batch.samples
+        assert samples is not None
+        need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")
+        advantage = self.loss.advantage
+        given = advantage == "given"
+        need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
+        compared = group > 1 or advantage not in GROUPED
+        cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
+        need(compared, "rollout.group", group, cure)
+        known = self.loss.kl_coefficient == 0 or self.reference.path is not None
+        cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
+        need(known, "reference.path", None, cure)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, fit for JSON."""

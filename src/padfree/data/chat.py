@@ -41,8 +41,8 @@ class ChatRenderer:
     ) -> None:
         if template is None and not tokenizer.chat_template:
             raise ValueError(
-                "chat_template: the tokenizer has none; give one, or use prompt and response columns with "
-                "prompt_format 'plain'"
+                "data.chat_template: the tokenizer has none; give a file with one, or prompt and response columns and "
+                "data.prompt_format=plain"
             )
         self._tokenizer = tokenizer
         self._template = template
@@ -65,7 +65,7 @@ class ChatRenderer:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise RowError(
-                "no message with role 'assistant'; expected one to train on (loss_on 'all' trains on every token)"
+                "no message with role 'assistant'; expected one to train on (data.loss_on=all trains on every token)"
             )
         if self._has_markers(tools):
             text, spans = self._rendered(messages, tools, False, spans=True)
@@ -87,7 +87,7 @@ class ChatRenderer:
         if not text.startswith(through):
             raise RowError(
                 f"message {turn + 1} reads differently once others follow: the chat template rewrites earlier turns; "
-                "put {% generation %} markers into chat_template, or use loss_on 'last' or 'all'"
+                "put {% generation %} markers into data.chat_template, or set data.loss_on=last or data.loss_on=all"
             )
         body = through[start:].rstrip()
         return start, start + len(body) if body.endswith(self._control_tokens) else len(through)
@@ -96,13 +96,13 @@ class ChatRenderer:
         if turn == 0:
             raise RowError(
                 "message 1 is the assistant's: no prefix shows where it begins; begin with the user, "
-                "put {% generation %} markers into chat_template, or use loss_on 'all'"
+                "put {% generation %} markers into data.chat_template, or set data.loss_on=all"
             )
         before = self.render(messages[:turn], tools, generation_prompt=True)
         if not text.startswith(before):
             raise RowError(
                 f"the text before message {turn + 1}, with the generation prompt, is not how the conversation begins: "
-                "the chat template is not prefix-stable; put {% generation %} markers into it, or use loss_on 'all'"
+                "the chat template is not prefix-stable; put {% generation %} markers into it, or set data.loss_on=all"
             )
         return before
 

@@ -26,6 +26,9 @@ from padfree.data.records import DataReport, SkippedRow
 from padfree.data.settings import Overlong, check_choice, check_max_length
 from padfree.data.store import open_array, read_metadata, read_skipped
 
+SCANNED_TOKENS = 1 << 22
+"""How many tokens are looked at in one go."""
+
 
 class TokenizedDataset:
     """The samples of one cache folder; `report` says what became of every row."""
@@ -69,8 +72,9 @@ class TokenizedDataset:
         if len(over) and self.overlong == "error":
             first = int(over[0])
             raise ValueError(
-                f"max_length: {self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer, the first "
-                f"({self._uid(first)}) {self.lengths[first]} tokens; set overlong to 'truncate' or 'drop', or raise it"
+                f"data.max_length: {self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer, the "
+                f"first ({self._uid(first)}) {self.lengths[first]} tokens; set data.overlong=truncate or "
+                f"data.overlong=drop, or data.max_length={self.lengths[over].max()}"
             )
         truncated: list[SkippedRow] = []
         dropped: list[SkippedRow] = []
@@ -86,7 +90,8 @@ class TokenizedDataset:
                 dropped.append(self._note(place, reason + nothing))
         self._kept = np.flatnonzero(keep)
         if len(over) and not len(self._kept):
-            raise ValueError(f"max_length: no sample is left with {self.max_length} tokens; set max_length higher")
+            longest = self.lengths.max()
+            raise ValueError(f"data.max_length: {self.max_length} leaves no sample; set data.max_length={longest}")
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
 
@@ -97,6 +102,25 @@ class TokenizedDataset:
     def _uid(self, place: int) -> str:
         file, line = self._rows[place]
         return f"{self._files[file]['name']}:{line}"
+
+    def place(self, index: int) -> str:
+        """Where a sample stands: its file and line."""
+        return self._uid(int(self._kept[index]))
+
+    def first_token_from(self, least: int) -> tuple[int, int] | None:
+        """The first sample with a token id of `least` or more, and that id; None where there is none.
+
+        All tokens are read for it.
+        """
+        for start in range(0, len(self._tokens), SCANNED_TOKENS):
+            over = np.flatnonzero(self._tokens[start : start + SCANNED_TOKENS] >= least)
+            for position in (over + start).tolist():
+                place = int(np.searchsorted(self._starts, position, side="right")) - 1
+                index = int(np.searchsorted(self._kept, place))
+                kept = index < len(self._kept) and self._kept[index] == place
+                if kept and position < self._starts[place] + self.lengths[index]:
+                    return index, int(self._tokens[position])
+        return None
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -70,7 +70,9 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> None:
         if append_eos and tokenizer.eos_token_id is None:
-            raise ValueError("append_eos: the tokenizer has no eos token; set its eos_token, or append_eos to false")
+            raise ValueError(
+                "data.append_eos: true, but the tokenizer has no eos token; set data.append_eos=false, or its eos_token"
+            )
         self._tokenizer = tokenizer
         self._beginning = _beginning(tokenizer)
         self._eos: int | None = tokenizer.eos_token_id if append_eos else None
@@ -125,7 +127,7 @@ class Encoder:
         if self._text([token for ids in cut for token in ids]) != self._text(whole):
             raise RowError(
                 "a token lies across the border of an assistant turn, and cutting there changes the text with this "
-                "tokenizer; change the white space at the start of the reply, or use loss_on 'all'"
+                "tokenizer; change the white space at the start of the reply, or set data.loss_on=all"
             )
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 

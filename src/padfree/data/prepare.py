@@ -238,8 +238,13 @@ def _fields_of(source: Source, settings: SFTDataSettings, renders_chat: bool) ->
     fields = resolve(columns, settings.columns, SFT_SCHEMA, source.name)
     if fields.kind == "messages" and not renders_chat:
         raise ValueError(
-            f"prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} has "
-            f"{fields['messages']!r}; give a chat_template (and prompt_format 'auto' or 'chat')"
+            f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} has "
+            f"{fields['messages']!r}; give a file as data.chat_template, and set data.prompt_format=chat"
+        )
+    if fields.kind == "text" and settings.loss_on == "last":
+        raise ValueError(
+            f"data.loss_on: 'last', but {source.name} has {fields['text']!r}, all of which is trained on; set "
+            "data.loss_on=all"
         )
     return fields
 

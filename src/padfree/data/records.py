@@ -84,7 +84,7 @@ class DataReport:
 
 
 def bad_row(row: SkippedRow, unit: str) -> ValueError:
-    return ValueError(f"{row.file} {unit} {row.line}: {row.reason}; correct it, or set on_bad_row to 'skip'")
+    return ValueError(f"{row.file} {unit} {row.line}: {row.reason}; correct it, or set data.on_bad_row=skip")
 
 
 def shown(value: object) -> str:

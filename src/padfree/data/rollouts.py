@@ -80,6 +80,7 @@ class Rollouts:
     """The samples of rollout files, in the order of their rows, and what became of every row."""
 
     samples: Sequence[Sample]
+    lines: Sequence[int]  # of each sample in its file, `source`
     report: DataReport
 
 
@@ -250,6 +251,7 @@ class _Collected:
     def __init__(self, settings: RolloutDataSettings) -> None:
         self._settings = settings
         self.samples: list[Sample] = []
+        self.lines: list[int] = []
         self.skipped: list[SkippedRow] = []
         self.dropped: list[SkippedRow] = []
         self.truncated: list[SkippedRow] = []
@@ -259,19 +261,21 @@ class _Collected:
         limit = self._settings.max_length
         if limit is None or len(sample) <= limit:
             self.samples.append(sample)
+            self.lines.append(line)
             return
         reason = f"{len(sample)} tokens, max_length {limit}"
         note = SkippedRow(file=file, line=line, reason=reason)
         if self._settings.overlong == "error":
             raise ValueError(
-                f"max_length: {limit}, but {file}:{line} has {len(sample)} tokens; "
-                "set overlong to 'truncate' or 'drop', or raise it"
+                f"data.max_length: {limit}, but {file}:{line} has {len(sample)} tokens; "
+                "set data.overlong=truncate or data.overlong=drop, or raise it"
             )
         if self._settings.overlong == "drop":
             self.dropped.append(note)
         else:
             self.truncated.append(note)
             self.samples.append(sample.truncated(limit))
+            self.lines.append(line)
 
     def skip(self, file: str, line: int, unit: str, error: RowError) -> None:
         row = SkippedRow(file=file, line=line, reason=str(error))
@@ -298,7 +302,7 @@ class _Collected:
             dropped=tuple(self.dropped),
             truncated=tuple(self.truncated),
         )
-        return Rollouts(samples=self.samples, report=report)
+        return Rollouts(samples=self.samples, lines=self.lines, report=report)
 
 
 def read_rollouts(
@@ -312,11 +316,13 @@ def read_rollouts(
     check_mapping(settings.columns, SCHEMA)
     reader = _RolloutReader(tokenizer, settings)
     collected = _Collected(settings)
-    for source in open_sources(data):
+    for source in open_sources(data, split=settings.split, subset=settings.subset):
         columns = source.columns()
         fields = resolve(columns, settings.columns, SCHEMA, source.name) if columns is not None else None
         if fields is not None and fields.kind == "text" and tokenizer is None:
-            raise ValueError(f"tokenizer: none given, but {source.name} holds text; give one, or rollouts in token ids")
+            raise ValueError(
+                f"model.tokenizer: none, but {source.name} holds text; give a folder or Hub id, or token ids"
+            )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(tuple(fields.columns.values()) if fields else ()):
             collected.rows_per_file[source.name] += len(chunk.numbers)

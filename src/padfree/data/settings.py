@@ -24,7 +24,8 @@ def check_max_length(max_length: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSettings:
-    """How rows become tokens, for SFT and for rollouts alike.
+    """How rows become tokens, for SFT and for rollouts alike. In a recipe each is a setting of `[data]`, and messages
+    name it so: `data.columns`.
 
     `columns` maps a column of the file to the field it is: `{"question": "prompt", "answer": "response"}`.
     `prompt_format`: a prompt goes through the `chat` template, or stands as it is (`plain`); `auto` is `chat` where
@@ -32,6 +33,7 @@ class TextSettings:
     `template_arguments` are handed to it (`{"enable_thinking": False}`; a template that writes today's date should be
     given a fixed one, or the tokens depend on the day).
     `append_eos`: text that no chat template ends gets the tokenizer's end-of-sequence token.
+    `split`, `subset`: of a Hub id.
     `overlong` samples, of more than `max_length` tokens, are an `error`, are cut (`truncate`) or left out (`drop`).
     """
 
@@ -40,6 +42,8 @@ class TextSettings:
     chat_template: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     append_eos: bool = True
+    split: str = "train"
+    subset: str | None = None
     max_length: int | None = None
     overlong: Overlong = "error"
     on_bad_row: OnBadRow = "error"
@@ -53,11 +57,9 @@ class TextSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTDataSettings(TextSettings):
-    """`loss_on`: every `assistant` turn, the `last` one only, or `all` tokens. `split`, `subset`: of a Hub id."""
+    """`loss_on`: every `assistant` turn, the `last` one only, or `all` tokens."""
 
     loss_on: LossOn = "assistant"
-    split: str = "train"
-    subset: str | None = None
 
     def __post_init__(self) -> None:
         # `super()` without arguments does not see the class that `slots` makes anew.

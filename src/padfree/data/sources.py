@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from padfree.config.hub import check_name, shortened
 from padfree.data.records import RowError, as_record, first_line, parse_line, shown
 
 CHUNK_ROWS = 512
@@ -88,7 +89,11 @@ class FileSource(Source):
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
-        self._opened = path.stat()
+        try:
+            with open(path, "rb"):
+                self._opened = path.stat()
+        except OSError as error:
+            raise ValueError(f"data: {path} cannot be read ({error.strerror}); make it readable") from None
         self.size = self._opened.st_size
 
     def check_unchanged(self) -> None:
@@ -222,17 +227,21 @@ def open_sources(
     found: list[Source | Path] = []
     bases: list[Path] = []
     for entry in entries:
-        path = Path(entry).expanduser().absolute()
-        if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-            found.append(_saved_dataset(path, split))
-        elif path.is_dir():
-            bases.append(path)
-            found.extend(_files_below(path))
-        elif path.exists():
-            bases.append(path.parent)
-            found.append(path)
-        else:
-            found.append(_hub_dataset(str(entry), split, subset))
+        try:
+            path = Path(entry).expanduser().absolute()
+            if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+                found.append(_saved_dataset(path, split))
+            elif path.is_dir():
+                bases.append(path)
+                found.extend(_files_below(path))
+            elif path.exists():
+                bases.append(path.parent)
+                found.append(path)
+            else:
+                found.append(_hub_dataset(str(entry), split, subset))
+        except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"data: {shortened(str(entry))} cannot be read ({reason}); give another") from None
     # What names a sample must not change when the folder is moved, or when a file is added to it.
     base = os.path.commonpath(bases) if bases else ""
     sources = [
@@ -261,12 +270,13 @@ def _file_source(path: Path, name: str) -> FileSource:
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
+    lines = JsonLinesFile(path, name)
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"{"):
             return JsonFile(path, name)
-    return JsonLinesFile(path, name)
+    return lines
 
 
 def _saved_dataset(folder: Path, split: str) -> HubSource:
@@ -274,7 +284,7 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
     loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, dict):
         if split not in loaded:
-            raise ValueError(f"split: {split!r} is not in {folder}; use one of {', '.join(loaded)}")
+            raise ValueError(f"data.split: {split!r} is not in {folder}; set it to one of {', '.join(loaded)}")
         return HubSource(loaded[split], f"{folder.name}/{split}")
     return HubSource(loaded, folder.name)
 
@@ -283,11 +293,12 @@ def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
     if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
     datasets = optional_package("datasets", f"data: {name} is not on this disk, so a Hub id", install="datasets")
+    check_name(name, "data", "dataset")
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data: {name} (subset {subset}, split {split}) is no file or folder here and did not load from the Hub "
-            f"({first_line(error)}); correct the name, or give a file"
+            f"data: {name} (data.subset {subset}, data.split {split}) did not load from the Hub "
+            f"({first_line(error)}); correct the name, data.subset or data.split"
         ) from error
     return HubSource(loaded, "/".join(filter(None, (name, subset, split))))

@@ -28,6 +28,13 @@ TRAINED = ("logprobs", "entropy", "values")
 """The inputs that gradients flow to."""
 
 
+GIVEN_BY = {
+    "ref_logprobs": "give one entry per token (in a run: set reference.path, or give the column 'ref_logprobs')",
+    "rollout_logprobs": "give one entry per token (in a run: the column 'logprobs')",
+}
+"""Where an input comes from that a run is not given by itself."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
     """One micro-batch, or one context rank's share of it, as a loss sees it. A loss names the field it misses."""
@@ -91,7 +98,7 @@ class LossInputs:
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
-            raise ValueError(f"{name}: None, but {why} needs it; give one entry per token")
+            raise ValueError(f"{name}: None, but {why} needs it; {GIVEN_BY.get(name, 'give one entry per token')}")
         values = checks.loss_input(name, values)
         if values.shape != self.mask.shape:
             raise ValueError(

@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -118,9 +117,18 @@ def load_model(
     if files is not None:
         folder = next(iter(files.values())).parent
         if (folder / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+            model.generation_config = _generation_config(folder)
     model.train()
     return model
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # the file may hold anything
+        raise ValueError(
+            f"model: {folder / 'generation_config.json'} cannot be read ({_one_line(error)}); correct or remove it"
+        ) from None
 
 
 # Names, ties and places
@@ -235,7 +243,7 @@ def _open(
         raise ValueError(f"model: {path} has no config.json; give a Hugging Face model folder")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # a config may hold anything, and each class finds out in its own way
         raise ValueError(
             f"model: the config of {source} cannot be used ({_one_line(error)}); give that of a causal language model"
         ) from None
@@ -264,7 +272,7 @@ def _download(repository: str, trust_remote_code: bool) -> Path:
 
 def _weight_files(folder: Path) -> dict[str, Path] | None:
     if (folder / INDEX).exists():
-        mapping: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        mapping = _read_index(folder / INDEX)
         for file in sorted(set(mapping.values())):
             if Path(file).name != file or not (folder / file).exists():
                 raise ValueError(f"model: {folder / file}, named in {INDEX}, is not there; copy or download it again")
@@ -279,6 +287,18 @@ def _weight_files(folder: Path) -> dict[str, Path] | None:
             "convert the weights with save_pretrained"
         )
     return None
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file holds each tensor."""
+    try:
+        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        right = isinstance(mapping, dict) and all(isinstance(file, str) for file in mapping.values())
+    except (ValueError, OSError, KeyError, TypeError, RecursionError):
+        right = False
+    if not right:
+        raise ValueError(f"model: {path} is no index of weights; copy or download the file again")
+    return dict(mapping)
 
 
 def _opened(path: Path) -> Any:

@@ -171,7 +171,7 @@ class TokenBudgetBatcher(_Batcher[T]):
             raise ValueError(
                 f"{field}: {getattr(self, field)} is less than sample {index} of the source needs: "
                 f"{tokens} tokens{trained}; raise it or set overlong to truncate, drop or alone "
-                f"(in a recipe: batch.tokens and batch.overlong)"
+                f"(in a recipe: batch.tokens, or batch.overlong=alone)"
             )
         self.num_overlong += not again
         if self.overlong == "drop":

@@ -29,6 +29,7 @@ import torch
 
 from padfree.batch import Sample
 from padfree.config import Config
+from padfree.config.outputs import check_output
 from padfree.dist import Mesh, distributed, make_mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
@@ -95,6 +96,9 @@ def calibrate(
         raise ValueError(f"lora.rank: {config.lora.rank} with --calibrate; measure all weights, with lora.rank=0")
     layers = int(model_config.get_text_config().num_hidden_layers)
     with distributed(device=config.run.device) as device:
+        name = device_name(device.type)
+        path = cost_path(name, model_config, config)
+        check_output(path, "PADFREE_CACHE", makes_folder=True)  # before the measuring, which takes a while
         depths = measured_layers(model_config, WHOLE[device.type])
         flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
         affordable = max(LEAST, int(AFFORDABLE[device.type] / flops))
@@ -105,7 +109,6 @@ def calibrate(
         runs = [_runner(with_layers(model_config, depth), config, mesh) for depth in depths]
         taken = _measured(runs, batches, progress)
         updates = [min(run([]) for _ in range(REPEATS + 1)) for run in runs]
-        name = device_name(device.type)
     seconds = extrapolated(taken, depths, layers)
     step = extrapolated([[update] for update in updates], depths, layers)[0]
     cost = replace(CostModel.fit(batches, seconds), step=step)
@@ -120,7 +123,6 @@ def calibrate(
             f"--calibrate: a micro-batch took {worst:.1f} times what the others let expect, or as much less; "
             "measure again while nothing else runs on the device"
         )
-    path = cost_path(name, model_config, config)
     path.parent.mkdir(parents=True, exist_ok=True)
     cost.to_json(path)
     found = Calibration(cost=cost, device=name, layers=depths, measurements=measured, worst=worst, path=path)

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.config import Config
-from padfree.data import Progress, SFTDataSettings, load_sft
+from padfree.data import Progress
 from padfree.packing import TokenBudgetBatcher
 from padfree.packing.source import shuffled
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from padfree.train.decide import decide, lengths_of
+from padfree.train.sources import make_batcher
 
 Lengths = NDArray[np.int64]
 
@@ -34,8 +35,14 @@ class Steps:
     over_budget: int = 0  # samples longer than `batch.tokens`, each a step of its own
 
 
-def load_steps(config: Config, *, lengths: str | Path | None = None, progress: bool | Progress = False) -> Steps:
-    """The steps of `config`'s data, or of a file of lengths."""
+def load_steps(
+    config: Config,
+    *,
+    lengths: str | Path | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> Steps:
+    """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here."""
     if lengths is not None:
         return sft_steps(read_lengths(lengths), config)
     if config.rollout.reward is not None:
@@ -43,13 +50,12 @@ def load_steps(config: Config, *, lengths: str | Path | None = None, progress: b
             f"rollout.reward: {config.rollout.reward!r} writes responses during the run, their lengths are not known; "
             "plan rollout files, or --lengths"
         )
-    tokenizer = load_tokenizer(config)
-    if config.loss.kind != "sft":
-        return rollout_steps(load_source(config, tokenizer).samples, config)
-    data = config.data
-    names = ("columns", "prompt_format", "append_eos", "max_length", "overlong", "on_bad_row", "loss_on")
-    settings = SFTDataSettings(**{name: getattr(data, name) for name in names})
-    return sft_steps(load_sft(list(data.path), tokenizer, settings, progress=progress).lengths, config)
+    # The devices that are planned for need not be here.
+    device_type = "cpu" if config.run.device == "cpu" else "cuda"
+    processes = processes or config.parallel.context * config.parallel.replicate
+    found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
+    samples = found.source.samples
+    return sft_steps(lengths_of(samples), config) if config.loss.kind == "sft" else rollout_steps(samples, config)
 
 
 def read_lengths(path: str | Path) -> Lengths:
@@ -60,7 +66,7 @@ def read_lengths(path: str | Path) -> Lengths:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"--lengths: {path} cannot be read ({reason}); give a .npy or a text file") from None
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, EOFError):
         raise ValueError(f"--lengths: {path} is not a file of whole numbers; give a .npy or a text file") from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
         raise ValueError(

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from padfree.config.outputs import check_output
 from padfree.page import Cell, Page
 from padfree.report.panels import figure, panels
 from padfree.report.runs import Record, Run, read_runs
@@ -37,6 +38,7 @@ def write_report(
     output = Path(output)
     if output.suffix not in (".html", ".htm"):
         raise ValueError(f"--output: {output}; give a file name that ends in .html")
+    check_output(output, "--output", makes_folder=True)
     runs = read_runs(folders, names)
     report_page(runs).write(output)
     return [f"{run.name}: {note}" for run in runs for note in run.notes]

@@ -210,6 +210,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _parsed(text: str) -> Record | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

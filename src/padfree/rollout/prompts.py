@@ -68,13 +68,13 @@ def read_prompts(
     check_mapping(settings.columns, SCHEMA)
     reader = _Reader(tokenizer, settings)
     collected = _Collected(settings, max_new_tokens)
-    for source in open_sources(data):
+    for source in open_sources(data, split=settings.split, subset=settings.subset):
         columns = source.columns()
         fields = resolve(columns, settings.columns, SCHEMA, source.name) if columns is not None else None
         if fields is not None and fields.kind == "messages" and not reader.renders_chat:
             raise ValueError(
-                f"prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} holds "
-                f"{fields['messages']!r}; give a tokenizer with a template (and prompt_format 'auto' or 'chat')"
+                f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} holds "
+                f"{fields['messages']!r}; give a file as data.chat_template, and set data.prompt_format=chat"
             )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(tuple(columns or ())):
@@ -176,8 +176,8 @@ class _Collected:
         reason = f"{length} tokens and {wanted} of a response, max_length {limit}"
         if self._settings.overlong == "error":
             raise ValueError(
-                f"max_length: {limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} of "
-                "rollout.max_new_tokens; set overlong to 'drop', or 'truncate' for shorter responses, or raise it"
+                f"data.max_length: {limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} "
+                "of rollout.max_new_tokens; set data.overlong=drop, or data.overlong=truncate for shorter responses"
             )
         left = limit - length if self._settings.overlong == "truncate" else 0
         note = SkippedRow(file=file, line=line, reason=reason)

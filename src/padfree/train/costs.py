@@ -16,7 +16,7 @@ def read_cost(path: str | Path) -> CostModel:
         raise ValueError(
             f"batch.cost: {path} cannot be read ({reason}); make it with padfree plan --calibrate"
         ) from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise ValueError(f"batch.cost: {path} is not a cost model; make it with padfree plan --calibrate") from None
     check_grows(cost, f"batch.cost: {path}")
     return cost

@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 
+import padfree
 from padfree.dist import Mesh
 
 FILE = "events.jsonl"
@@ -59,8 +60,8 @@ def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "padfree": version("padfree"),
+        "transformers": transformers.__version__,
+        "padfree": padfree.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": mesh.loss.size,
         "layout": f"{replicate} replicate x {shard} shard x {mesh.context.size} context",

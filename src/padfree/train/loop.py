@@ -40,6 +40,7 @@ from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.compiler_watch import CompilerWatch
 from padfree.train.credit import with_advantages
+from padfree.train.decide import decide
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.events import Events, environment
 from padfree.train.flops import Flops
@@ -51,7 +52,7 @@ from padfree.train.schedule import learning_rate_factor
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher, load_source, load_tokenizer, longest_of, make_batcher
+from padfree.train.sources import Batcher, longest_of, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
 
 
@@ -83,7 +84,10 @@ def train(
     on_tokenising: Progress | None = None,
     on_note: OnNote | None = None,
 ) -> RunResult:
-    """A whole run, as one of the processes that torchrun started, or alone."""
+    """A whole run, as one of the processes that torchrun started, or alone.
+
+    `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user.
+    """
     require_trackers(config.track)
     with (
         deterministic(config.run.deterministic),
@@ -95,8 +99,11 @@ def train(
             replicate=config.parallel.replicate,
             timeout=config.run.timeout,
         )
-        tokenizer = load_tokenizer(config)
-        source = load_source(config, tokenizer, progress=on_tokenising)
+        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+        tokenizer, source = decided.tokenizer, decided.source
+        if on_note is not None:
+            for note in decided.notes:
+                on_note(note)
         batcher = make_batcher(config, source.samples)
         settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
         config = settled.config

@@ -91,7 +91,7 @@ def skeleton(path: str, *, trust_remote_code: bool = False, setting: str = "mode
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=trust_remote_code
             )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a config may hold anything, and each class finds out in its own way
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{setting}: the config of {path!r} cannot be used ({reason}); give a folder, a Hub id or a config file"

@@ -90,16 +90,22 @@ class ModelReference(Reference):
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse to take the weights of a model that has not the same ones."""
-        own, others = (
-            {name: tuple(tensor.shape) for name, tensor in named_tensors(one).items() if not is_adapter(name)}
-            for one in (self.scorer.model, model)
+        check_same_tensors(self.scorer.model, model, self.every)
+
+
+def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, every: int | None) -> None:
+    """Refuse a reference that could not take the weights of the trained model, adapters aside."""
+    own, others = (
+        {name: tuple(tensor.shape) for name, tensor in named_tensors(one).items() if not is_adapter(name)}
+        for one in (reference, trained)
+    )
+    if own != others:
+        name = min(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
+        raise ValueError(
+            f"reference.refresh: {every}, but {name} is {_shape(own.get(name))} in the reference and "
+            f"{_shape(others.get(name))} in the trained model; set reference.refresh=none, or reference.path to "
+            "model.path"
         )
-        if own != others:
-            name = min(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
-            raise ValueError(
-                f"reference.refresh: {self.every}, but {name} is {_shape(own.get(name))} in the reference and "
-                f"{_shape(others.get(name))} in the trained model; leave it out, or set reference.path to model.path"
-            )
 
 
 class AdapterReference(Reference):

@@ -63,8 +63,7 @@ def loss_settings(config: LossConfig) -> TokenLossSettings:
     """The loss as `padfree.losses` wants it told."""
     if config.kind == "sft":
         return SFTSettings()
-    bounds = {name: value for name in ("low", "high", "dual") if (value := getattr(config, name)) is not None}
-    objective: Objective = OBJECTIVES[config.kind](**bounds)
+    objective: Objective = OBJECTIVES[config.kind](**config.bounds())
     corrections: tuple[Correction, ...] = tuple(
         CORRECTIONS[name](**{key: value for key, value in asdict(getattr(config, name)).items() if value is not None})
         for name in config.corrections
@@ -79,18 +78,26 @@ def loss_settings(config: LossConfig) -> TokenLossSettings:
     )
 
 
-def build_engine(config: Config, mesh: Mesh) -> Engine:
-    """The model with its weights, parallelized, and everything a step needs."""
-    config = settle_on(config, mesh).config
-    if config.parallel.offload and mesh.device.type == "cpu":
-        raise ValueError("parallel.offload: true, but the device is the CPU already; set it to false")
-    if config.parallel.checkpointing == "host" and mesh.device.type == "cpu":
-        raise ValueError("parallel.checkpointing: 'host', but the device is the host already; set it to selective")
+def check_placement(config: Config, device_type: str) -> None:
+    """Refuse what a device of this type, or a model without weights, makes no sense of."""
+    if config.parallel.offload and device_type == "cpu":
+        raise ValueError("parallel.offload: true, but the device is the CPU already; set parallel.offload=false")
+    if config.parallel.checkpointing == "host" and device_type == "cpu":
+        raise ValueError(
+            "parallel.checkpointing: 'host', but the device is the host already; set parallel.checkpointing=selective"
+        )
     path = Path(config.model.path)
     if _adapters_alone(config) and path.exists() and not any(path.glob("*.safetensors")):
         raise ValueError(
-            f"lora.export: 'adapter', but {path} has no weights to put adapters on, only random ones; set it to merged"
+            f"lora.export: 'adapter', but {path} has no weights to put adapters on, only random ones; set "
+            "lora.export=merged"
         )
+
+
+def build_engine(config: Config, mesh: Mesh) -> Engine:
+    """The model with its weights, parallelized, and everything a step needs."""
+    config = settle_on(config, mesh).config
+    check_placement(config, mesh.device.type)
     model = _load(
         config,
         mesh,

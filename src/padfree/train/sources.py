@@ -7,7 +7,7 @@ Config -> load_tokenizer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.config import Config
+from padfree.config import Config, DataConfig
+from padfree.config.hub import check_name
 from padfree.data import (
     DataReport,
     RolloutDataSettings,
@@ -26,6 +27,7 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.data.prepare import Progress
+from padfree.data.records import shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
 
@@ -40,6 +42,7 @@ class Source:
 
     samples: Samples
     report: DataReport
+    place: Callable[[int], str]  # the file and line of a sample
 
 
 UNGROUPED = ("reinforce++", "given")
@@ -57,54 +60,66 @@ def load_tokenizer(config: Config) -> Any:
         if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
-    name = config.model.tokenizer or config.model.path
+    field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+    return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
+
+
+def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or a Hub id; what is wrong with its files is one line that begins with `setting`."""
+    check_name(name, setting)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
-        raise ValueError(f"{field}: {name!r} has no tokenizer to load ({reason}); give a folder or a Hub id") from error
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # its files may hold anything, and whatever reads them raises in its own way
+        raise ValueError(
+            f"{setting}: the tokenizer of {name} cannot be read ({shown_error(error)}); give another"
+        ) from error
 
 
-def load_source(config: Config, tokenizer: Any, *, progress: Progress | None = None) -> Source:
-    """The samples, or the prompts, of `data.path`, and what became of its rows. `progress` is of the tokenising."""
-    data = config.data
-    chosen: dict[str, Any] = {
-        name: getattr(data, name)
-        for name in ("columns", "prompt_format", "append_eos", "max_length", "overlong", "on_bad_row")
-    }
+def text_settings(data: DataConfig) -> dict[str, Any]:
+    """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
+    names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
+    chosen: dict[str, Any] = {name: getattr(data, name) for name in names}
+    if data.chat_template is not None:
+        chosen["chat_template"] = _read_template(data.chat_template)
+    return chosen
+
+
+def _read_template(name: str) -> str:
+    try:
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+        reason = None if text.strip() else "it is empty"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+    if reason is not None:
+        raise ValueError(f"data.chat_template: {name} cannot be used ({reason}); give a file with a template")
+    return text
+
+
+def load_source(
+    config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
+) -> Source:
+    """The samples, or the prompts, of `data.path`, and what became of its rows. `progress` is of the tokenising.
+
+    With prompts the reward is imported first, unless that is not wanted: it is refused here rather than later.
+    """
+    data, chosen = config.data, text_settings(config.data)
     if config.loss.kind == "sft":
         settings = SFTDataSettings(loss_on=data.loss_on, **chosen)
         found = load_sft(list(data.path), tokenizer, settings, progress=progress or False)
-        return Source(samples=found, report=found.report)
+        return Source(samples=found, report=found.report, place=found.place)
+    read = RolloutDataSettings(**chosen)
     if config.rollout.reward is not None:
-        return _load_prompts(config, tokenizer, RolloutDataSettings(**chosen))
-    rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=RolloutDataSettings(**chosen))
-    return Source(samples=rollouts.samples, report=rollouts.report)
-
-
-def _load_prompts(config: Config, tokenizer: Any, settings: RolloutDataSettings) -> Source:
-    """Prompts, where settings are such that their responses can be trained on."""
-    assert config.rollout.reward is not None
-    load_reward(config.rollout.reward)  # refused here rather than after the model is loaded
-    advantage, group = config.loss.advantage, config.rollout.group
-    if advantage == "given":
-        raise ValueError("loss.advantage: 'given', but rollouts written here bring none; choose grpo or another")
-    if group == 1 and advantage not in UNGROUPED:
-        raise ValueError(
-            f"rollout.group: 1 with loss.advantage {advantage!r} makes every advantage 0; give 2 or more responses to "
-            "compare, or choose reinforce++"
-        )
-    found = read_prompts(list(config.data.path), tokenizer, settings, max_new_tokens=config.rollout.max_new_tokens)
-    longest = max(found.prompts, key=len)
-    needed = -(-len(longest) // config.parallel.context)
-    if needed > config.batch.max_tokens and config.batch.overlong == "error":
-        raise ValueError(
-            f"batch.max_tokens: {config.batch.max_tokens} is less than the {needed} that prompt {longest.uid} "
-            f"({len(longest.tokens)} tokens) and a response of {longest.room} can need; give {needed} or more, lower "
-            "rollout.max_new_tokens, or set data.max_length and data.overlong"
-        )
-    return Source(samples=found.prompts, report=found.report)
+        if import_reward:
+            load_reward(config.rollout.reward)
+        room = config.rollout.max_new_tokens
+        prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
+        return Source(samples=prompts.prompts, report=prompts.report, place=lambda index: prompts.prompts[index].uid)
+    rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=read)
+    return Source(
+        samples=rollouts.samples,
+        report=rollouts.report,
+        place=lambda index: f"{rollouts.samples[index].source}:{rollouts.lines[index]}",
+    )
 
 
 def longest_of(samples: Samples) -> int:

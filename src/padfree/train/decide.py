@@ -1,0 +1,389 @@
+"""What a run would refuse, found before its first step and before anything large is loaded.
+
+    decide(config)  settings   trackers, the layout of the processes, the folder, names of models and of a reward
+                    model      its modules on the meta device, without weights: attention, leaks, vocabulary, positions
+                    data       tokenised: lengths against the caps, token ids, columns that the loss needs
+      -> Decided    tokenizer, data and the empty model for whoever goes on, and notes: what is odd but no mistake
+
+A run, its dry run and `padfree plan` call this one function, so that none passes what another refuses; `padfree check`
+shares `check_fits`. What settings alone can tell is refused still earlier, by `padfree.config`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.attention import choose_backend
+from padfree.attention.capability import BACKENDS
+from padfree.batch import TOKEN_ARRAYS
+from padfree.config import Config
+from padfree.config.hub import check_names
+from padfree.config.outputs import check_folder
+from padfree.data import TokenizedDataset
+from padfree.data.prepare import Progress
+from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
+from padfree.model import attach, lm_head_of
+from padfree.model.load import _open, raise_together
+from padfree.rollout import Prompt, stop_tokens
+from padfree.train.costs import read_cost
+from padfree.train.memory import skeleton
+from padfree.train.reference import check_same_tensors
+from padfree.train.setup import check_placement
+from padfree.train.sources import Samples, Source, load_source, load_tokenizer, make_batcher
+from padfree.train.trackers import require_trackers
+
+TABLE_MARGIN = 8
+"""A table of positions may have a few rows more than the config says (OPT: two)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Decided:
+    """What deciding has loaded on the way, and what is worth saying before the first step."""
+
+    tokenizer: Any
+    source: Source
+    model: PreTrainedModel  # on the meta device
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a model can be given: token ids below `vocabulary`, samples of up to `positions` tokens (None: any)."""
+
+    vocabulary: int
+    positions: int | None
+    trained_positions: int | None  # max_position_embeddings; rotary models go on beyond it
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Limits:
+        """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
+        embeddings = model.get_input_embeddings()
+        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
+        trained = getattr(model.config, "max_position_embeddings", None)
+        trained = trained if isinstance(trained, int) and trained > 0 else None
+        positions = None
+        if trained is not None:
+            others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
+            rows = {part.num_embeddings for part in others}
+            rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
+            ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
+            positions = trained if ends else None
+        return Limits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
+
+    def within(self, other: Limits) -> Limits:
+        """What both models can be given."""
+        limits = [limit for limit in (self.positions, other.positions) if limit is not None]
+        return replace(
+            self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
+        )
+
+
+def decide(
+    config: Config,
+    *,
+    processes: int,
+    device_type: str,
+    dry: bool = False,
+    planned: bool = False,
+    progress: Progress | None = None,
+) -> Decided:
+    """Refuse in one line what cannot be run; every process calls it alike, and none goes on where one refuses.
+
+    `dry`: nothing of the user's is imported, and the device need not be here. `planned`: nothing will be written, and
+    samples over the cap are for the plan to count.
+    """
+    if not dist.is_initialized():
+        return _decided(config, processes, device_type, dry, planned, progress)
+    found, error = None, None
+    try:
+        found = _decided(config, processes, device_type, dry, planned, progress)
+    except ValueError as caught:
+        error = str(caught)
+    raise_together(error)
+    assert found is not None
+    return found
+
+
+def _decided(
+    config: Config, processes: int, device_type: str, dry: bool, planned: bool, progress: Progress | None
+) -> Decided:
+    check_settings(config, processes=processes, device_type=device_type)
+    if not planned:
+        check_folder(config.run.folder, "run.folder")
+    model, limits = check_models(config)
+    check_attention(config, model, device_type)
+    tokenizer = load_tokenizer(config)
+    if config.rollout.reward is not None:
+        stop_tokens(tokenizer, model)
+    source = load_source(config, tokenizer, progress=progress, import_reward=not dry)
+    check_source(config, source, limits, tokenizer)
+    if not planned:
+        check_lengths(config, source)
+    return Decided(tokenizer=tokenizer, source=source, model=model, notes=tuple(_notes(config, source, limits, dry)))
+
+
+# Settings
+
+
+def check_settings(config: Config, *, processes: int, device_type: str) -> None:
+    """What takes a look at this machine, and no model and no data."""
+    require_trackers(config.track)
+    context, replicate = config.parallel.context, config.parallel.replicate
+    if processes % (context * replicate):
+        raise ValueError(
+            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {processes} processes; "
+            "change one of them"
+        )
+    requested = config.model.attention
+    if requested != "auto" and requested not in BACKENDS:
+        raise ValueError(f"model.attention: {requested!r}; set it to auto, or to one of {', '.join(BACKENDS)}")
+    check_placement(config, device_type)
+    if config.rollout.reward is not None:
+        check_reward_name(config.rollout.reward)
+    if config.batch.cost is not None:
+        read_cost(config.batch.cost)
+    check_names(config)
+
+
+# Models
+
+
+def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
+    """The empty model, and what it and the reference can both be given."""
+    model = _checked_model(config, config.model.path, "model.path")
+    limits = Limits.of(model)
+    path = config.reference.path
+    if path is not None and path != config.model.path:
+        reference = _checked_model(config, path, "reference.path")
+        limits = limits.within(Limits.of(reference))
+        if config.reference.refresh is not None:
+            check_same_tensors(reference, model, config.reference.refresh)
+    return model, limits
+
+
+def _checked_model(config: Config, path: str, setting: str) -> PreTrainedModel:
+    code = config.model.trust_remote_code
+    model = skeleton(path, trust_remote_code=code, setting=setting)
+    try:
+        if Path(path).exists():
+            _open(path, code)  # which tensors its files hold; of a Hub id they would all be downloaded for it
+        lm_head_of(attach(model, config.model.attention))
+    except ValueError as error:
+        raise ValueError(_renamed(error, "model", setting)) from None
+    return model
+
+
+def _renamed(error: ValueError, name: str, setting: str) -> str:
+    """A message of the library about its argument `name`, as one about a setting."""
+    return f"{setting}: {str(error).removeprefix(f'{name}: ')}"
+
+
+def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
+    """Refuse a backend that cannot serve this model on this device, where the device is here to be asked."""
+    shape = model.config
+    heads = getattr(shape, "num_attention_heads", None)
+    head_dim = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
+    latent = getattr(shape, "qk_nope_head_dim", None) is not None  # head sizes of its own
+    if latent or not isinstance(head_dim, int) or (device_type == "cuda" and not torch.cuda.is_available()):
+        return
+    try:
+        choose_backend(device_type, getattr(torch, config.model.dtype), head_dim, requested=config.model.attention)
+    except ValueError as error:
+        raise ValueError(_renamed(error, "backend", "model.attention")) from None
+
+
+# Data
+
+
+def check_source(config: Config, source: Source, limits: Limits, tokenizer: Any) -> None:
+    """Refuse data that the model cannot take or that lack what the loss needs."""
+    sampled = config.rollout.reward is not None
+    limit = limits.positions
+    shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
+    # Text can hold no token that its tokenizer does not have, so that only a larger one makes it worth looking.
+    looked_at = not isinstance(source.samples, TokenizedDataset) or _largest_id(tokenizer) >= limits.vocabulary
+    check_fits(
+        source.samples,
+        limits,
+        place=source.place,
+        setting="data.path",
+        look_at_tokens=looked_at,
+        vocabulary_cure="set model.tokenizer to the tokenizer of this model, or give rollouts in its token ids",
+        positions_cure=f"set {shorter}data.max_length={limit} and data.overlong=truncate (or drop)",
+    )
+    if config.loss.kind != "sft" and not sampled:
+        _check_columns(config, source)
+    if sampled:
+        _check_rows(config, source)
+
+
+def check_fits(
+    samples: Samples,
+    limits: Limits,
+    *,
+    place: Callable[[int], Any],
+    setting: str,
+    look_at_tokens: bool = True,
+    vocabulary_cure: str,
+    positions_cure: str,
+) -> None:
+    """Refuse token ids that the model has no embedding for, and samples with more tokens than it has positions."""
+    if limits.positions is not None:
+        lengths = lengths_of(samples)
+        over = np.flatnonzero(lengths > limits.positions)
+        if len(over):
+            raise ValueError(
+                f"{setting}: {place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} "
+                f"positions; {positions_cure}"
+            )
+    found = _first_token_from(samples, limits.vocabulary) if look_at_tokens else None
+    if found is not None:
+        raise ValueError(
+            f"{setting}: {place(found[0])} has token id {found[1]}, but the vocabulary of the model has "
+            f"{limits.vocabulary}; {vocabulary_cure}"
+        )
+
+
+def lengths_of(samples: Samples) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[n] tokens of each, those of the longest response included."""
+    if isinstance(samples, TokenizedDataset):
+        return samples.lengths
+    return np.array([len(sample) for sample in samples], dtype=np.int64)
+
+
+def _first_token_from(samples: Samples, least: int) -> tuple[int, int] | None:
+    if isinstance(samples, TokenizedDataset):
+        return samples.first_token_from(least)
+    largest = ((index, int(sample.tokens.max(initial=0))) for index, sample in enumerate(samples))
+    return next(((index, token) for index, token in largest if token >= least), None)
+
+
+def _largest_id(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values(), default=-1)
+
+
+def check_lengths(config: Config, source: Source) -> None:
+    """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone."""
+    batch, context = config.batch, config.parallel.context
+    if batch.overlong != "error":
+        return
+    lengths = lengths_of(source.samples)
+    longest = int(lengths.max(initial=0))
+    if longest > batch.max_tokens * context:
+        _raise_over("batch.max_tokens", batch.max_tokens, context, lengths, source)
+    if batch.tokens is not None and longest > batch.tokens:
+        _raise_over("batch.tokens", batch.tokens, 1, lengths, source)
+
+
+def _raise_over(
+    setting: str, cap: int, context: int, lengths: np.ndarray[Any, np.dtype[np.int64]], source: Source
+) -> None:
+    over = np.flatnonzero(lengths > cap * context)
+    first, needed = int(over[0]), -(-int(lengths.max()) // context)
+    with_response = " with its response" if isinstance(source.samples[first], Prompt) else ""
+    shared = f" on each of {context} context ranks" if context > 1 else ""
+    more = f", and {len(over) - 1} more are too long" if len(over) > 1 else ""
+    raise ValueError(
+        f"{setting}: {cap}{shared}, but {source.place(first)} has {lengths[first]} tokens{with_response}{more}; set "
+        f"{setting}={needed}, or batch.overlong=alone, or data.max_length={cap * context} and data.overlong=truncate"
+    )
+
+
+def _check_columns(config: Config, source: Source) -> None:
+    """Arrays of a rollout: what the loss needs is in every row, and what some rows have all have."""
+    loss, reference = config.loss, config.reference.path
+    needs: dict[str, tuple[str, str]] = {}
+    if loss.old_policy == "sampler":
+        needs["logprobs"] = ("loss.old_policy: 'sampler'", "loss.old_policy=trainer")
+    elif loss.needs_sampler_logprobs():
+        needs["logprobs"] = (f"loss.corrections: {list(loss.corrections)}", "loss.corrections=[]")
+    if loss.kl_coefficient > 0 and reference is None:
+        model = shlex.quote(config.model.path)
+        needs["ref_logprobs"] = (f"loss.kl_coefficient: {loss.kl_coefficient}", f"reference.path={model}")
+    if loss.advantage == "given":
+        needs["advantages"] = ("loss.advantage: 'given'", "loss.advantage=grpo")
+    replaced = {"advantages"} if loss.advantage != "given" else set()
+    replaced |= {"ref_logprobs"} if reference is not None else set()
+    for field in TOKEN_ARRAYS:
+        missing = [index for index, sample in enumerate(source.samples) if getattr(sample, field) is None]
+        if field in needs and missing:
+            why, cure = needs[field]
+            raise ValueError(
+                f"{why}, but {source.place(missing[0])} has no {field!r}; set {cure}, or give that column in every row"
+            )
+        if field not in replaced and 0 < len(missing) < len(source.samples):
+            raise ValueError(
+                f"data.path: {source.place(missing[0])} has no {field!r}, and other rows have; give that column in "
+                "every row, or in none"
+            )
+
+
+def _check_rows(config: Config, source: Source) -> None:
+    """A built-in reward says of every row whether it can judge a response to it."""
+    name = config.rollout.reward
+    if name not in BUILT_IN:
+        return
+    reward = load_reward(name)
+    for prompt in source.samples:
+        assert isinstance(prompt, Prompt)
+        reward("", prompt.row, prompt.uid)
+
+
+# What is odd and no mistake
+
+
+def _notes(config: Config, source: Source, limits: Limits, dry: bool) -> Iterator[str]:
+    longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
+    if trained is not None and longest > trained:
+        yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"
+    steps = config.run.steps
+    if steps is not None and config.data.epochs is not None:
+        there = count_steps(config, source.samples, enough=steps)
+        if there < steps:
+            end = "" if config.schedule.kind == "constant" else f", where {config.schedule.kind} ends"
+            yield (
+                f"run.steps is {steps}, but the data end after about {there} steps, before that{end}; set "
+                f"run.steps={there}, or data.epochs=none"
+            )
+    if dry and config.rollout.reward is not None and config.rollout.reward not in BUILT_IN:
+        yield f"rollout.reward {config.rollout.reward} is not imported by a dry run: whether it works is not known"
+
+
+def count_steps(config: Config, samples: Samples, *, enough: int) -> int:
+    """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
+    epochs = config.data.epochs
+    assert epochs is not None
+    if config.loss.kind == "sft" and config.batch.samples is not None:
+        return -(-len(samples) // config.batch.samples) * epochs
+    if config.batch.tokens is not None and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough:
+        return enough  # no step has more tokens than its budget
+    once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
+    counted = _Lengths(samples) if config.loss.kind == "sft" else samples
+    updates = 0
+    for groups in make_batcher(once, counted):
+        in_batch = sum(len(group) for group in groups)
+        updates += config.loss.epochs * min(config.loss.mini_batches, in_batch)
+    return updates * epochs
+
+
+class _Lengths(Sequence[Any]):
+    """Samples of which only the lengths are asked for, so that no token is read."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._lengths = lengths_of(samples)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        return range(int(self._lengths[index]))

@@ -1,0 +1,92 @@
+"""A name that leads nowhere is said at once; a slow answer decides nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+from padfree.config.hub import check_name
+
+
+def hub_error(kind: type[Exception]) -> Exception:
+    """One of the Hub's errors without the response that it wants to be made of."""
+    error = kind.__new__(kind)
+    Exception.__init__(error, "no")
+    return error
+
+
+class ConnectError(Exception):
+    """As HTTP libraries call it."""
+
+
+class ReadTimeout(Exception):  # noqa: N818
+    """As HTTP libraries call it."""
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that says what the Hub will answer."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def answer(error: Exception | None) -> None:
+        def repo_info(self: Any, name: str, **options: Any) -> None:
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr("huggingface_hub.HfApi.repo_info", repo_info)
+
+    return answer
+
+
+def test_what_is_here_or_looks_like_a_path_is_not_asked_for(tmp_path: Path, answers: Any) -> None:
+    answers(AssertionError("the Hub was asked"))
+    check_name(str(tmp_path), "model.path")
+    for name in ("./qwen", "models/qwen/base", "/no/where", "~/no/where/at/all", str(tmp_path / "none"), "a b"):
+        with pytest.raises(ValueError, match=r"^model.path: .* does not exist; correct the path, or give a Hub id"):
+            check_name(name, "model.path")
+    with pytest.raises(
+        ValueError, match=r"^model.path: 'aaa.*\.\.\.' cannot be read \(File name too long\); give another"
+    ):
+        check_name("a" * 5000, "model.path")
+
+
+def test_the_answer_of_the_hub_counts(answers: Any) -> None:
+    answers(None)
+    check_name("owner/name", "model.path")
+    answers(hub_error(GatedRepoError))
+    check_name("owner/name", "model.path")
+    answers(hub_error(RepositoryNotFoundError))
+    with pytest.raises(ValueError, match=r"^model.path: 'owner/name' is not on this disk, and the Hub has no model of"):
+        check_name("owner/name", "model.path")
+    with pytest.raises(ValueError, match=r"^data: 'owner/name' is not on this disk, and the Hub has no dataset of"):
+        check_name("owner/name", "data", "dataset")
+
+
+def test_no_connection_is_an_answer_and_a_slow_one_is_none(answers: Any) -> None:
+    answers(ConnectError("Name or service\nnot known"))
+    with pytest.raises(
+        ValueError, match=r"and the Hub cannot be reached \(Name or service not known\); correct the name"
+    ):
+        check_name("owner/name", "model.path")
+    answers(ReadTimeout("slow"))
+    check_name("owner/name", "model.path")
+
+
+def test_a_closed_port_is_found_out_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real client, against an address where nobody listens."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="the Hub cannot be reached"):
+        check_name("owner/name", "model.path")
+    assert time.monotonic() - begin < 5
+
+
+def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"the Hub is not asked in offline mode \(HF_HUB_OFFLINE\)"):
+        check_name("owner/name", "model.path")
