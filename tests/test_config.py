@@ -192,3 +192,23 @@ def test_needs_no_torch() -> None:
 def test_memory_of_the_head() -> None:
     for given, taken in (("speed", "speed"), ("low", "low"), (6, 6 << 30), (1.5, 3 << 29)):
         assert config_from_dict(with_changes(parallel={"head_memory": given})).parallel.head_bytes == taken
+
+
+def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    overrides = [
+        "model.path=~/model",
+        "model.tokenizer=~/tokenizer",
+        "reference.path=~/reference",
+        "loss.kl_coefficient=0.1",
+        'data.path=["~/a.jsonl", "b~.jsonl", "Some/hub-id"]',
+        "batch.cost=~/cost.json",
+        "run.folder=~/runs/first",
+    ]
+    config = load_config(Path(__file__).parents[1] / "recipes" / "rl.toml", overrides)
+    assert config.model.path == "/home/somebody/model"
+    assert config.model.tokenizer == "/home/somebody/tokenizer"
+    assert config.reference.path == "/home/somebody/reference"
+    assert config.data.path == ("/home/somebody/a.jsonl", "b~.jsonl", "Some/hub-id")
+    assert config.batch.cost == "/home/somebody/cost.json"
+    assert config.run.folder == "/home/somebody/runs/first"

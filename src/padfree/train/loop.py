@@ -30,8 +30,9 @@ from torch import Tensor
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data.prepare import Progress
-from padfree.dist import distributed, make_mesh
+from padfree.dist import Mesh, distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
+from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.credit import with_advantages
@@ -42,8 +43,9 @@ from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, 
 from padfree.train.reference import Reference
 from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
 from padfree.train.rollouts import make_sampling
+from padfree.train.run_folder import MODEL, held_run_folder, mark_run_folder, writing
 from padfree.train.schedule import learning_rate_factor
-from padfree.train.setup import build_engine, build_reference, export
+from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
@@ -78,21 +80,28 @@ def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progr
             replicate=config.parallel.replicate,
             timeout=config.run.timeout,
         )
-        tokenizer = load_tokenizer(config)
-        source = load_source(config, tokenizer, progress=on_tokenising)
-        batcher = make_batcher(config, source.samples)
-        engine = build_engine(config, mesh)
-        reference = build_reference(config, mesh, engine)
-        sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
-        loop = Loop(config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step)
-        if sampling is not None:
-            loop.end_tokens = stop_tokens(tokenizer, engine.model)
-        if mesh.loss.rank == 0:
+        with held_run_folder(config):  # refused before the data is read, which may take long
+            return _train(config, mesh, on_step=on_step, on_tokenising=on_tokenising)
+
+
+def _train(config: Config, mesh: Mesh, *, on_step: OnStep | None, on_tokenising: Progress | None) -> RunResult:
+    tokenizer = load_tokenizer(config)
+    source = load_source(config, tokenizer, progress=on_tokenising)
+    batcher = make_batcher(config, source.samples)
+    engine = build_engine(config, mesh)
+    dtype = export_dtype(config)  # asked now, the files may be gone at the end
+    reference = build_reference(config, mesh, engine)
+    sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
+    loop = Loop(config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step)
+    if sampling is not None:
+        loop.end_tokens = stop_tokens(tokenizer, engine.model)
+    if mesh.loss.rank == 0:
+        with writing(loop.folder):
             source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
-        result = loop.run()
-        if config.checkpoint.export and not result.stopped:
-            export(config, engine.model, loop.folder / "model", tokenizer)
-        return result
+    result = loop.run()
+    if config.checkpoint.export and not result.stopped:
+        export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
+    return result
 
 
 class Loop:
@@ -114,6 +123,7 @@ class Loop:
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
+        raise_together(_refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
         self.step = 0
         self._batch: RolloutBatch | None = None  # with updates that are still to be made
         self._following: RolloutBatch | None = None  # what comes behind it, if that was looked at already,
@@ -130,7 +140,7 @@ class Loop:
         newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
         if newest is not None:
             self._resume(newest)
-        with _writing(self.folder):
+        with writing(self.folder):
             self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
             if self.mesh.loss.rank == 0:
                 (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
@@ -268,7 +278,7 @@ class Loop:
             memory_gib=peak_memory_gib(self.mesh.device),
         )
         written = {**numbers, **metrics}
-        with _writing(self.folder):
+        with writing(self.folder):
             self.metrics.write(written)
             self.trackers.log(self.step, written)
         self.step += 1
@@ -333,16 +343,13 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """One line for what a disk refuses."""
+def _refusal(function: Callable[[Config], object], config: Config) -> str | None:
+    """What a function raises for a user; None: nothing."""
     try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"run.folder: {error.filename or folder} cannot be written ({error.strerror or error}); free space or give "
-            "another folder"
-        ) from error
+        function(config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _flat(groups: Sequence[Any]) -> list[Sample]:
