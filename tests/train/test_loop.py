@@ -18,8 +18,9 @@ from train_cases import alone, weights_of
 
 from padfree.config import Config
 from padfree.dist import Mesh, make_mesh
+from padfree.train.determinism import deterministic
 from padfree.train.engine import Engine, PendingStep
-from padfree.train.loop import RunResult, deterministic
+from padfree.train.loop import RunResult
 from padfree.train.sources import make_batcher
 
 

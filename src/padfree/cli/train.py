@@ -68,7 +68,7 @@ def run(settings: argparse.Namespace) -> None:
 
     try:
         with progress(config.run.steps, shown=first) as shown:
-            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising)
+            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising, on_note=shown.note)
     except (NonFiniteError, PeerLostError) as error:
         raise ValueError(str(error)) from error
     if first:
@@ -91,6 +91,11 @@ class Lines:
             self._tenths = tenths
             print(f"tokenising {tenths * 10} %", flush=True)
 
+    def note(self, line: str) -> None:
+        """A line of its own."""
+        if self._shown:
+            print(line, flush=True)
+
     def step(self, metrics: Mapping[str, Any]) -> None:
         if self._shown:
             print(f"step {metrics['step'] + 1}  {summary(metrics)}", flush=True)
@@ -108,6 +113,9 @@ class Bars(Lines):
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, count=count, text=text)
         self._bars.update(self._tasks[name], completed=done, total=total, count=count, text=text)
+
+    def note(self, line: str) -> None:
+        self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def tokenising(self, done: int, total: int) -> None:
         self._show("tokenising", done, total, f"{done / total:.0%}" if total else "")

@@ -13,6 +13,7 @@ tokens; a sample that is left with nothing to train on is dropped, and listed as
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from operator import index as as_index
 from pathlib import Path
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from padfree.batch import Sample
 from padfree.data.records import DataReport, SkippedRow
 from padfree.data.settings import Overlong, check_choice, check_max_length
-from padfree.data.store import open_array, read_metadata, read_skipped
+from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 
 
 class TokenizedDataset:
@@ -39,6 +40,7 @@ class TokenizedDataset:
         metadata = read_metadata(self.folder)
         num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
         self._files: list[dict[str, Any]] = metadata["files"]
+        self._digests: list[str] = metadata["digests"]
         self._tokens = open_array(self.folder, "tokens", (num_tokens,))
         self._mask = open_array(self.folder, "mask", (num_tokens,))
         self._rows = open_array(self.folder, "rows", (num_samples, 2))
@@ -95,6 +97,12 @@ class TokenizedDataset:
     def _uid(self, place: int) -> str:
         file, line = self._rows[place]
         return f"{self._files[file]['name']}:{line}"
+
+    @property
+    def digest(self) -> str:
+        """Of tokens and masks of all samples as they are here; other files, settings or versions may give the same."""
+        places = hashlib.sha256(self._kept.tobytes() + self.lengths.tobytes()).hexdigest()
+        return hash_of([*self._digests, places])
 
     def __len__(self) -> int:
         return len(self._kept)

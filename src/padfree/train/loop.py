@@ -16,16 +16,14 @@ one would have made, on any number of ranks.
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from padfree.batch import Sample
 from padfree.config import Config
@@ -36,19 +34,32 @@ from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.credit import with_advantages
+from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PreparedStep
 from padfree.train.events import Events, environment
 from padfree.train.flops import Flops
 from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
-from padfree.train.reference import Reference
+from padfree.train.reference import ModelReference, Reference
+from padfree.train.resume import KEY as MADE_WITH
+from padfree.train.resume import (
+    change_line,
+    check_made_with,
+    check_newest,
+    data_record,
+    made_with,
+    model_fields,
+)
 from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
 from padfree.train.rollouts import make_sampling
-from padfree.train.run_folder import MODEL, held_run_folder, mark_run_folder, writing
+from padfree.train.run_folder import CHECKPOINTS, MODEL, held_run_folder, mark_run_folder, writing
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
+
+CHANGEABLE = ("betas", "eps", "weight_decay")
+"""Options of the optimizer that are settings; the learning rate is set anew in every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +78,17 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
 
 
-def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progress | None = None) -> RunResult:
+OnNote = Callable[[str], None]
+"""Called with a line that is worth saying when a run begins, on every rank."""
+
+
+def train(
+    config: Config,
+    *,
+    on_step: OnStep | None = None,
+    on_tokenising: Progress | None = None,
+    on_note: OnNote | None = None,
+) -> RunResult:
     """A whole run, as one of the processes that torchrun started, or alone."""
     require_trackers(config.track)
     with (
@@ -81,10 +102,18 @@ def train(config: Config, *, on_step: OnStep | None = None, on_tokenising: Progr
             timeout=config.run.timeout,
         )
         with held_run_folder(config):  # refused before the data is read, which may take long
-            return _train(config, mesh, on_step=on_step, on_tokenising=on_tokenising)
+            raise_together(_refusal(check_newest, config) if mesh.loss.rank == 0 else None)
+            return _train(config, mesh, on_step=on_step, on_tokenising=on_tokenising, on_note=on_note)
 
 
-def _train(config: Config, mesh: Mesh, *, on_step: OnStep | None, on_tokenising: Progress | None) -> RunResult:
+def _train(
+    config: Config,
+    mesh: Mesh,
+    *,
+    on_step: OnStep | None,
+    on_tokenising: Progress | None,
+    on_note: OnNote | None,
+) -> RunResult:
     tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer, progress=on_tokenising)
     batcher = make_batcher(config, source.samples)
@@ -92,7 +121,16 @@ def _train(config: Config, mesh: Mesh, *, on_step: OnStep | None, on_tokenising:
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
     sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
-    loop = Loop(config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step)
+    loop = Loop(
+        config,
+        engine,
+        batcher,
+        reference=reference,
+        make_samples=sampling,
+        on_step=on_step,
+        on_note=on_note,
+        data=data_record(source.samples),
+    )
     if sampling is not None:
         loop.end_tokens = stop_tokens(tokenizer, engine.model)
     if mesh.loss.rank == 0:
@@ -116,7 +154,10 @@ class Loop:
         reference: Reference | None = None,
         make_samples: MakeSamples | None = None,
         on_step: OnStep | None = None,
+        on_note: OnNote | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
+        """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
         self.make_samples = make_samples or _flat
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_step = on_step
@@ -132,13 +173,16 @@ class Loop:
         self._saved: Path | None = None
         self._saved_step = 0
         self.checkpointer = Checkpointer(
-            self.folder / "checkpoints",
+            self.folder / CHECKPOINTS,
             keep_last=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
         )
+        self.made_with = made_with(config, engine.model.config, data=data, reference=self._reference_record())
         torch.manual_seed(config.run.seed + self.mesh.loss.rank)
         newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
+        changed: dict[str, tuple[Any, Any]] = {}
         if newest is not None:
+            changed = self._compared(newest, on_note or (lambda line: None))
             self._resume(newest)
         with writing(self.folder):
             self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
@@ -147,7 +191,8 @@ class Loop:
             self.events = Events(self.folder, rank=self.mesh.loss.rank)
             self.events.write("start", step=self.step, **environment(self.mesh, replicate=config.parallel.replicate))
             if newest is not None:
-                self.events.write("resume", step=self.step, checkpoint=newest.name)
+                differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
+                self.events.write("resume", step=self.step, checkpoint=newest.name, **differs)
             self.trackers = Trackers(
                 config.track, self.folder, config.to_dict(), rank=self.mesh.loss.rank, step=self.step
             )
@@ -290,7 +335,11 @@ class Loop:
 
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
-        extra = {"step": self.step, "batcher": self._cursor or self.batcher.state_dict()}
+        extra = {
+            "step": self.step,
+            "batcher": self._cursor or self.batcher.state_dict(),
+            MADE_WITH: self.made_with,
+        }
         if self._batch is not None:
             extra |= self._batch.state()
         if self.reference is not None:
@@ -300,18 +349,43 @@ class Loop:
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             extra=extra,
-            rank_state=_random_state(),
+            rank_state=random_state(),
             reference=None if self.reference is None else self.reference.saved(),
         )
         self._saved_step = self.step
 
+    def _reference_record(self) -> dict[str, Any] | None:
+        """Of a reference model with weights of its own, unless they change in the run: then checkpoints hold them."""
+        reference = self.reference
+        if not isinstance(reference, ModelReference):
+            return None
+        stays = reference.every is None
+        return {
+            "model": model_fields(reference.scorer.model.config),
+            "weights": self.checkpointer.fingerprint(reference.tensors()) if stays else None,
+        }
+
+    def _compared(self, path: Path, note: OnNote) -> dict[str, tuple[Any, Any]]:
+        """Settings that are not those of the checkpoint, which is refused where they must be."""
+        extra = self.checkpointer.extra(path)
+        if MADE_WITH not in extra:
+            note(f"{path} is of a version that did not note data, model and settings; they are not compared")
+            return {}
+        changed = check_made_with(path, extra[MADE_WITH], self.made_with, self.config, inside=KEY in extra)
+        if changed:
+            note(change_line(path, changed))
+        return changed
+
     def _resume(self, path: Path) -> None:
+        options = [{name: group[name] for name in CHANGEABLE} for group in self.engine.optimizer.param_groups]
         extra, rank_state = self.checkpointer.load(
             path,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             reference=None if self.reference is None else self.reference.tensors(),
         )
+        for group, own in zip(self.engine.optimizer.param_groups, options, strict=True):
+            group.update(own)  # the settings of this start, not those of the checkpoint
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
@@ -322,25 +396,7 @@ class Loop:
         if rank_state is None:  # another number of ranks: no rank's state is this one's
             torch.manual_seed(self.config.run.seed + self.step * self.mesh.loss.size + self.mesh.loss.rank)
         else:
-            _restore_random_state(rank_state)
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Only algorithms that give the same bits again for the length of a block; an error where there is none."""
-    if not wanted:
-        yield
-        return
-    # cuBLAS reads it when its first handle is made; torch refuses matrix products without it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
+            restore_random_state(rank_state)
 
 
 def _refusal(function: Callable[[Config], object], config: Config) -> str | None:
@@ -367,16 +423,3 @@ def _distinct(samples: list[Sample]) -> list[Sample]:
                 sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
         found.append(sample)
     return found
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -38,8 +38,8 @@ from padfree.model.export import not_an_export
 from padfree.model.load import raise_together
 
 MARKER, LOCK, HOLDER = "run.json", "run.lock", "run.holder.json"
-MODEL = "model"
-"""Where in the folder the trained model is exported to."""
+CHECKPOINTS, MODEL = "checkpoints", "model"
+"""Where in the folder checkpoints are, and where the trained model is exported to."""
 
 LOGS = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
