@@ -207,3 +207,31 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_groups_without_a_signal_are_said_at_the_start_and_in_every_step(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rollouts(rewards: list[list[float]]) -> list[str]:
+        rows = [
+            {"prompt": "1+1=", "response": str(number), "reward": reward, "group": number}
+            for number, group in enumerate(rewards)
+            for reward in group
+        ]
+        (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes = [f"data.path={json.dumps([str(tmp_path / 'rollouts.jsonl')])}", f"run.folder={tmp_path / 'run'}"]
+        return ["rl", str(RECIPES / "rl.toml"), *overrides["rl"], *changes, "run.steps=1"]
+
+    for refused in ([[1.0], [0.0]], [[1.0, 1.0], [0.0, 0.0]]):
+        assert main(rollouts(refused)) == 1
+        assert "data.path: " in capsys.readouterr().err
+        assert main([*rollouts(refused), "--dry-run"]) == 1
+        capsys.readouterr()
+    assert main(rollouts([[1.0, 0.0], [1.0, 1.0], [0.0]])) == 0
+    printed = capsys.readouterr().out
+    assert "data.path: 2 of 3 groups with nothing to compare (1 of one sample, 1 with equal rewards) teach" in printed
+    assert "no signal 2/3" in printed
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["groups_without_signal"] == 2
+    assert main(rollouts([[1.0, 0.0], [1.0, 0.0], [0.0]])) == 1, "other rewards, the same tokens"
+    assert capsys.readouterr().err.startswith("padfree rl: data.path: ")

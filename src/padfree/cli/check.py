@@ -57,6 +57,11 @@ def run(settings: argparse.Namespace) -> None:
     target = None if settings.json is None else Path(settings.json)
     if target is not None and not target.parent.is_dir():
         raise ValueError(f"--json: {target.parent} is no folder; create it first")
+    if target is not None and target.exists():
+        from padfree.check.report import is_report
+
+        if not is_report(target):
+            raise ValueError(f"--json: {target} is there and is no report of padfree check; give another file")
 
     import torch
 

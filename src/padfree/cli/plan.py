@@ -101,6 +101,10 @@ def _check(settings: argparse.Namespace) -> None:
         raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
     if settings.html is not None and Path(settings.html).is_dir():
         raise ValueError(f"--html: {settings.html} is a folder; give the name of a file")
+    if settings.html is not None:
+        from padfree.page.page import refuse_foreign
+
+        refuse_foreign(Path(settings.html), "--html")
     if settings.json and settings.calibrate:
         raise ValueError("--json: with --calibrate; call padfree plan once for each")
 

@@ -151,6 +151,8 @@ def summary(metrics: Mapping[str, Any]) -> str:
     parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")
+    if "groups_without_signal" in metrics:
+        parts.append(f"no signal {metrics['groups_without_signal']}/{metrics['groups']}")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in metrics:
         parts.append(f"mfu {metrics['mfu']:.1%}")
@@ -167,6 +169,8 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing import CostModel, plan_step
     from padfree.train.costs import read_cost
     from padfree.train.memory import estimate_memory, skeleton
+    from padfree.train.resume import check_newest
+    from padfree.train.run_folder import check_run_folder
     from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
     processes, context, replicate = (
@@ -180,6 +184,8 @@ def description(config: Config) -> Iterator[str]:
             "change one of them"
         )
     data = processes // context
+    check_run_folder(config)
+    check_newest(config)
     tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer)
     groups = next(make_batcher(config, source.samples), None)
@@ -215,6 +221,7 @@ def description(config: Config) -> Iterator[str]:
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
     yield f"data: {len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
+    yield from source.notes
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "

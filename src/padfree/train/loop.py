@@ -33,7 +33,7 @@ from padfree.losses import PolicySettings, ReinforceSettings
 from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
-from padfree.train.credit import with_advantages
+from padfree.train.credit import signal_of, with_advantages
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PreparedStep
 from padfree.train.events import Events, environment
@@ -116,6 +116,9 @@ def _train(
 ) -> RunResult:
     tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer, progress=on_tokenising)
+    if on_note is not None:
+        for note in source.notes:
+            on_note(note)
     batcher = make_batcher(config, source.samples)
     engine = build_engine(config, mesh)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
@@ -269,6 +272,7 @@ class Loop:
         if not isinstance(settings, PolicySettings):
             return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._course()))
         metrics = reward_metrics(batch, end_tokens=self.end_tokens)
+        metrics |= signal_of(batch, self.config.loss.advantage).metrics()
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
             found = self.reference.logprobs(batch)

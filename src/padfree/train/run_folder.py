@@ -178,8 +178,7 @@ def _take(config: Config) -> tuple[Identity, FileLock]:
                 raise
             holder = _read_holder(folder)
             if holder is not None and _may_be_alive(holder):
-                gone = f"this file system knows no locks: if the process is gone, remove {folder / HOLDER}"
-                raise ValueError(f"{_in_use(folder, holder)} ({gone})") from None
+                raise _in_use(folder, holder, f", or remove {folder / HOLDER} if that process is gone") from None
         try:
             identity = mark_run_folder(config)
             _write(folder / HOLDER, asdict(Holder(pid=os.getpid(), host=socket.gethostname(), since=_now())))
@@ -189,11 +188,11 @@ def _take(config: Config) -> tuple[Identity, FileLock]:
     return identity, lock
 
 
-def _in_use(folder: Path, holder: Holder | None) -> ValueError:
+def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> ValueError:
     who = "another process" if holder is None else f"process {holder.pid} on {holder.host} since {holder.since}"
     return ValueError(
         f"run.folder: {folder} is in use by {who}; wait for it, give another folder, or start the processes of one run "
-        "with torchrun"
+        f"with torchrun{otherwise}"
     )
 
 

@@ -28,6 +28,7 @@ from padfree.data import (
 from padfree.data.prepare import Progress
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
+from padfree.train.credit import check_signal
 
 Samples = Sequence[Sample | Prompt] | TokenizedDataset
 Group = Sequence[Sample | Prompt]
@@ -40,6 +41,7 @@ class Source:
 
     samples: Samples
     report: DataReport
+    notes: Sequence[str] = ()  # what is worth a line at the start
 
 
 UNGROUPED = ("reinforce++", "given")
@@ -80,7 +82,8 @@ def load_source(config: Config, tokenizer: Any, *, progress: Progress | None = N
     if config.rollout.reward is not None:
         return _load_prompts(config, tokenizer, RolloutDataSettings(**chosen))
     rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=RolloutDataSettings(**chosen))
-    return Source(samples=rollouts.samples, report=rollouts.report)
+    note = check_signal(rollouts.samples, config.loss.advantage, ", ".join(data.path))
+    return Source(samples=rollouts.samples, report=rollouts.report, notes=() if note is None else (note,))
 
 
 def _load_prompts(config: Config, tokenizer: Any, settings: RolloutDataSettings) -> Source:
