@@ -236,6 +236,26 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
     assert not (folder / HOLDER).exists()
 
 
+def test_two_runs_of_the_same_command_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one, started while the first is in its first step, is refused; the first is not disturbed."""
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
+    data = written(tmp_path, "sft.jsonl", "".join(f'{{"prompt": "{a}+1=", "response": "{a + 1}"}}\n' for a in range(8)))
+    model = save_with_tokenizer(tmp_path / "model")
+    config = config_of(tmp_path / "run", model, data={"path": [str(data)]}, run={"steps": 3})
+    refused: list[str] = []
+
+    def again(metrics: Any) -> None:
+        with pytest.raises(ValueError) as caught:
+            train(config)
+        refused.append(str(caught.value))
+
+    assert train(config, on_step=again).step == 3
+    assert len(refused) == 3
+    assert all(f"is in use by process {os.getpid()} on " in message for message in refused)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
 def test_a_file_system_without_locks_goes_by_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, host = config_of(tmp_path), socket.gethostname()
 

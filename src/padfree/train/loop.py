@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -313,7 +313,8 @@ class Loop:
         except NonFiniteError as error:
             path = self.folder / f"nonfinite-step-{self.step:08d}.jsonl"
             if self.mesh.loss.rank == 0:
-                write_samples(path, error.samples)
+                with suppress(OSError):  # a full disk must not hide what went wrong
+                    write_samples(path, error.samples)
             self.events.write("nonfinite", step=self.step, file=path.name)
             raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
         seconds = time.perf_counter() - begin

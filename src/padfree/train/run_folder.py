@@ -188,6 +188,20 @@ def _take(config: Config) -> tuple[Identity, FileLock]:
     return identity, lock
 
 
+def check_not_in_use(folder: Path) -> None:
+    """Refuse a folder that a run writes to now."""
+    if not (folder / LOCK).exists():
+        return
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise _in_use(folder, _read_holder(folder)) from None
+    except (OSError, NotImplementedError):
+        return
+    lock.release()
+
+
 def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> ValueError:
     who = "another process" if holder is None else f"process {holder.pid} on {holder.host} since {holder.since}"
     return ValueError(
