@@ -120,7 +120,7 @@ def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: p
     with FileLock(used / "sft" / "run.lock"):
         for folder, message in (
             (foreign, "demo.json is not what a demo writes; give another --folder"),
-            (mixed, "has thesis.tex besides a demo; give a new folder"),
+            (mixed, "has thesis.tex besides a demo; give a new or an empty"),
             (used, "is in use by another process; wait for it"),
         ):
             assert main(["demo", "--folder", str(folder)]) == 1

@@ -114,9 +114,7 @@ class Demo:
 
             _read_state(state, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
-                raise ValueError(
-                    f"--folder: {folder} has {others[0]} besides a demo; give a new folder or an empty one"
-                )
+                raise ValueError(f"--folder: {folder} has {others[0]} besides a demo; give a new or an empty folder")
             for run in ("sft", "rl"):
                 check_not_in_use(folder / run)
             shutil.rmtree(folder)  # an earlier demo

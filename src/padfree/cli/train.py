@@ -171,7 +171,7 @@ def description(config: Config) -> Iterator[str]:
     from padfree.train.memory import estimate_memory, skeleton
     from padfree.train.resume import check_newest
     from padfree.train.run_folder import check_run_folder
-    from padfree.train.sources import load_source, load_tokenizer, make_batcher
+    from padfree.train.sources import check_rollouts, load_source, load_tokenizer, make_batcher
 
     processes, context, replicate = (
         int(os.environ.get("WORLD_SIZE", "1")),
@@ -188,6 +188,7 @@ def description(config: Config) -> Iterator[str]:
     check_newest(config)
     tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer)
+    note = check_rollouts(config, source)
     groups = next(make_batcher(config, source.samples), None)
     if groups is None:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
@@ -221,7 +222,8 @@ def description(config: Config) -> Iterator[str]:
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
     yield f"data: {len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
-    yield from source.notes
+    if note is not None:
+        yield note
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "

@@ -55,7 +55,7 @@ from padfree.train.run_folder import CHECKPOINTS, MODEL, held_run_folder, mark_r
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher, load_source, load_tokenizer, make_batcher
+from padfree.train.sources import Batcher, check_rollouts, load_source, load_tokenizer, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
@@ -116,9 +116,8 @@ def _train(
 ) -> RunResult:
     tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer, progress=on_tokenising)
-    if on_note is not None:
-        for note in source.notes:
-            on_note(note)
+    if (note := check_rollouts(config, source)) is not None and on_note is not None:
+        on_note(note)
     batcher = make_batcher(config, source.samples)
     engine = build_engine(config, mesh)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end

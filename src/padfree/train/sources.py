@@ -41,7 +41,6 @@ class Source:
 
     samples: Samples
     report: DataReport
-    notes: Sequence[str] = ()  # what is worth a line at the start
 
 
 UNGROUPED = ("reinforce++", "given")
@@ -82,8 +81,15 @@ def load_source(config: Config, tokenizer: Any, *, progress: Progress | None = N
     if config.rollout.reward is not None:
         return _load_prompts(config, tokenizer, RolloutDataSettings(**chosen))
     rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=RolloutDataSettings(**chosen))
-    note = check_signal(rollouts.samples, config.loss.advantage, ", ".join(data.path))
-    return Source(samples=rollouts.samples, report=rollouts.report, notes=() if note is None else (note,))
+    return Source(samples=rollouts.samples, report=rollouts.report)
+
+
+def check_rollouts(config: Config, source: Source) -> str | None:
+    """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
+    if config.loss.kind == "sft" or config.rollout.reward is not None:
+        return None
+    samples = [sample for sample in source.samples if isinstance(sample, Sample)]
+    return check_signal(samples, config.loss.advantage, ", ".join(config.data.path))
 
 
 def _load_prompts(config: Config, tokenizer: Any, settings: RolloutDataSettings) -> Source:
