@@ -11,12 +11,13 @@ from typing import Any, get_args
 
 import pytest
 import torch.distributed as dist
+from distributed import run_ranks
 from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 from models import build, save_with_tokenizer
 from train_cases import VOCABULARY, alone
 
 from padfree.config import Config, config_from_dict
-from padfree.dist import Mesh
+from padfree.dist import Mesh, make_mesh
 from padfree.train.loop import train
 from padfree.train.manifest import hash_of
 from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_of
@@ -65,7 +66,8 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
     make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     chosen = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5}
     said: list[str] = []
-    config = make_config(tmp_path, model, batch={"samples": 4, "max_tokens": 20}, optimizer=chosen, run={"steps": 3})
+    other = {"model": {"attention": "reference"}, "batch": {"samples": 4, "max_tokens": 20}, "run": {"steps": 3}}
+    config = make_config(tmp_path, model, **other, optimizer=chosen)
     loop = make_loop(config, mesh, on_note=said.append)
     groups = loop.engine.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -82,7 +84,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
     assert set(event) == {
         *("time", "kind", "step", "checkpoint"),
         *(f"optimizer.{name}" for name in chosen),
-        *("batch.max_tokens", "run.steps"),
+        *("model.attention", "batch.max_tokens", "run.steps"),
     }
     said.clear()
     make_loop(config, mesh, on_note=said.append)
@@ -182,6 +184,28 @@ def test_a_checkpoint_from_before_the_record_is_said_and_resumed(mesh: Mesh, mod
     said.clear()
     make_loop(config, mesh, on_note=said.append)
     assert said == []
+
+
+def unlike(rank: int, world: int, folder: str, model: str) -> list[str]:
+    mesh = make_mesh("cpu")
+    said = []
+    for name, sections, data in (
+        ("settings", {"optimizer": {"weight_decay": float(rank)}}, None),
+        ("data", {}, {"digest": str(rank), "samples": 1, "tokens": 1}),
+    ):
+        config = make_config(Path(folder) / name, Path(model), **SFT, **sections)
+        with pytest.raises(ValueError) as caught:
+            make_loop(config, mesh, data=data)
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_read_or_do_something_else_are_refused(model: Path, tmp_path: Path) -> None:
+    """Machines may hold other files under one name; the ranks would train on batches that do not belong together."""
+    first, second = run_ranks(2, unlike, str(tmp_path), str(model))
+    assert first == second
+    assert first[0].startswith("run: rank 1 has settings unlike those of rank 0; start every process with the same")
+    assert first[1].startswith("data.path: rank 1 has data unlike those of rank 0; ")
 
 
 # Data

@@ -45,6 +45,7 @@ from padfree.train.resume import (
     change_line,
     check_made_with,
     check_newest,
+    check_ranks_agree,
     data_record,
     made_with,
     model_fields,
@@ -180,6 +181,7 @@ class Loop:
             asynchronous=config.checkpoint.asynchronous,
         )
         self.made_with = made_with(config, engine.model.config, data=data, reference=self._reference_record())
+        check_ranks_agree(self.made_with, self.mesh.loss.group)
         torch.manual_seed(config.run.seed + self.mesh.loss.rank)
         newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
         changed: dict[str, tuple[Any, Any]] = {}

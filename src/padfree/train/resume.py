@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from padfree.batch import TOKEN_ARRAYS, Sample
@@ -27,7 +29,7 @@ from padfree.config import Config, config_from_dict
 from padfree.data import TokenizedDataset
 from padfree.rollout import Prompt
 from padfree.train.checkpoint import latest_in
-from padfree.train.manifest import CheckpointError, read_manifest
+from padfree.train.manifest import CheckpointError, hash_of, read_manifest
 from padfree.train.rollout_batch import KEY as ROLLOUTS
 from padfree.train.run_folder import CHECKPOINTS
 
@@ -149,8 +151,8 @@ def flat_settings(config: Config) -> dict[str, Any]:
 
 def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a model's config that change what it computes."""
-    values = json.loads(json.dumps(config.to_dict(), default=str))
-    return _flat({name: value for name, value in values.items() if name not in NOT_ARITHMETIC})
+    found = _flat(json.loads(json.dumps(config.to_dict(), default=str)))
+    return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
 
 
 def data_record(samples: Sequence[Sample | Prompt] | TokenizedDataset) -> dict[str, Any]:
@@ -179,6 +181,24 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
 
 
 # Comparing
+
+
+def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
+    """Refuse ranks that have other settings, another model or other data than the first. Every rank calls it."""
+    own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    for rank, other in enumerate(told):
+        for part, setting, what in (
+            ("settings", "run", "settings"),
+            ("model", "model.path", "a config"),
+            ("data", "data.path", "data"),
+        ):
+            if other[part] != told[0][part]:
+                raise ValueError(
+                    f"{setting}: rank {rank} has {what} unlike those of rank 0; start every process with the same "
+                    "settings, and give files that all machines share"
+                )
 
 
 def rule_of(name: str) -> Rule:
@@ -256,7 +276,7 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
         before, now = there.get(name), here.get(name)
-        if before != now:
+        if json.dumps(before) != json.dumps(now):  # NaN is unlike itself
             raise ValueError(
                 f"{setting}: {name} is {now!r} in the model's config, but {path} was made with {before!r}; give the "
                 "config that the run was begun with, or another run.folder, or start anew with checkpoint.resume=false"
