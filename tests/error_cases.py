@@ -581,6 +581,7 @@ def damaged_index(folder: Path) -> None:
 
 CASES["runs"] = [
     ("model", a_run(without_weights)),
+    ("model", a_run(without_weights, "--dry-run")),
     ("model", a_run(damaged_index)),
     (
         "reference.path",

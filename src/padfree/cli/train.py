@@ -166,6 +166,7 @@ def description(config: Config) -> Iterator[str]:
     """The settings as a recipe, the layout, the memory a device needs, and the plan of the first step."""
     import torch
 
+    from padfree.model.files import check_model_files
     from padfree.packing import CostModel, plan_step
     from padfree.train.costs import read_cost
     from padfree.train.memory import estimate_memory, skeleton
@@ -186,6 +187,7 @@ def description(config: Config) -> Iterator[str]:
     data = processes // context
     check_run_folder(config)
     check_newest(config)
+    check_model_files(config)
     tokenizer = load_tokenizer(config)
     source = load_source(config, tokenizer)
     note = check_rollouts(config, source)

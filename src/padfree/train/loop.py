@@ -30,6 +30,7 @@ from padfree.config import Config
 from padfree.data.prepare import Progress
 from padfree.dist import Mesh, distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
+from padfree.model.files import check_model_files
 from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
@@ -103,7 +104,8 @@ def train(
             timeout=config.run.timeout,
         )
         with held_run_folder(config):  # refused before the data is read, which may take long
-            raise_together(_refusal(check_newest, config) if mesh.loss.rank == 0 else None)
+            for check in (check_newest, check_model_files):
+                raise_together(_refusal(check, config) if mesh.loss.rank == 0 else None)
             return _train(config, mesh, on_step=on_step, on_tokenising=on_tokenising, on_note=on_note)
 
 
