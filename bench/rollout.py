@@ -72,7 +72,7 @@ def write_task(folder: Path, seed: int) -> None:
 def task_config(folder: Path, *, seed: int, steps: int = STEPS) -> Config:
     return config_from_dict(
         {
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "init": "random"},
             "data": {"path": [str(folder / "prompts.jsonl")], "epochs": None},
             "batch": {"samples": 128, "max_tokens": 1024},
             "rollout": {"reward": "rollout:last_digit", "group": 8, "max_new_tokens": RESPONSE, "batch": 128},

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -53,14 +54,17 @@ from padfree.data import (
 from padfree.dist.mesh import distributed
 from padfree.head import fused_loss, score
 from padfree.model import attach
+from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
+from padfree.page import Page
 from padfree.train.credit import with_advantages
 from padfree.train.schedule import learning_rate_factor
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 Mistake = Callable[[Path], Any]
+PLANNED = ("--lengths", "lengths.npy", "--max-tokens", "8")
 Cure = str | tuple[str, ...] | Mistake
 Case = tuple[str, Mistake] | tuple[str, Mistake, Cure]
 CASES: dict[str, list[Case]] = {}
@@ -1260,4 +1264,101 @@ CASES["library"] = [
     ("reward", reward_function("def score(response):\n    return 1.0\n")),
     ("reward", reward_function("def other(response, row):\n    return 1.0\n")),
     ("reward", reward_function("1 / 0\n")),
+]
+
+
+def a_run(change: Callable[[Path], Any] = lambda folder: None, *overrides: str, recipe: str = "sft") -> Mistake:
+    """A whole run from the command line, in a folder that was changed before it."""
+
+    def provoke(folder: Path) -> None:
+        save_with_tokenizer(folder / "model")
+        written(folder, "sft.jsonl", *({"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(4)))
+        written(folder, "rl.jsonl", *({**ROLLOUT, "reward": float(a), "group": 0} for a in range(4)))
+        small = ["model.path=FOLDER/model", "model.dtype=float32", "batch.samples=4", "batch.max_tokens=64"]
+        places = [f'data.path=["FOLDER/{recipe}.jsonl"]', "run.folder=FOLDER/run", "run.device=cpu", "run.steps=1"]
+        line = [recipe, str(RECIPES / f"{recipe}.toml"), *small, *places]
+        before = os.environ.get("PADFREE_CACHE")
+        os.environ["PADFREE_CACHE"] = str(folder / "cache")
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                if change is resumed:
+                    assert main([word.replace("FOLDER", str(folder)) for word in line]) == 0
+                change(folder)
+                command(*line, *overrides)(folder)
+        finally:
+            if before is None:
+                del os.environ["PADFREE_CACHE"]
+            else:
+                os.environ["PADFREE_CACHE"] = before
+
+    return provoke
+
+
+def resumed(folder: Path) -> None:
+    """The run has been there already."""
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+
+
+def reference_without_weights(folder: Path) -> None:
+    save_with_tokenizer(folder / "reference")
+    (folder / "reference" / "model.safetensors").unlink()
+
+
+def in_use(folder: Path) -> None:
+    from filelock import FileLock
+
+    (folder / "run").mkdir()
+    lock = FileLock(folder / "run" / "run.lock")
+    lock.acquire()
+    HELD.append(lock)  # until the interpreter ends, as another process would
+
+
+HELD: list[Any] = []
+
+
+def damaged_index(folder: Path) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+    written(folder / "model", "model.safetensors.index.json", {"weight_map": {"norm.weight": "model.safetensors"}})
+
+
+CASES["runs"] = [
+    ("model", a_run(without_weights)),
+    ("model", a_run(without_weights, "--dry-run")),
+    ("model", a_run(damaged_index)),
+    (
+        "reference.path",
+        a_run(reference_without_weights, "reference.path=FOLDER/reference", "loss.kl_coefficient=0.1", recipe="rl"),
+    ),
+    ("model.init", changed("model.init=zeros")),
+    ("checkpoint.export_dtype", changed("checkpoint.export_dtype=int8")),
+    ("run.folder", a_run(lambda folder: None, "run.folder=FOLDER/model")),
+    ("run.folder", a_run(lambda folder: None, "run.folder=FOLDER")),
+    ("run.folder", a_run(lambda folder: written(folder, "run", "a file"))),
+    ("run.folder", a_run(lambda folder: written(empty(folder), "metrics.jsonl", {}), "run.folder=FOLDER/empty")),
+    ("run.folder", a_run(lambda folder: written(empty(folder), "run.json", {}), "run.folder=FOLDER/empty")),
+    ("run.folder", a_run(lambda folder: written(empty(folder), "notes.txt"), "run.folder=FOLDER/empty", "--dry-run")),
+    ("run.folder", a_run(lambda folder: None, 'data.path=["FOLDER"]')),
+    ("run.folder", a_run(lambda folder: None, "run.folder=/proc/padfree")),
+    ("run.folder", a_run(in_use)),
+    ("run.seed", a_run(resumed, "run.seed=1")),
+    ("run.seed", a_run(resumed, "run.seed=1", "--dry-run")),
+    ("batch.samples", a_run(resumed, "batch.samples=2", "run.steps=3")),
+    ("data.shuffle", a_run(resumed, "data.shuffle=false")),
+    ("data.loss_on", a_run(resumed, "data.loss_on=all")),
+    ("loss.advantage", a_run(resumed, "loss.advantage=rloo", recipe="rl")),
+    ("rollout.group", a_run(resumed, "rollout.group=2", recipe="rl")),
+    ("data.path", a_run(lambda folder: written(folder, "rl.jsonl", ROLLOUT, {**ROLLOUT, "reward": 1.0}), recipe="rl")),
+    (
+        "rl.jsonl line 2",
+        a_run(lambda folder: written(folder, "rl.jsonl", {**ROLLOUT, "group": 1}, ROLLOUT), recipe="rl"),
+    ),
+    ("advantages", a_run(lambda folder: None, "loss.advantage=given", recipe="rl")),
+    ("cache", a_run(lambda folder: written(folder, "cache", "a file"))),
+    ("output", lambda folder: Page("title").write(written(folder, "index.html", "<html>"))),
+    ("--html", lambda folder: command("plan", "--html", str(written(folder, "a.jsonl", PAIR)), *PLANNED)(folder)),
+    ("--json", lambda folder: command("check", "--model", "m", "--json", str(written(folder, "a.json", {})))(folder)),
+    ("export", lambda folder: export_model(build("qwen3"), written(folder, "config.json", {}).parent)),
 ]

@@ -316,3 +316,23 @@ def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
     for mode, constant in itertools.product(("token-mean", "constant"), VALUES):
         right = accepted(functools.partial(losses.token_weights, mode, masks, constant=constant))
         assert accepted(loss_config(weights=mode, constant=constant)) == right, (mode, constant)
+
+
+def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    overrides = [
+        "model.path=~/model",
+        "model.tokenizer=~/tokenizer",
+        "reference.path=~/reference",
+        "loss.kl_coefficient=0.1",
+        'data.path=["~/a.jsonl", "b~.jsonl", "Some/hub-id"]',
+        "batch.cost=~/cost.json",
+        "run.folder=~/runs/first",
+    ]
+    config = load_config(Path(__file__).parents[1] / "recipes" / "rl.toml", overrides)
+    assert config.model.path == "/home/somebody/model"
+    assert config.model.tokenizer == "/home/somebody/tokenizer"
+    assert config.reference.path == "/home/somebody/reference"
+    assert config.data.path == ("/home/somebody/a.jsonl", "b~.jsonl", "Some/hub-id")
+    assert config.batch.cost == "/home/somebody/cost.json"
+    assert config.run.folder == "/home/somebody/runs/first"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from padfree.cli import demo
 from padfree.cli.main import main
@@ -107,3 +108,25 @@ def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, caps
     demo.Demo(folder, demo._console(), TINY, resume=False).keep("data", {})
     assert demo.Demo(folder, demo._console(), TINY, resume=True).found == {"data": {}}
     assert demo.Demo(folder, demo._console(), TINY, resume=False).found == {}
+
+
+def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign, mixed, used = tmp_path / "foreign", tmp_path / "mixed", tmp_path / "used"
+    for folder, state in ((foreign, '{"name": "my demo"}'), (mixed, "{}"), (used, "{}")):
+        folder.mkdir()
+        (folder / "demo.json").write_text(state)
+    (mixed / "thesis.tex").write_text("precious")
+    (used / "sft").mkdir()
+    with FileLock(used / "sft" / "run.lock"):
+        for folder, message in (
+            (foreign, "demo.json is not what a demo writes; give another --folder"),
+            (mixed, "has thesis.tex besides a demo; give a new or an empty"),
+            (used, "is in use by another process; wait for it"),
+        ):
+            assert main(["demo", "--folder", str(folder)]) == 1
+            assert message in capsys.readouterr().err
+            assert (folder / "demo.json").exists()
+    (mixed / "demo.json").write_text("{")
+    assert main(["demo", "--folder", str(mixed), "--resume"]) == 1
+    assert "--resume: " in capsys.readouterr().err
+    assert (mixed / "thesis.tex").read_text() == "precious"

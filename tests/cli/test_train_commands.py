@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from models import save_with_tokenizer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from padfree.cli.main import main
@@ -207,3 +209,73 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_groups_without_a_signal_are_said_at_the_start_and_in_every_step(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rollouts(rewards: list[list[float]]) -> list[str]:
+        rows = [
+            {"prompt": "1+1=", "response": str(number), "reward": reward, "group": number}
+            for number, group in enumerate(rewards)
+            for reward in group
+        ]
+        (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes = [f"data.path={json.dumps([str(tmp_path / 'rollouts.jsonl')])}", f"run.folder={tmp_path / 'run'}"]
+        return ["rl", str(RECIPES / "rl.toml"), *overrides["rl"], *changes, "run.steps=1"]
+
+    for refused in ([[1.0], [0.0]], [[1.0, 1.0], [0.0, 0.0]]):
+        assert main(rollouts(refused)) == 1
+        assert "data.path: " in capsys.readouterr().err
+        assert main([*rollouts(refused), "--dry-run"]) == 1
+        capsys.readouterr()
+    assert main(rollouts([[1.0, 0.0], [1.0, 1.0], [0.0]])) == 0
+    printed = capsys.readouterr().out
+    assert "data.path: 2 of 3 groups with nothing to compare (1 of one sample, 1 with equal rewards) teach" in printed
+    assert "no signal 2/3" in printed
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["groups_without_signal"] == 2
+    assert main(rollouts([[1.0, 0.0], [1.0, 0.0], [0.0]])) == 1, "other rewards, the same tokens"
+    assert capsys.readouterr().err.startswith("padfree rl: data.path: ")
+
+
+def dtypes_of(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+
+
+def test_an_export_has_the_dtype_of_the_base_model_and_a_resume_says_what_has_changed(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = save_with_tokenizer(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(half).bfloat16().save_pretrained(half)
+    line = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"model.path={half}", f"run.folder={tmp_path / 'run'}"]
+    assert main(line) == 0
+    assert "resuming" not in capsys.readouterr().out
+    assert dtypes_of(tmp_path / "run" / "model") == {torch.bfloat16}
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main([*line, "checkpoint.export_dtype=float32", "run.steps=3"]) == 0
+    assert dtypes_of(tmp_path / "run" / "model") == {torch.float32}
+    printed = capsys.readouterr().out
+    assert 'with other settings: run.steps 3 (was 2), checkpoint.export_dtype "float32" (was "base")\n' in printed
+
+
+def test_random_weights_are_trained_where_they_are_asked_for(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_with_tokenizer(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    line = [
+        "sft",
+        str(RECIPES / "sft.toml"),
+        *overrides["sft"],
+        f"model.path={folder}",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    assert main(line) == 1
+    message = capsys.readouterr().err
+    assert f"padfree sft: model: {folder} has no weights" in message
+    assert not (tmp_path / "cache").exists(), "said before the data is tokenised"
+    (cure,) = re.findall(r"model\.init=\w+", message)
+    assert main([*line, cure]) == 0
+    assert not (tmp_path / "run" / "model" / "model.safetensors.index.json").exists()
+    assert load_file(tmp_path / "run" / "model" / "model.safetensors")

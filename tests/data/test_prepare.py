@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from padfree.batch import Sample
 from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft, sources
+from padfree.data.store import ArrayWriter
 from padfree.packing import collate
 
 CHAT = tiny_tokenizer("chatml")
@@ -369,3 +370,88 @@ def test_gsm8k_and_a_second_start_that_tokenises_nothing(
     again = load_sft(some, tiny_tokenizer("chatml"), settings, cache=tmp_path / "cache")
     assert again.report == data.report
     assert np.array_equal(again[17].tokens, data[17].tokens)
+
+
+def damaged(name: str, content: bytes | int | None) -> Callable[[Path], None]:
+    """A file of the cache removed, cut to so many bytes, or with other content."""
+
+    def damage(folder: Path) -> None:
+        path = folder / name
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damaged("metadata.json", None),
+        damaged("metadata.json", b"{"),
+        damaged("metadata.json", b"[]"),
+        damaged("tokens.npy", 130),
+        damaged("mask.npy", None),
+        damaged("offsets.npy", b"garbage"),
+        damaged("rows.npy", b""),
+        damaged("skipped.jsonl", None),
+        damaged("skipped.jsonl", b"{"),
+    ],
+)
+def test_a_damaged_cache_is_made_anew(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + "not JSON\n")
+    settings = SFTDataSettings(on_bad_row="skip")
+
+    def load() -> TokenizedDataset:
+        return load_sft(path, CHAT, settings, cache=tmp_path / "cache", num_workers=0)
+
+    whole = load()
+    tokens = whole[0].tokens.tolist()
+    damage(whole.folder)
+    again = load()
+    assert again.folder == whole.folder
+    assert again[0].tokens.tolist() == tokens
+    assert len(again.report.skipped) == 1
+    assert again.digest == whole.digest
+
+
+@pytest.mark.parametrize("where", ["append", "finish", "close"])
+def test_a_full_disk_under_the_cache_is_one_line(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n")
+    real = getattr(ArrayWriter, where)
+
+    def full(self: ArrayWriter, *arguments: Any) -> None:
+        real(self, *arguments)
+        if where != "append" or len(arguments[0]) > 1:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayWriter, where, full)
+        with pytest.raises(
+            ValueError,
+            match=r"^cache: .*building-\S+ cannot be written \(No space left on device\); free space there, or set",
+        ) as caught:
+            load_sft(path, CHAT, cache=tmp_path / "cache", num_workers=0)
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in (tmp_path / "cache").iterdir() if entry.is_dir()] == []
+    assert len(load_sft(path, CHAT, cache=tmp_path / "cache", num_workers=0)) == 1
+
+
+def test_the_digest_of_a_data_set_is_that_of_its_samples(tmp_path: Path) -> None:
+    """Not that of its files: where they lie, how they are written, and how many processes read them does not show."""
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text((json.dumps(GOOD) + "\n") * 3)
+    other.write_text((json.dumps({"note": 1, **GOOD}) + "\n") * 3)
+
+    def digest(path: Path, **settings: Any) -> str:
+        return load_sft(path, CHAT, SFTDataSettings(**settings), cache=tmp_path / "cache", num_workers=0).digest
+
+    assert digest(path) == digest(other) == digest(path, max_length=999) == digest(path, columns={"prompt": "prompt"})
+    assert digest(path) != digest(path, loss_on="all")
+    longest = len(load_sft(path, CHAT, cache=tmp_path / "cache", num_workers=0)[0])
+    assert digest(path) != digest(path, max_length=longest - 1, overlong="truncate")
+    other.write_text((json.dumps(GOOD) + "\n") * 2)
+    assert digest(path) != digest(other)

@@ -271,3 +271,17 @@ def test_gsm8k_solutions_as_rollouts(read: Read, gsm8k_solutions: list[dict[str,
         assert sample.reward == float(row["is_correct"])
         assert CHAT.decode(sample.tokens[sample.mask]) == row["solution"] + EOS
     assert common_fields(rollouts.samples) == ()
+
+
+def test_a_row_without_a_group_among_grouped_ones_is_a_bad_row(read: Read) -> None:
+    rows = [{**ROW, "group": 1}, {**ROW, "group": 1}, ROW, {**ROW, "group": None}]
+    with pytest.raises(
+        ValueError, match=r"^r\.jsonl line 3: no group, but r\.jsonl line 1 has one; expected a group in ev"
+    ):
+        read(rows)
+    with pytest.raises(ValueError, match=r"^r\.jsonl line 1: no group, but r\.jsonl line 2 has one"):
+        read([ROW, {**ROW, "group": 0}])
+    found = read(rows, on_bad_row="skip")
+    assert [sample.uid for sample in found.samples] == ["r.jsonl:1", "r.jsonl:2"]
+    assert [row.line for row in found.report.skipped] == [3, 4]
+    assert len(read([ROW, ROW]).samples) == 2, "without any group, prompts make them"

@@ -69,7 +69,7 @@ def test_damage_is_named_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no metadata\.json; delete the folder"):
         read_metadata(tmp_path)
     (tmp_path / "metadata.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="has format 0, not 1; tokenise the data again"):
+    with pytest.raises(ValueError, match="has format 0, not 2; tokenise the data again"):
         read_metadata(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_who_comes_second_without_a_lock_takes_what_is_there(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ValueError, match=r"cache: .*file/cache cannot be made \(Not a directory\); give another folder"
+        ValueError, match=r"cache: .*file/cache cannot be written \(Not a directory\); .* set PADFREE_CACHE to another"
     ):
         find_or_build(tmp_path / "file" / "cache", "key", lambda folder: None)
 
@@ -183,8 +183,23 @@ def test_the_digest_of_a_tokenizer_follows_all_that_changes_its_tokens() -> None
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADFREE_CACHE", "/x/y")
     assert default_cache_folder() == Path("/x/y")
+    monkeypatch.setenv("PADFREE_CACHE", "~/y")
+    assert default_cache_folder() == Path.home() / "y"
     monkeypatch.delenv("PADFREE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x/z")
     assert default_cache_folder() == Path("/x/z/padfree")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_folder() == Path.home() / ".cache" / "padfree"
+
+
+def test_a_digest_that_is_damaged_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    path.write_text("one")
+    later = time.time_ns() + 10**10
+    monkeypatch.setattr("padfree.data.store.time.time_ns", lambda: later)
+    right = content_digest(open_sources(path)[0], cache)
+    (remembered,) = (cache / "digests").iterdir()
+    assert remembered.read_text() == right
+    remembered.write_bytes(b"")
+    assert content_digest(open_sources(path)[0], cache) == right
+    assert remembered.read_text() == right

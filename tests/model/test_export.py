@@ -74,7 +74,7 @@ def sharded(rank: int, world: int, pairs: list[tuple[str, str]]) -> None:
         model = load_model(source, shard=shard_layers)
         export_model(model, target)
         assert_same(AutoModelForCausalLM.from_pretrained(target), AutoModelForCausalLM.from_pretrained(source))
-    with pytest.raises(ValueError, match=r"export: .* is no earlier export .*; give a new folder"):
+    with pytest.raises(ValueError, match=r"export: .* is no earlier export .*; give a new or an empty folder"):
         export_model(model, Path(pairs[0][0]).parent)
 
 
@@ -99,15 +99,40 @@ def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new folder"):
+    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new or an empty folder"):
         export_model(build("llama"), tmp_path)
-    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new folder"):
+    with pytest.raises(ValueError, match=r"is no earlier export .*; give a new or an empty folder"):
         export_model(build("llama"), tmp_path / "notes.txt")
     assert (tmp_path / "notes.txt").read_text() == "precious"
     export_model(build("llama"), tmp_path / "out")
     (tmp_path / "out" / "run").mkdir()
-    with pytest.raises(ValueError, match=r"is no earlier export \(it has run\); give a new folder"):
+    with pytest.raises(ValueError, match=r"is no earlier export of padfree alone \(it has run\); give a new"):
         export_model(build("llama"), tmp_path / "out")
+
+
+def test_a_model_that_was_not_exported_is_not_replaced(tmp_path: Path) -> None:
+    """It has the files of an export, but for the record."""
+    model = build("llama")
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        ValueError, match=r"base is no earlier export of padfree \(it has no padfree_export\.json\); giv"
+    ):
+        export_model(build("llama", seed=1), tmp_path / "base")
+    (tmp_path / "base" / "padfree_export.json").write_text('{"files": []}')
+    with pytest.raises(ValueError, match=r"base is no earlier export"):
+        export_model(build("llama", seed=1), tmp_path / "base")
+    assert_same(load_model(tmp_path / "base"), model)
+
+
+def test_the_dtype_of_the_files_is_chosen_and_float32_parts_stay(tmp_path: Path) -> None:
+    model = build("ernie4_5_moe")
+    export_model(model, tmp_path, dtype=torch.bfloat16)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+    routers = {name for name, _ in model.named_parameters() if ".gate." in name}  # in float32 for transformers
+    assert len(routers) > 1
+    for name, parameter in load_model(tmp_path).named_parameters():
+        original = model.get_parameter(name)
+        assert torch.equal(parameter, original if name in routers else original.bfloat16().float()), name
 
 
 def test_a_full_disk_leaves_the_earlier_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -126,13 +126,19 @@ def test_tied_in_the_config_and_stored_twice(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("source", ["file", "folder", "object"])
-def test_a_config_gives_random_weights(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["file", "folder", "object", "folder with weights"])
+def test_random_weights_where_they_are_asked_for(source: str, tmp_path: Path) -> None:
     config = build("qwen3").config
     config.save_pretrained(tmp_path)
+    saved(tmp_path / "whole", "qwen3")
     before = torch.get_rng_state()
-    given: Any = {"file": tmp_path / "config.json", "folder": tmp_path, "object": config}[source]
-    first, second, other = (whole(load_model(given, seed=seed)) for seed in (3, 3, 4))
+    options: Any = {
+        "file": {"source": tmp_path / "config.json"},
+        "folder": {"source": tmp_path, "init": "random"},
+        "object": {"source": config},
+        "folder with weights": {"source": tmp_path / "whole", "init": "random"},
+    }[source]
+    first, second, other = (whole(load_model(**options, seed=seed)) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
     assert_same(first, second)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -176,7 +182,7 @@ def test_several_ranks_load_and_refuse_as_one_does(tmp_path: Path) -> None:
         original.save_pretrained(folder)
     (tmp_path / "random").mkdir()
     originals[0].config.save_pretrained(tmp_path / "random")
-    names = [str(folder) for folder in (*folders, tmp_path / "random")]
+    names = [str(folder) for folder in (*folders, tmp_path / "random" / "config.json")]
     expected = [whole(model) for model in originals] + [whole(load_model(names[-1], seed=5))]
     refused = [saved(tmp_path / kind) for kind in ("missing", "shape")]
     change_weights(refused[0], lambda tensors: tensors.pop("model.norm.weight"))
@@ -220,7 +226,66 @@ def lost_shard(folder: Path) -> None:
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
 
 
+def in_shards(folder: Path) -> list[Path]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="30KB")
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def change_index(folder: Path, change: Any) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    change(index["weight_map"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def extra_shard(folder: Path) -> None:
+    shards = in_shards(folder)
+    (folder / "model-00099-of-00099.safetensors").write_bytes(shards[0].read_bytes())
+
+
+def whole_beside_shards(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    in_shards(folder)
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def lost_index(folder: Path) -> None:
+    in_shards(folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def broken_index(folder: Path) -> None:
+    in_shards(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+def moved_in_the_index(folder: Path) -> None:
+    shards = in_shards(folder)
+    change_index(folder, lambda mapping: mapping.update({"model.norm.weight": shards[0].name}))
+
+
+def unnamed_in_the_index(folder: Path) -> None:
+    shards = in_shards(folder)
+    tensors = load_file(shards[0])
+    save_file({**tensors, "model.extra.weight": torch.ones(2)}, shards[0], metadata={"format": "pt"})
+
+
+def missing_in_shards(folder: Path) -> None:
+    shards = in_shards(folder)
+    tensors = load_file(shards[1])
+    name = min(tensors)
+    del tensors[name]
+    save_file(tensors, shards[1], metadata={"format": "pt"})
+    change_index(folder, lambda mapping: mapping.pop(name))
+
+
 def escaping_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -256,6 +321,14 @@ def encoder(folder: Path) -> None:
         (adapter, r"has adapter_model\.safetensors but no model\.safetensors"),
         (truncated, r"model\.safetensors cannot be read .*; copy or download the file again"),
         (lost_shard, r"model-00002-of-\d+\.safetensors, named in model\.safetensors\.index\.json, is not there"),
+        (no_weights, r"has no weights \(model\.safetensors or .*; copy or download them, or ask .* model\.init=random"),
+        (extra_shard, r"model-00099-of-00099\.safetensors is not named in model\.safetensors\.index\.json; remove"),
+        (whole_beside_shards, r"model\.safetensors is not named in model\.safetensors\.index\.json; remove what"),
+        (lost_index, r"model-00001-of-\d+\.safetensors is one of several, but .*index\.json.* is not there; copy"),
+        (broken_index, r"index\.json has no weight_map of tensors and files; copy or download it again"),
+        (moved_in_the_index, r"model: model\.norm\.weight is not in .*model-.*safetensors, where .*index\.json has it"),
+        (unnamed_in_the_index, r"model: model\.extra\.weight unexpected in .*model-00001-of-\d+\.safetensors; the"),
+        (missing_in_shards, r"model: .*weight missing in .*; the files are not complete"),
         (escaping_shard, r"named in model\.safetensors\.index\.json, is not there"),
         (no_config, r"has no config\.json"),
         (quantized, r"is quantized"),
@@ -269,6 +342,41 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(damage: Any, message: str,
     with pytest.raises(ValueError, match=message) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def one_expert(change: str) -> Any:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors.pop(name)
+        if change == "unexpected":
+            tensors[name] = tensor
+            tensors[name.replace("experts.3", "experts.4")] = tensor.clone()
+        elif change == "shape":
+            tensors[name] = torch.ones(33, 64)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight is missing; give whole files"),
+        ("unexpected", r"experts\.4\.up_proj\.weight in model\.safetensors is unexpected; give whole files"),
+        ("shape", r"experts\.3\.up_proj\.weight has shape \[33, 64\] in model\.safetensors and \[32, 64\] by its con"),
+    ],
+)
+def test_an_expert_that_is_not_whole_is_named(
+    change: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers merges experts, and would say in a long table that it could not."""
+    saved(tmp_path, "qwen3_moe")
+    change_weights(tmp_path, one_expert(change))
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(tmp_path: Path) -> None:

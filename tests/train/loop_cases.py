@@ -37,9 +37,9 @@ TIMES = (
 
 
 def save_config(folder: Path) -> Path:
-    """A config without weights: load_model initialises them from the seed, tied embeddings among them."""
+    """A config file: load_model initialises the weights from the seed, tied embeddings among them."""
     build("llama_tied", hidden_size=32, intermediate_size=32, vocab_size=VOCABULARY).config.save_pretrained(folder)
-    return folder
+    return folder / "config.json"
 
 
 def samples() -> list[Sample]:

@@ -111,7 +111,7 @@ def test_bfloat16_holds_the_base_in_bfloat16(mesh: Mesh, single: Outcome) -> Non
 
 def make_config(folder: Path, **sections: Any) -> Config:
     values: dict[str, Any] = {
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), "init": "random"},
         "data": {"path": ["in memory"]},
         "batch": {"samples": 4, "max_tokens": 16},
         "optimizer": {"lr": LR},
@@ -199,6 +199,7 @@ def test_the_form_of_the_export_is_a_setting(mesh: Mesh, folder: Path) -> None:
     ):
         build_engine(alone, mesh)
     small_model("llama_tied", vocab_size=VOCABULARY).save_pretrained(folder / "model")
+    alone = replace(alone, model=replace(alone.model, init="weights"))
     export(alone, build_engine(alone, mesh).model, folder / "adapter")
     noted = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert noted["base_model_name_or_path"] == str(folder / "model")

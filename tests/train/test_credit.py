@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from padfree.batch import Sample
-from padfree.train.credit import with_advantages
+from padfree.train.credit import Advantage, check_signal, signal_of, with_advantages
 
 
 def samples() -> list[Sample]:
@@ -67,3 +67,55 @@ def test_given_is_kept_and_missing_is_named() -> None:
         with_advantages([replace(samples()[0], reward=float("nan"))], "reinforce++")
     with pytest.raises(ValueError, match=r"group: missing in sample 0; loss.advantage 'rloo'"):
         with_advantages([replace(samples()[0], group=None)], "rloo")
+
+
+def rewarded(*groups: list[float]) -> list[Sample]:
+    return [
+        Sample(tokens=[1, 2, 3], loss_mask=[0, 1, 1], reward=reward, group=number)
+        for number, rewards in enumerate(groups)
+        for reward in rewards
+    ]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"])
+def test_groups_without_signal_are_those_whose_advantages_are_0(kind: Advantage) -> None:
+    found = rewarded([1, 0], [1, 1, 1], [0.5], [0, 0], [0.25, 0.5])
+    signal = signal_of(found, kind)
+    assert (signal.groups, signal.alone, signal.equal) == (5, 1, 2)
+    assert signal.metrics() == {"groups": 5, "groups_without_signal": 3}
+    if not kind.startswith("reinforce"):  # whitening moves zeros too
+        advantages = with_advantages(found, kind)
+        silent = {sample.group for sample in advantages if sample.advantages is not None and sample.advantages.any()}
+        assert silent == {0, 4}
+    assert check_signal(found, kind, "a.jsonl") == (
+        "data.path: 3 of 5 groups with nothing to compare (1 of one sample, 2 with equal rewards) teach nothing"
+    )
+    assert check_signal(rewarded([1, 0], [0.5, 0]), kind, "a.jsonl") is None
+
+
+def test_all_samples_are_compared_or_none() -> None:
+    assert signal_of(rewarded([1], [1], [0]), "reinforce++").metrics() == {"groups": 1, "groups_without_signal": 0}
+    assert signal_of(rewarded([1], [1], [1]), "reinforce++").metrics() == {"groups": 1, "groups_without_signal": 1}
+    given = [
+        replace(sample, advantages=[5.0, value, 0.0]) for sample, value in zip(rewarded([0, 0]), (0, 1), strict=True)
+    ]
+    assert signal_of(given, "given").metrics() == {"groups": 2, "groups_without_signal": 1}, "prompts do not count"
+
+
+@pytest.mark.parametrize(
+    ("samples", "kind", "message"),
+    [
+        (rewarded([1], [0]), "grpo", r"\(2 of one sample, 0 with equal .*; give each .*reinforce\+\+"),
+        (
+            rewarded([1, 1], [0, 0]),
+            "rloo",
+            r"\(0 of one sample, 2 with equal rewards\), so that every advantage is 0; ",
+        ),
+        (rewarded([1, 1], [1]), "dr_grpo", r"\(1 of one sample, 1 with equal .*; give rollouts whose rewards differ$"),
+        (rewarded([1, 1]), "reinforce++", r"; give rollouts whose rewards differ$"),
+        ([replace(sample, advantages=[0.0] * 3) for sample in rewarded([1, 0])], "given", r"advantages are all 0, so"),
+    ],
+)
+def test_rollouts_of_no_signal_at_all_are_refused(samples: list[Sample], kind: Advantage, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^data\.path: a\.jsonl has only .*{message}"):
+        check_signal(samples, kind, "a.jsonl")

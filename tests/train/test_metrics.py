@@ -152,3 +152,12 @@ def test_written_samples_can_be_read_as_rollouts(tmp_path: Path) -> None:
         np.testing.assert_array_equal(mine.tokens, other.tokens)
         np.testing.assert_array_equal(mine.mask, other.mask)
         np.testing.assert_array_equal(mine.advantages, other.advantages)
+
+
+@pytest.mark.parametrize("line", ["not JSON", '{"accuracy": 1}', "[1]", '{"step": "one"}'])
+def test_a_line_that_no_run_wrote_is_refused_and_kept(line: str, tmp_path: Path) -> None:
+    content = '{"step": 0}\n' + line + "\n"
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"^run\.folder: line 2 of .*metrics\.jsonl has no 'step', .*; move the file"):
+        MetricsFile(tmp_path, rank=0, step=5)
+    assert (tmp_path / "metrics.jsonl").read_text() == content

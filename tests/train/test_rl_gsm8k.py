@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, gsm8k_solutions: list[dict[
 def make_config(folder: Path, kind: str, layout: tuple[int, int]) -> Config:
     return config_from_dict(
         {
-            "model": {"path": str(folder)},
+            "model": {"path": str(folder), "init": "random"},
             "data": {"path": [str(folder / "rollouts.jsonl")]},
             "batch": {"samples": 4 * QUESTIONS, "max_tokens": 768},
             "loss": {"kind": kind, "mini_batches": 2, **LOSSES[kind]},

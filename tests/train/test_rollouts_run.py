@@ -26,6 +26,7 @@ from padfree.model.lora import add_adapters
 from padfree.train.loop import train
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rollouts import FILE, Rollouts, _Examples, copy_weights
+from padfree.train.run_folder import mark_run_folder
 from padfree.train.setup import build_engine
 from padfree.train.sources import load_source, load_tokenizer, make_batcher
 
@@ -83,6 +84,8 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def first_samples(config: Config) -> list[Sample]:
     """The rollouts of the first batch, as a process of the present group."""
     mesh = make_mesh("cpu", context=config.parallel.context)
+    if mesh.loss.rank == 0:
+        mark_run_folder(config)  # which the rollouts write to
     tokenizer = load_tokenizer(config)
     batcher = make_batcher(config, load_source(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from padfree.config import TrackConfig
-from padfree.train.trackers import FILE, Trackers, require_trackers
+from padfree.train.trackers import FILE, Trackers, _name_of, require_trackers
 
 # Files and sockets that the packages leave open.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -126,3 +126,10 @@ def test_a_missing_package_is_named_before_anything_starts(
         Trackers(config, tmp_path / "run", {}, rank=0)
     assert not (tmp_path / "run").exists()
     require_trackers(TrackConfig())
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"trackio": 3}'])
+def test_a_damaged_list_of_names_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text(content)
+    with pytest.raises(ValueError, match=r"^track: .*trackers\.json is damaged; remove it"):
+        _name_of(tmp_path, "trackio")

@@ -9,9 +9,11 @@ A row passes if its difference is at most `tolerance`, or at most `FACTOR` times
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from padfree.check.compare import FACTOR
@@ -164,3 +166,12 @@ HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
 
 def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file holds a report as JSON, which another one may replace."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"verdict", "rows", "passed"} <= found.keys()

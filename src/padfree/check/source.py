@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from padfree.model import attach, lm_head_of
-from padfree.model.load import INDEX, _from_config, _names_match, _opened_together
+from padfree.model.files import INDEX, PARTIAL
+from padfree.model.load import _from_config, _names_match, opened_together
 from padfree.train.decide import Limits
 
 FEW_LAYERS = 4
@@ -62,7 +63,7 @@ def model_source(
         raise ValueError(f"layers: {layers}; give 1 or more")
     if layers is not None and full:
         raise ValueError(f"layers: {layers} together with full; give one of them")
-    config, files = _opened_together(source, trust_remote_code)
+    config, files = opened_together(source, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # refused before anything is computed
@@ -144,4 +145,4 @@ def _write_first_layers(
     for path in next(iter(files.values())).parent.glob("*.py"):  # a model's own code, run if it is trusted
         (folder / path.name).symlink_to(path.resolve())
     mapping = {name: path.name for name, path in kept.items()}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": mapping}), encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps({"metadata": {PARTIAL: True}, "weight_map": mapping}), encoding="utf-8")

@@ -65,6 +65,11 @@ def run(settings: argparse.Namespace) -> None:
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
+    if target is not None and target.exists():
+        from padfree.check.report import is_report
+
+        if not is_report(target):
+            raise ValueError(f"--json: {target} is there and is no report of padfree check; give another file")
     check_name(settings.model, "--model")
     if settings.tokenizer is not None:
         check_name(settings.tokenizer, "--tokenizer")

@@ -39,6 +39,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STATE = "demo.json"
+OWN = (
+    STATE,
+    f"{STATE}.writing",
+    "cache",
+    "data",
+    "model",
+    "plan.html",
+    "check.json",
+    "sft",
+    "rl",
+    "gpu",
+    "report.html",
+)
+"""What a demo leaves in its folder; one that has more is somebody's, and is not removed."""
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
 """Losses of the padded and the packed way may differ by so much, by what is computed in."""
 
@@ -113,14 +127,24 @@ class Demo:
         if resume:
             if not state.exists():
                 raise ValueError(f"--resume: {folder} holds no demo; leave --resume out, or give the demo's --folder")
-            self.found = json.loads(state.read_text(encoding="utf-8"))
+            self.found = _read_state(state, "--resume")
             return
         if folder.exists() and not state.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"--folder: {folder} holds other things; give a new folder or an empty one")
         if state.exists():
+            from padfree.train.run_folder import check_not_in_use
+
+            _read_state(state, "--folder")
+            if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
+                raise ValueError(f"--folder: {folder} has {others[0]} besides a demo; give a new or an empty folder")
+            for run in ("sft", "rl"):
+                check_not_in_use(folder / run)
             shutil.rmtree(folder)  # an earlier demo
-        folder.mkdir(parents=True, exist_ok=True)
-        state.write_text("{}", encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            state.write_text("{}", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--folder: {folder} cannot be written ({error.strerror}); give another") from None
 
     def keep(self, stage: str, found: Mapping[str, Any]) -> None:
         self.found[stage] = found
@@ -197,6 +221,16 @@ class Demo:
                 "run": {"folder": str(self.folder / "gpu" / "run"), "steps": sizes.gpu_steps, "device": "cuda"},
             }
         )
+
+
+def _read_state(path: Path, setting: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() <= {name for name, _, _ in STAGES}:
+        raise ValueError(f"{setting}: {path} is not what a demo writes; give another --folder, new or empty")
+    return found
 
 
 def make_data(demo: Demo) -> dict[str, Any]:

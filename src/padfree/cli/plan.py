@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.config import Config, load_config
@@ -102,7 +103,10 @@ def _check(settings: argparse.Namespace) -> None:
     if settings.lengths is not None and (settings.data or settings.rollouts):
         raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
     if settings.html is not None:
+        from padfree.page.page import refuse_foreign
+
         check_output(settings.html, "--html", makes_folder=True)
+        refuse_foreign(Path(settings.html), "--html")
     if settings.json and settings.calibrate:
         raise ValueError("--json: with --calibrate; call padfree plan once for each")
 

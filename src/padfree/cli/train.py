@@ -160,6 +160,8 @@ def summary(metrics: Mapping[str, Any]) -> str:
     parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
     if "reward" in metrics:
         parts.append(f"reward {metrics['reward']:.3f}")
+    if "groups_without_signal" in metrics:
+        parts.append(f"no signal {metrics['groups_without_signal']}/{metrics['groups']}")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in metrics:
         parts.append(f"mfu {metrics['mfu']:.1%}")

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from os.path import expanduser
 from typing import Any, Literal
 
 from padfree.config.loss import LossConfig
 from padfree.config.rules import need
+
+
+def _expand(section: Any, *names: str) -> None:
+    """Put the user's home folder in the place of `~` in paths; a shell does that only where a word begins with it."""
+    for name in names:
+        value = getattr(section, name)
+        if isinstance(value, str):
+            object.__setattr__(section, name, expanduser(value))
+        elif isinstance(value, tuple):
+            object.__setattr__(section, name, tuple(expanduser(entry) for entry in value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,12 +26,14 @@ class ModelConfig:
     """`path`: a folder, a Hub id, or a config file (random weights). `dtype` is what is computed in."""
 
     path: str
+    init: Literal["weights", "random"] = "weights"  # random: whatever weights there are, the run begins without them
     tokenizer: str | None = None  # None: that of the model
     dtype: Literal["float32", "bfloat16"] = "float32"
     attention: str = "auto"
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        _expand(self, "path", "tokenizer")
         need(bool(self.path), "model.path", self.path, "give a folder, a Hub id or a config file")
 
 
@@ -50,6 +63,7 @@ class ReferenceConfig:
     refresh: int | None = None  # after so many rollout batches it takes the trained model's weights; None: never
 
     def __post_init__(self) -> None:
+        _expand(self, "path")
         need(self.path != "", "reference.path", self.path, "give a folder, a Hub id, or leave it out")
         need(self.refresh is None or self.refresh >= 1, "reference.refresh", self.refresh, "give 1 or more")
         used = self.path is not None or not (self.offload or self.refresh)
@@ -92,6 +106,7 @@ class DataConfig:
     epochs: int | None = 1  # None: until run.steps
 
     def __post_init__(self) -> None:
+        _expand(self, "path")
         need(len(self.path) > 0, "data.path", list(self.path), "give one file, folder or Hub id, or more")
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
         need(self.subset != "", "data.subset", self.subset, "give a name, or leave it out")
@@ -113,6 +128,7 @@ class BatchConfig:
     cost: str | None = None  # a file of `padfree plan --calibrate`; None: counted from the model's config
 
     def __post_init__(self) -> None:
+        _expand(self, "cost")
         given = (self.samples is not None) + (self.tokens is not None)
         cure = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
         need(given == 1, "batch.samples", self.samples, cure)
@@ -193,6 +209,7 @@ class CheckpointConfig:
     asynchronous: bool = False
     resume: bool = True  # from the newest in the run folder, if there is one
     export: bool = True
+    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"  # of the exported weights; base: model's
 
     def __post_init__(self) -> None:
         need(self.every is None or self.every >= 1, "checkpoint.every", self.every, "give 1 or more")
@@ -224,6 +241,7 @@ class RunConfig:
     deterministic: bool = False  # only algorithms that give the same bits again
 
     def __post_init__(self) -> None:
+        _expand(self, "folder")
         need(bool(self.folder), "run.folder", self.folder, "give the folder that the run writes to")
         need(self.steps is None or self.steps >= 1, "run.steps", self.steps, "give 1 or more")
         need(0 <= self.seed < 1 << 63, "run.seed", self.seed, "give 0 or more, below 2**63")

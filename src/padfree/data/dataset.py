@@ -13,6 +13,7 @@ tokens; a sample that is left with nothing to train on is dropped, and listed as
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from operator import index as as_index
 from pathlib import Path
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from padfree.batch import Sample
 from padfree.data.records import DataReport, SkippedRow
 from padfree.data.settings import Overlong, check_choice, check_max_length
-from padfree.data.store import open_array, read_metadata, read_skipped
+from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 
 SCANNED_TOKENS = 1 << 22
 """How many tokens are looked at in one go."""
@@ -42,6 +43,7 @@ class TokenizedDataset:
         metadata = read_metadata(self.folder)
         num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
         self._files: list[dict[str, Any]] = metadata["files"]
+        self._digests: list[str] = metadata["digests"]
         # Plain arrays over the mapped memory: numpy's memmap takes ten times as long to cut a slice, and would carry
         # its file along wherever a slice is pickled.
         self._tokens = np.asarray(open_array(self.folder, "tokens", (num_tokens,)))
@@ -121,6 +123,12 @@ class TokenizedDataset:
                 if kept and position < self._starts[place] + self.lengths[index]:
                     return index, int(self._tokens[position])
         return None
+
+    @property
+    def digest(self) -> str:
+        """Of tokens and masks of all samples as they are here; other files, settings or versions may give the same."""
+        places = hashlib.sha256(self._kept.tobytes() + self.lengths.tobytes()).hexdigest()
+        return hash_of([*self._digests, places])
 
     def __len__(self) -> int:
         return len(self._kept)

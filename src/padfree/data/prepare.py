@@ -42,6 +42,7 @@ from padfree.data.store import (
     default_cache_folder,
     find_or_build,
     hash_of,
+    is_whole,
     read_metadata,
     read_skipped,
     tokenizer_digest,
@@ -154,7 +155,7 @@ def load_sft(
     def build(beside: Path) -> None:
         _build(beside, sources, tokenizer, settings, identity, num_workers, progress)
 
-    found = find_or_build(folder, hash_of(identity)[:32], build)
+    found = find_or_build(folder, hash_of(identity)[:32], build, intact=is_whole)
     if settings.on_bad_row == "error" and (skipped := read_skipped(found)):
         units = {file["name"]: file["unit"] for file in read_metadata(found)["files"]}
         raise bad_row(skipped[0], units[skipped[0].file])

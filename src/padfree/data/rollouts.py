@@ -16,7 +16,8 @@ and has `reward`, a number. It may have
 
     loss_mask                                           0 or 1 (multi-turn: what a tool wrote is 0)
     logprobs, ref_logprobs, advantages, returns, values one number a token; null where nothing is trained
-    group                                               a name or number; without one, rows of one prompt are a group
+    group                                               a name or number, in every row or in none; without, rows of one
+                                                        prompt are a group
     uid, raw_reward
 
 A `loss_mask` and the arrays have as many entries as the sample has tokens, or as the response has: the last
@@ -92,6 +93,13 @@ class _Tokens(NamedTuple):
     mask: NDArray[np.bool_]  # [n]
 
 
+class _Read(NamedTuple):
+    """A row as a sample, and whether the row names its group."""
+
+    sample: Sample
+    named: bool
+
+
 class _RolloutReader:
     """Rows to samples."""
 
@@ -99,7 +107,7 @@ class _RolloutReader:
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos) if tokenizer is not None else None
         self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings) if tokenizer is not None else None
 
-    def read(self, chunk: Chunk, fields: Fields) -> list[Sample | RowError]:
+    def read(self, chunk: Chunk, fields: Fields) -> list[_Read | RowError]:
         """What each row of the chunk is, in order."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
@@ -164,7 +172,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
     return _Tokens(tokens, _first_trained(mask), mask)
 
 
-def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> Sample:
+def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _Read:
     tokens, response_start, mask = found
     if not len(tokens):
         raise RowError("no tokens; expected one or more")
@@ -174,7 +182,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
         for field in TOKEN_ARRAYS
         if (array := _token_array(row, fields[field], response_start, mask, field in LOGPROBS)) is not None
     }
-    return Sample(
+    sample = Sample(
         tokens=tokens,
         loss_mask=mask,
         reward=number(row, fields["reward"]),
@@ -184,6 +192,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
         source=source,
         **arrays,
     )
+    return _Read(sample, row.get(fields["group"]) is not None)
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
@@ -256,8 +265,29 @@ class _Collected:
         self.dropped: list[SkippedRow] = []
         self.truncated: list[SkippedRow] = []
         self.rows_per_file: dict[str, int] = {}
+        self._first_named: str | None = None  # the first row that names its group
+        self._unnamed: list[tuple[Sample, str, int, str]] = []  # with file, line and unit
 
-    def add(self, sample: Sample, file: str, line: int) -> None:
+    def add(self, read: _Read, file: str, line: int, unit: str) -> None:
+        sample = read.sample
+        if read.named:
+            self._first_named = self._first_named or f"{file} {unit} {line}"
+        before = len(self.samples)
+        self._limited(sample, file, line)
+        if not read.named and len(self.samples) > before:
+            self._unnamed.append((self.samples[-1], file, line, unit))
+
+    def _refuse_unnamed(self) -> None:
+        """A row without a group among rows that have one would be compared with nothing, or with the wrong rows."""
+        if self._first_named is None or not self._unnamed:
+            return
+        error = RowError(f"no group, but {self._first_named} has one; expected a group in every row, or in none")
+        for _, file, line, unit in self._unnamed:
+            self.skip(file, line, unit, error)
+        unnamed = {id(sample) for sample, *_ in self._unnamed}
+        self.samples = [sample for sample in self.samples if id(sample) not in unnamed]
+
+    def _limited(self, sample: Sample, file: str, line: int) -> None:
         limit = self._settings.max_length
         if limit is None or len(sample) <= limit:
             self.samples.append(sample)
@@ -284,6 +314,7 @@ class _Collected:
         self.skipped.append(row)
 
     def rollouts(self) -> Rollouts:
+        self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
             raise ValueError(f"data: no rows in {', '.join(self.rows_per_file)}; give a file that has some")
@@ -332,6 +363,6 @@ def read_rollouts(
                 if isinstance(result, RowError):
                     collected.skip(source.name, line, source.unit, result)
                 else:
-                    collected.add(result, source.name, line)
+                    collected.add(result, source.name, line, source.unit)
         source.check_unchanged()
     return collected.rollouts()

@@ -5,12 +5,12 @@
                     offsets.npy  int64 [N+1]   sample i is [offsets[i], offsets[i+1])
                     rows.npy     int64 [N, 2]  its file (a place in metadata's list) and line
                     skipped.jsonl              rows that could not be used
-                    metadata.json              what the key was made of, counts
+                    metadata.json              what the key was made of, counts, digests of tokens and mask
 
 The key is a hash of what the tokens depend on: the content of the files, the tokenizer, the settings that change
 tokens, the versions of transformers and tokenizers, the format of this folder. Whoever finds the folder finds it
-complete: it is written beside and renamed into place. A lock lets one process build while others that want the same
-wait for it.
+complete: it is written beside and renamed into place. One that is damaged all the same (a file is gone, or shorter than
+it was written) is made anew. A lock lets one process build while others that want the same wait for it.
 
 Hashing a file means reading it, which for a large one takes longer than a start should. So a hash is remembered under
 the file's path, size, inode and times of change. A file changed within two seconds of being hashed is not remembered,
@@ -24,10 +24,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,14 +39,14 @@ from numpy.typing import NDArray
 from padfree.data.records import SkippedRow
 from padfree.data.sources import FileSource, Source
 
-FORMAT = 1
+FORMAT = 2
 _SETTLED_NANOSECONDS = 2_000_000_000
 
 
 def default_cache_folder() -> Path:
     """`$PADFREE_CACHE`, or `padfree` in the user's cache folder."""
     if folder := os.environ.get("PADFREE_CACHE"):
-        return Path(folder)
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "padfree"
 
 
@@ -57,8 +58,10 @@ def content_digest(source: Source, cache: Path) -> str:
     status = source.path.stat()
     identity = (str(source.path.absolute()), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     remembered = cache / "digests" / hash_of(identity)
-    if remembered.exists():
-        return remembered.read_text()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        digest = remembered.read_text()
+        if re.fullmatch("[0-9a-f]{64}", digest):  # else the file is damaged
+            return digest
     digest = source.digest()
     if now - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NANOSECONDS:
         with contextlib.suppress(OSError):  # a cache may be there to be read only
@@ -94,6 +97,18 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """One line for what a disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cache: {error.filename or folder} cannot be written ({error.strerror or error}); free space there, or "
+            "set PADFREE_CACHE to another folder"
+        ) from error
+
+
 class ArrayWriter:
     """An .npy file that grows: the header is written again with the final length, in the same place."""
 
@@ -101,6 +116,7 @@ class ArrayWriter:
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed by close()
         self._dtype = dtype
         self._row_shape = row_shape
+        self._digest = hashlib.sha256()
         self.length = 0
         self._header_length = self._write_header()
 
@@ -113,8 +129,15 @@ class ArrayWriter:
     def append(self, array: NDArray[Any]) -> None:
         assert array.dtype == self._dtype
         assert array.shape[1:] == self._row_shape
-        self._file.write(np.ascontiguousarray(array).data)
+        content = np.ascontiguousarray(array).data
+        self._file.write(content)
+        self._digest.update(content)
         self.length += len(array)
+
+    @property
+    def digest(self) -> str:
+        """Of all that was appended."""
+        return self._digest.hexdigest()
 
     def finish(self) -> None:
         """Write the header and wait until all is on disk: a rename must not overtake the content."""
@@ -134,14 +157,19 @@ class Writer(contextlib.ExitStack):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._tokens = ArrayWriter(folder / "tokens.npy", np.dtype(np.int32))
-        self._mask = ArrayWriter(folder / "mask.npy", np.dtype(np.bool_))
-        self._offsets = ArrayWriter(folder / "offsets.npy", np.dtype(np.int64))
-        self._rows = ArrayWriter(folder / "rows.npy", np.dtype(np.int64), (2,))
+        with writing(folder):
+            self._tokens = ArrayWriter(folder / "tokens.npy", np.dtype(np.int32))
+            self._mask = ArrayWriter(folder / "mask.npy", np.dtype(np.bool_))
+            self._offsets = ArrayWriter(folder / "offsets.npy", np.dtype(np.int64))
+            self._rows = ArrayWriter(folder / "rows.npy", np.dtype(np.int64), (2,))
+            self._offsets.append(np.zeros(1, dtype=np.int64))
         for array in self._arrays:
-            self.callback(array.close)
-        self._offsets.append(np.zeros(1, dtype=np.int64))
+            self.callback(self._close, array)
         self.skipped: list[SkippedRow] = []
+
+    def _close(self, array: ArrayWriter) -> None:
+        with writing(self._folder):  # closing writes what is still in memory
+            array.close()
 
     @property
     def _arrays(self) -> tuple[ArrayWriter, ...]:
@@ -161,17 +189,26 @@ class Writer(contextlib.ExitStack):
     ) -> None:
         """Samples of one file: their tokens and masks end to end, their lengths and lines."""
         assert len(tokens) == len(mask) == lengths.sum()
-        self._offsets.append(self._tokens.length + np.cumsum(lengths, dtype=np.int64))
-        self._tokens.append(tokens)
-        self._mask.append(mask)
-        self._rows.append(np.stack([np.full_like(lines, file), lines], axis=1))
+        with writing(self._folder):
+            self._offsets.append(self._tokens.length + np.cumsum(lengths, dtype=np.int64))
+            self._tokens.append(tokens)
+            self._mask.append(mask)
+            self._rows.append(np.stack([np.full_like(lines, file), lines], axis=1))
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
-        for array in self._arrays:
-            array.finish()
-        _write_text(self._folder / "skipped.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in self.skipped))
-        counts = {"format": FORMAT, "samples": self.num_samples, "tokens": self._tokens.length}
-        _write_text(self._folder / "metadata.json", json.dumps({**counts, **metadata}, indent=1, default=str))
+        skipped = "".join(json.dumps(asdict(row)) + "\n" for row in self.skipped)
+        counts = {
+            "format": FORMAT,
+            "samples": self.num_samples,
+            "tokens": self._tokens.length,
+            "digests": [self._tokens.digest, self._mask.digest],
+            "skipped_bytes": len(skipped.encode()),
+        }
+        with writing(self._folder):
+            for array in self._arrays:
+                array.finish()
+            _write_text(self._folder / "skipped.jsonl", skipped)
+            _write_text(self._folder / "metadata.json", json.dumps({**counts, **metadata}, indent=1, default=str))
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -181,36 +218,74 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def find_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """The folder of this key; `build` fills it if it is not there. Of several processes one builds, the others wait."""
-    from filelock import FileLock
+def find_or_build(
+    cache: Path, key: str, build: Callable[[Path], None], *, intact: Callable[[Path], bool] = Path.exists
+) -> Path:
+    """The folder of this key; `build` fills it if it is not there, or not `intact`.
 
+    Of several processes one builds, the others wait.
+    """
     folder = cache / key
-    if folder.exists():
+    if intact(folder):
         return folder
     # A process that is being spawned imports the script that started it. If that leads here, it would wait for the
     # lock of the very process that waits for it. multiprocessing itself tells by this attribute.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ValueError("num_workers: the script loads its data on import; put it under if __name__ == '__main__'")
-    try:
+    with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cache: {cache} cannot be made ({error.strerror}); give another folder") from None
-    with FileLock(cache / f"{key}.lock"):
-        if folder.exists():
+    with _locked(cache / f"{key}.lock"):
+        if intact(folder):
             return folder
-        beside = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=cache))
+        with writing(cache):
+            if folder.exists():
+                shutil.rmtree(folder)
+            beside = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=cache))
         try:
             build(beside)
-            beside.chmod(0o777 & ~_umask())
-            beside.rename(folder)
-        except OSError:
+            with writing(cache):
+                beside.chmod(0o777 & ~_umask())
+                beside.rename(folder)
+        except (OSError, ValueError):
             # On a file system without locks another process may have been first; both built the same.
-            if not folder.exists():
+            if not intact(folder):
                 raise
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process has the lock; on a file system without locks do not."""
+    from filelock import FileLock
+
+    lock = FileLock(path)
+    with contextlib.suppress(NotImplementedError), writing(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether all files are there and as long as they were written."""
+    if not folder.exists():
+        return False
+    try:
+        metadata = read_metadata(folder)
+        samples, tokens = int(metadata["samples"]), int(metadata["tokens"])
+        for name, shape in (
+            ("tokens", (tokens,)),
+            ("mask", (tokens,)),
+            ("offsets", (samples + 1,)),
+            ("rows", (samples, 2)),
+        ):
+            open_array(folder, name, shape)
+        return (folder / "skipped.jsonl").stat().st_size == int(metadata["skipped_bytes"])
+    except (ValueError, OSError, KeyError, TypeError):
+        return False
 
 
 def _umask() -> int:
@@ -223,8 +298,12 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.exists():
         raise ValueError(f"cache: {folder} has no metadata.json; delete the folder, it will be made anew")
-    metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if metadata["format"] != FORMAT:
+    try:
+        metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = isinstance(metadata["format"], int)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cache: {path} is damaged ({error}); delete the folder, it will be made anew") from None
+    if not known or metadata["format"] != FORMAT:
         raise ValueError(f"cache: {folder} has format {metadata['format']}, not {FORMAT}; tokenise the data again")
     return metadata
 
@@ -239,7 +318,7 @@ def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     path = folder / f"{name}.npy"
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"cache: {path} is damaged ({error}); delete {folder}, it will be made anew") from None
     if array.shape != shape:
         raise ValueError(f"cache: {path} has shape {array.shape}, not {shape}; delete {folder}, it will be made anew")

@@ -10,16 +10,19 @@ Every rank calls it; each tensor is gathered in turn, and rank 0 keeps it and wr
 where transformers stores them so) and file sizes are those of `save_pretrained`, which does the writing for an empty
 copy of the model's class: wrappers around the trained model do not show.
 
-The folder is written beside and renamed into place, so whoever finds it finds it complete.
+The folder is written beside and renamed into place, so whoever finds it finds it complete. `padfree_export.json` in it
+says that it is an export, and of which files: only such a folder, and with nothing else in it, is ever replaced.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +36,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from padfree.model.load import clean_name, named_tensors, raise_together
+from padfree import __version__
+from padfree.model.load import clean_name, keep_in_float32, named_tensors, raise_together
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 
-SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
-"""Of the files that an export can have; a folder with others is not replaced."""
-
-CONFIGS = ("config.json", "adapter_config.json")
-"""One of which every export has."""
+RECORD = "padfree_export.json"
+"""In every export: that it is one, of which version, when it was made, and its files."""
 
 
 def export_model(
@@ -53,21 +54,23 @@ def export_model(
 ) -> Path:
     """Write `folder`, which `AutoModelForCausalLM.from_pretrained` loads; an export that is there is replaced.
 
-    `dtype` is that of the parameters in the files; None leaves them as they are, or, with adapters, float32.
+    `dtype` is that of the parameters in the files; None leaves them as they are, or, with adapters, float32. What the
+    architecture wants in float32 whatever the rest is in stays so.
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
-    parameters = {clean_name(name) for name, _ in model.named_parameters()}
+    empty = _empty_copy(model, dtype or model.dtype)
+    parameters = {clean_name(name) for name, _ in empty.named_parameters()}
+    dtypes = {name: tensor.dtype for name, tensor in named_tensors(empty).items() if name in parameters}
     tensors: dict[str, Tensor] = {}
     folder, first = Path(folder), _is_first()
     raise_together(_occupied(folder) if first else None)
     for name, whole in whole_tensors(model):
         if first:
-            kept = whole.to(dtype) if dtype is not None and name in parameters else whole
+            kept = whole.to(dtypes[name]) if dtype is not None and name in parameters else whole
             tensors[name] = kept.cpu().contiguous()
 
     def write(beside: Path) -> None:
-        empty = _empty_copy(model, dtype or model.dtype)
         with _no_progress_bar():
             empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
 
@@ -157,16 +160,25 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
     raise_together(error)
 
 
-def _occupied(folder: Path) -> str | None:
-    """Why this folder must not be replaced; None: it may."""
-    if not folder.exists():
+def not_an_export(folder: Path) -> str | None:
+    """Why this folder is not replaced by an export: it has what no earlier one has put there. None: it may be."""
+    paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
+    if not paths:
         return None
-    paths = list(folder.iterdir()) if folder.is_dir() else [folder]
-    foreign = [path.name for path in paths if not path.is_file() or path.suffix not in SUFFIXES]
-    if foreign or (paths and not any(folder / name in paths for name in CONFIGS)):
-        held = foreign[0] if foreign else f"no {CONFIGS[0]}"
-        return f"export: {folder} is no earlier export (it has {held}); give a new folder"
-    return None
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        own = {RECORD, *record["files"]} if record["made_by"] == "padfree" else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        own = set()
+    if not own:
+        return f"is no earlier export of padfree (it has no {RECORD})"
+    others = sorted(path.name for path in paths if path.name not in own)
+    return f"is no earlier export of padfree alone (it has {others[0]})" if others else None
+
+
+def _occupied(folder: Path) -> str | None:
+    reason = not_an_export(folder)
+    return None if reason is None else f"export: {folder} {reason}; give a new or an empty folder"
 
 
 def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
@@ -180,6 +192,13 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
         write(beside)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
+        record = {
+            "made_by": "padfree",
+            "padfree": __version__,
+            "exported": datetime.now(UTC).isoformat(timespec="seconds"),
+            "files": sorted(path.name for path in beside.iterdir()),
+        }
+        (beside / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         for path in (*beside.iterdir(), beside):
             sync(path)
         if folder.exists():
@@ -200,6 +219,7 @@ def _empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
             copy.deepcopy(model.config), dtype=dtype, attn_implementation="eager"
         )
     assert isinstance(empty, PreTrainedModel)
+    keep_in_float32(empty, dtype)
     empty.generation_config = copy.deepcopy(model.generation_config)
     return empty
 

@@ -12,8 +12,8 @@ Three sources fill the tensors:
 - Files whose names are the model's own: every rank reads its slices.
 - Files that transformers renames or merges on loading (experts stored one by one): rank 0 lets transformers load them
   on the CPU, and sends each tensor round.
-- No weights at all, a config alone: rank 0 initialises on the CPU from `seed`, as transformers would, and sends each
-  tensor round. So the numbers do not depend on how many ranks there are.
+- Random weights, where they are asked for: rank 0 initialises on the CPU from `seed`, as transformers would, and sends
+  each tensor round. So the numbers do not depend on how many ranks there are.
 
 Ties hold by identity: one parameter under two names is one again after `to_empty`. Buffers that no file holds (rotary
 frequencies) come from transformers' own `_init_weights`. It is run twice over different fillings: a buffer that differs
@@ -22,33 +22,35 @@ is one the model's code does not restore, and the model is refused rather than r
 Adapters that `shard` has put in (`padfree.model.lora`) begin with values drawn from `seed`; the tensors they adapt keep
 their names. Parameters that it has given another dtype are cast as they are read.
 
-Only safetensors are read; files that hold pickles are refused. Every rank must call this alike.
+What the files must be like is in `padfree.model.files`. Every rank must call this alike.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
 
+from padfree.model.files import Init, one_line, open_model, opened
 from padfree.model.lora import initial_values, is_adapter
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 """What activation checkpointing, torch.compile and PEFT put into the names of parameters."""
 
@@ -62,20 +64,21 @@ def load_model(
     device: torch.device | str = "cpu",
     shard: Callable[[PreTrainedModel], None] | None = None,
     offload: bool = False,
+    init: Init = "weights",
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in training mode.
 
-    `source` is a folder, the id of one on the Hub, or a config (file, object, or folder without weights), which gives
-    random weights. `shard` is called with the model on the meta device. With `offload` the parameters stay on the CPU,
-    as FSDP2's offloading wants them, and only the buffers go to `device`.
+    `source` is a folder, the id of one on the Hub, or a config (file or object). A config gives random weights, and so
+    does `init` "random", whatever the folder has. `shard` is called with the model on the meta device. With `offload`
+    the parameters stay on the CPU, as FSDP2's offloading wants them, and only the buffers go to `device`.
     """
-    config, files = _opened_together(source, trust_remote_code)
+    config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     name = config.name_or_path or type(config).__name__
     with torch.device("meta"):
         model = _from_config(config, dtype, trust_remote_code)
-    _keep_in_float32(model, dtype)
+    keep_in_float32(model, dtype)
     restored = _restored_buffers(model)
     direct = files is not None and _names_match(model, files)
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
@@ -103,7 +106,7 @@ def load_model(
             def source_model() -> PreTrainedModel:
                 if files is None:
                     return _initialised(config, dtype, trust_remote_code, seed)
-                return _through_transformers(next(iter(files.values())).parent, config, dtype, trust_remote_code)
+                return _through_transformers(files, config, dtype, trust_remote_code)
 
             _send_round(stored, dtypes, source_model)
         for tensor_name in tensors.keys() - dtypes.keys():
@@ -127,7 +130,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # the file may hold anything
         raise ValueError(
-            f"model: {folder / 'generation_config.json'} cannot be read ({_one_line(error)}); correct or remove it"
+            f"model: {folder / 'generation_config.json'} cannot be read ({one_line(error)}); correct or remove it"
         ) from None
 
 
@@ -212,106 +215,18 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
     return ties
 
 
-# What the folder holds
-
-
-def _opened_together(
-    source: str | Path | PreTrainedConfig, trust_remote_code: bool
+def opened_together(
+    source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """`_open` on every rank; machines may hold different files under one name, and then all must stop."""
-    opened, error = None, None
+    """`open_model` on every rank; machines may hold different files under one name, and then all must stop."""
+    found, error = None, None
     try:
-        opened = _open(source, trust_remote_code)
+        found = open_model(source, init=init, trust_remote_code=trust_remote_code)
     except ValueError as caught:
         error = str(caught)
     raise_together(error)
-    assert opened is not None
-    return opened
-
-
-def _open(
-    source: str | Path | PreTrainedConfig, trust_remote_code: bool
-) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """The config, and in which file each tensor is; None: there are no weights."""
-    if isinstance(source, PreTrainedConfig):
-        return copy.deepcopy(source), None
-    path = Path(source)
-    downloaded = not path.exists()
-    if downloaded:
-        path = _download(str(source), trust_remote_code)
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"model: {path} has no config.json; give a Hugging Face model folder")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a config may hold anything, and each class finds out in its own way
-        raise ValueError(
-            f"model: the config of {source} cannot be used ({_one_line(error)}); give that of a causal language model"
-        ) from None
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"model: {source} is quantized; give the weights it was made from, these cannot be trained")
-    files = _weight_files(path) if path.is_dir() else None
-    if downloaded and files is None:
-        raise ValueError(f"model: {source} has no safetensors on the Hub; convert its weights to safetensors")
-    return config, files
-
-
-def _download(repository: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository) or repository.startswith("."):
-        raise ValueError(f"model: {repository} does not exist; give a model folder, a config file or a Hub id")
-    patterns = ["*.json", "*.safetensors", *(["*.py"] if trust_remote_code else [])]
-    try:
-        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"]))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: {repository} is no folder here, and the Hub does not give it ({_one_line(error)}); "
-            "correct the name, or give a folder"
-        ) from None
-
-
-def _weight_files(folder: Path) -> dict[str, Path] | None:
-    if (folder / INDEX).exists():
-        mapping = _read_index(folder / INDEX)
-        for file in sorted(set(mapping.values())):
-            if Path(file).name != file or not (folder / file).exists():
-                raise ValueError(f"model: {folder / file}, named in {INDEX}, is not there; copy or download it again")
-        return {name: folder / file for name, file in mapping.items()}
-    if (folder / WEIGHTS).exists():
-        with _opened(folder / WEIGHTS) as file:
-            return dict.fromkeys(file.keys(), folder / WEIGHTS)
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
-    if others:
-        raise ValueError(
-            f"model: {folder} has {others[0]} but no {WEIGHTS}; only safetensors are read (pickles can run code), "
-            "convert the weights with save_pretrained"
-        )
-    return None
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Which file holds each tensor."""
-    try:
-        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        right = isinstance(mapping, dict) and all(isinstance(file, str) for file in mapping.values())
-    except (ValueError, OSError, KeyError, TypeError, RecursionError):
-        right = False
-    if not right:
-        raise ValueError(f"model: {path} is no index of weights; copy or download the file again")
-    return dict(mapping)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"model: {path} cannot be read ({_one_line(error)}); copy or download the file again"
-        ) from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    assert found is not None
+    return found
 
 
 # The model without weights
@@ -327,7 +242,7 @@ def _from_config(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     return model
 
 
-def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """What an architecture wants in float32 whatever the rest is in, as `from_pretrained` keeps it."""
     for part, kept in model._get_dtype_plan(dtype).items():
         for name, tensor in named_tensors(model).items():
@@ -374,16 +289,16 @@ def _names_match(model: PreTrainedModel, files: Mapping[str, Path]) -> bool:
 
 
 def _read_slices(tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
-    opened: dict[Path, Any] = {}
+    open_files: dict[Path, Any] = {}
     error = None
     try:
         for name, tensor in tensors.items():
             path = files[name]
-            if path not in opened:
-                opened[path] = _opened(path)
-            _read_one(opened[path], name, tensor, path)
+            if path not in open_files:
+                open_files[path] = opened(path)
+            _read_one(open_files[path], name, tensor, path)
     except (SafetensorError, OSError, ValueError) as caught:
-        error = str(caught) if isinstance(caught, ValueError) else f"model: {model_name}: {_one_line(caught)}"
+        error = str(caught) if isinstance(caught, ValueError) else f"model: {model_name}: {one_line(caught)}"
     raise_together(error)
 
 
@@ -406,17 +321,23 @@ def _initialised(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def _through_transformers(
-    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=copy.deepcopy(config),
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        trust_remote_code=trust_remote_code,
-    )
+    folder = next(iter(files.values())).parent
+    try:
+        with _no_load_report():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=trust_remote_code,
+            )
+    except RuntimeError as error:  # tensors that transformers merges, of which some are missing or of other shapes
+        found = _unlike_config(files, config, dtype, trust_remote_code) or f"its tensors do not fit ({one_line(error)})"
+        raise ValueError(f"model: {folder}: {found}; give whole files and the config that belongs to them") from None
     model, info = loaded
     for kind, cure in (
         ("missing", "the files are not complete, or belong to another config"),
@@ -427,9 +348,41 @@ def _through_transformers(
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = "of another shape" if kind == "mismatched" else kind
-            raise ValueError(f"model: {names[0]}{others} {what} in {folder}; {cure}")
+            raise ValueError(f"model: {names[0]}{others} {what} in {files.get(names[0], folder)}; {cure}")
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Without the tables that transformers logs of a load: what is wrong is one line of ours."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _unlike_config(
+    files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> str | None:
+    """The first tensor that is not in the files as `save_pretrained` would put it there."""
+    with torch.device("meta"):
+        model = _from_config(copy.deepcopy(config), dtype, trust_remote_code)
+    tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - set(named_tensors(model))
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    wanted = {name: list(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+    for name in sorted(wanted.keys() | files.keys() - tied):
+        if name not in files:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} in {files[name].name} is unexpected"
+        with opened(files[name]) as file:
+            shape = file.get_slice(name).get_shape()
+        if shape != wanted[name]:
+            return f"{name} has shape {shape} in {files[name].name} and {wanted[name]} by its config"
+    return None
 
 
 def _send_round(
@@ -443,7 +396,7 @@ def _send_round(
         try:
             whole = named_tensors(source_model())
         except (ValueError, OSError, RuntimeError, SafetensorError) as caught:
-            error = str(caught) if str(caught).startswith("model: ") else f"model: {_one_line(caught)}"
+            error = str(caught) if str(caught).startswith("model: ") else f"model: {one_line(caught)}"
     if error is None and whole and whole.keys() != targets.keys():
         error = (
             f"model: {min(whole.keys() ^ targets.keys())} is tied to another tensor by the config, but the files hold "

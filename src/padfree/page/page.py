@@ -31,6 +31,24 @@ EMPTY = ("", "–")
 POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
+BEGINNING = (
+    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+)
+"""By which a page is known."""
+
+
+def refuse_foreign(path: Path, setting: str = "output") -> None:
+    """Refuse to write where something lies that is no page of padfree."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(len(BEGINNING))
+    except OSError:
+        return  # nothing is there, or writing will say what is wrong with it
+    if head and head != BEGINNING:
+        raise ValueError(f"{setting}: {path} is there and is no page of padfree; give another file name, or remove it")
+
+
 class Page:
     """Texts, tables and figures in the order in which they are added."""
 
@@ -85,6 +103,7 @@ class Page:
     def write(self, path: str | Path) -> None:
         """The whole file at once: a reader sees the old page or the new one."""
         path = Path(path)
+        refuse_foreign(path)
         beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +119,7 @@ class Page:
         subtitle = f'<p class="subtitle">{html.escape(self.subtitle)}</p>' if self.subtitle else ""
         return "\n".join(
             [
-                '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-                f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+                BEGINNING,
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<title>{html.escape(self.title)}</title>",
                 f"<style>{style_sheet()}</style>\n</head>\n<body>",

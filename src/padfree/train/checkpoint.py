@@ -51,14 +51,15 @@ from torch.optim import Optimizer
 
 from padfree.dist.collectives import watching
 from padfree.model.export import sync
-from padfree.model.load import local_part, local_region, named_tensors
+from padfree.model.load import local_part, local_region
 from padfree.train.manifest import (
     DTYPES,
     FORMAT,
     MANIFEST,
     CheckpointError,
     Reader,
-    base_bits,
+    base_tensors,
+    bits_of,
     check_file,
     check_json,
     check_model,
@@ -266,18 +267,21 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The last complete checkpoint; None: there is none."""
-        pointer = self.folder / LATEST
-        if pointer.exists():
-            name = pointer.read_text().strip()
-            if NAME.fullmatch(name) and (self.folder / name / MANIFEST).exists():
-                return self.folder / name
-        complete = self._complete()
-        return complete[-1] if complete else None
+        return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
         """The `latest` of the first rank, on every rank: a shared file system may show them different moments."""
         path: Path | None = self._exchange(self.latest() if self._rank == 0 else None)[0]
         return path
+
+    def extra(self, path: str | Path) -> dict[str, Any]:
+        """What of a checkpoint's `extra` is no tensor, to look at before it is loaded."""
+        path, content = Path(path), {}
+        cure = self._cure(path)
+        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+            content = read_manifest(path, cure)
+        found: dict[str, Any] = content["extra"]
+        return found
 
     def load(
         self,
@@ -322,11 +326,7 @@ class Checkpointer:
         return {**content["extra"], **reader.whole("extra/")}, rank_state
 
     def _complete(self) -> list[Path]:
-        """All complete checkpoints, the last saved one last."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
-        return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
+        return complete_in(self.folder)
 
     def _cure(self, path: Path) -> str:
         others = [other for other in self._complete() if other.resolve() != path.resolve()]
@@ -342,12 +342,17 @@ class Checkpointer:
     def _fingerprint(self, model: nn.Module) -> str | None:
         """Of the weights below adapters, which do not change; None for a model without adapters."""
         if model not in self._fingerprints:
-            bits, whole = base_bits(model), named_tensors(model)
-            total: Counter[str] = Counter()
-            for told in self._exchange({name: number for name, number in bits.items() if self._writes(whole[name])}):
-                total.update(told)
-            self._fingerprints[model] = hash_of(total) if bits else None
+            base = base_tensors(model)
+            self._fingerprints[model] = self.fingerprint(base) if base else None
         return self._fingerprints[model]
+
+    def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
+        """Of the numbers in tensors that ranks may hold parts of, the same for every layout. Every rank calls it."""
+        bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
+        total: Counter[str] = Counter()
+        for told in self._exchange(bits):
+            total.update(told)
+        return hash_of(total)
 
     def _exchange(self, value: Any) -> list[Any]:
         if self._group is None:
@@ -365,6 +370,25 @@ class Checkpointer:
         for told in self._exchange(errors):
             if told:
                 raise CheckpointError(told[0])
+
+
+def complete_in(folder: Path) -> list[Path]:
+    """All complete checkpoints of a folder, the last saved one last."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
+    return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
+
+
+def latest_in(folder: Path) -> Path | None:
+    """The last complete checkpoint of a folder; None: there is none."""
+    pointer = folder / LATEST
+    if pointer.exists():
+        name = pointer.read_text().strip()
+        if NAME.fullmatch(name) and (folder / name / MANIFEST).exists():
+            return folder / name
+    complete = complete_in(folder)
+    return complete[-1] if complete else None
 
 
 @contextmanager

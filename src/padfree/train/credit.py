@@ -6,16 +6,20 @@
 `grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group; `reinforce++` takes the
 reward as the return of every scored token, `reinforce++_baseline` less the group's mean, both whitened over all scored
 tokens of the rollout batch; `given` keeps what the samples have. Entry j of an array belongs to token j.
+
+A group with nothing to compare (b above: one reward; or a single sample) has no signal: its advantages are 0 and it
+teaches nothing. Such groups are counted in every step, and rollout files of nothing else are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.batch import Sample
@@ -34,8 +38,7 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
     """The same samples with advantages [n] each. Groups must be whole in `samples`."""
     if kind == "given":
         for sample in samples:
-            if sample.advantages is None:
-                raise ValueError(f"advantages: missing in sample {sample.uid!r}; give them, or choose loss.advantage")
+            _given(sample)
         return list(samples)
     rewards = torch.tensor([_reward(sample, kind) for sample in samples], dtype=torch.float64)
     lengths = torch.tensor([len(sample) for sample in samples])
@@ -55,6 +58,63 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
             advantages = spread(by_sample, sample_index)
     pieces = torch.split(advantages.float(), lengths.tolist())
     return [replace(sample, advantages=piece.numpy()) for sample, piece in zip(samples, pieces, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signal:
+    """How many groups there are, and how many of them have nothing to learn from."""
+
+    groups: int
+    alone: int  # groups of one sample
+    equal: int  # groups of more with one reward, or with advantages of 0
+
+    @property
+    def without(self) -> int:
+        return self.alone + self.equal
+
+    def metrics(self) -> dict[str, int]:
+        return {"groups": self.groups, "groups_without_signal": self.without}
+
+
+def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
+    """Of samples in whole groups. `reinforce++` compares all samples with each other: one group."""
+    if kind == "given":
+        flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
+        return Signal(groups=len(samples), alone=0, equal=flat)
+    rewards = [_reward(sample, kind) for sample in samples]
+    numbers = [0] * len(samples) if kind == "reinforce++" else _groups(samples, kind)[0].tolist()
+    grouped: dict[int, list[float]] = {}
+    for number, reward in zip(numbers, rewards, strict=True):
+        grouped.setdefault(number, []).append(reward)
+    alone = sum(len(group) == 1 for group in grouped.values())
+    equal = sum(len(group) > 1 and min(group) == max(group) for group in grouped.values())
+    return Signal(groups=len(grouped), alone=alone, equal=equal)
+
+
+def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
+    """Refuse the rollouts of `path` if no group has a signal; a line to say if some have none."""
+    signal = signal_of(samples, kind)
+    if not signal.without:
+        return None
+    name = "samples" if kind == "given" else "groups"
+    counts = f"{signal.alone:,} of one sample, {signal.equal:,} with equal rewards"
+    why = "whose advantages are all 0" if kind == "given" else f"with nothing to compare ({counts})"
+    if signal.without < signal.groups:
+        return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} teach nothing"
+    differ = len({sample.reward for sample in samples}) > 1
+    if kind == "given":
+        cure = "give others, or choose loss.advantage"
+    elif differ:
+        cure = "give each group samples with different rewards, or set loss.advantage=reinforce++, which compares all"
+    else:
+        cure = "give rollouts whose rewards differ"
+    raise ValueError(f"data.path: {path} has only {name} {why}, so that every advantage is 0; {cure}")
+
+
+def _given(sample: Sample) -> NDArray[Any]:
+    if sample.advantages is None:
+        raise ValueError(f"advantages: missing in sample {sample.uid!r}; give them, or choose loss.advantage")
+    return sample.advantages
 
 
 def _reward(sample: Sample, kind: str) -> float:

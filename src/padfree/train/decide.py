@@ -33,13 +33,16 @@ from padfree.data import TokenizedDataset
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
 from padfree.model import attach, lm_head_of
-from padfree.model.load import _open, raise_together
+from padfree.model.files import Init, open_model
+from padfree.model.load import raise_together
 from padfree.rollout import Prompt, stop_tokens
 from padfree.train.costs import read_cost
 from padfree.train.memory import skeleton
 from padfree.train.reference import check_same_tensors
+from padfree.train.resume import check_newest
+from padfree.train.run_folder import check_run_folder
 from padfree.train.setup import check_placement
-from padfree.train.sources import Samples, Source, load_source, load_tokenizer, make_batcher
+from padfree.train.sources import Samples, Source, check_rollouts, load_source, load_tokenizer, make_batcher
 from padfree.train.trackers import require_trackers
 
 TABLE_MARGIN = 8
@@ -120,6 +123,9 @@ def _decided(
     check_settings(config, processes=processes, device_type=device_type)
     if not planned:
         check_folder(config.run.folder, "run.folder")
+    if dry and not planned:  # a run has done so when it took the folder
+        check_run_folder(config)
+        check_newest(config)
     model, limits = check_models(config)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
@@ -127,9 +133,12 @@ def _decided(
         stop_tokens(tokenizer, model)
     source = load_source(config, tokenizer, progress=progress, import_reward=not dry)
     check_source(config, source, limits, tokenizer)
+    notes = [*_notes(config, source, limits, dry)]
     if not planned:
         check_lengths(config, source)
-    return Decided(tokenizer=tokenizer, source=source, model=model, notes=tuple(_notes(config, source, limits, dry)))
+        if (note := check_rollouts(config, source)) is not None:
+            notes.append(note)
+    return Decided(tokenizer=tokenizer, source=source, model=model, notes=tuple(notes))
 
 
 # Settings
@@ -160,23 +169,24 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
 
 def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
     """The empty model, and what it and the reference can both be given."""
-    model = _checked_model(config, config.model.path, "model.path")
+    model = _checked_model(config, config.model.path, "model.path", config.model.init)
     limits = Limits.of(model)
     path = config.reference.path
     if path is not None and path != config.model.path:
-        reference = _checked_model(config, path, "reference.path")
+        reference = _checked_model(config, path, "reference.path", "weights")
         limits = limits.within(Limits.of(reference))
         if config.reference.refresh is not None:
             check_same_tensors(reference, model, config.reference.refresh)
     return model, limits
 
 
-def _checked_model(config: Config, path: str, setting: str) -> PreTrainedModel:
+def _checked_model(config: Config, path: str, setting: str, init: Init) -> PreTrainedModel:
     code = config.model.trust_remote_code
     model = skeleton(path, trust_remote_code=code, setting=setting)
     try:
         if Path(path).exists():
-            _open(path, code)  # which tensors its files hold; of a Hub id they would all be downloaded for it
+            # which tensors its files hold; of a Hub id they would all be downloaded for it
+            open_model(path, init=init, trust_remote_code=code)
         lm_head_of(attach(model, config.model.attention))
     except ValueError as error:
         raise ValueError(_renamed(error, "model", setting)) from None

@@ -25,6 +25,7 @@ import transformers
 
 import padfree
 from padfree.dist import Mesh
+from padfree.train.run_folder import writing
 
 FILE = "events.jsonl"
 
@@ -38,7 +39,8 @@ class Events:
         self.path = folder / FILE
         self._writes = rank == 0
         if self._writes:
-            folder.mkdir(parents=True, exist_ok=True)
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
         """One line at the end. A line that a killed run left unfinished stays, and is ended first."""
@@ -46,7 +48,7 @@ class Events:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps({"time": now, "kind": kind, "step": step, **fields}) + "\n"
-        with self.path.open("ab+") as file:
+        with writing(self.path), self.path.open("ab+") as file:
             if file.tell() > 0:
                 file.seek(-1, 2)
                 line = line if file.read(1) == b"\n" else "\n" + line

@@ -20,40 +20,55 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data.prepare import Progress
-from padfree.dist import distributed, make_mesh
+from padfree.dist import Mesh, distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
+from padfree.model.files import check_model_files
+from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.compiler_watch import CompilerWatch
-from padfree.train.credit import with_advantages
+from padfree.train.credit import signal_of, with_advantages
 from padfree.train.decide import decide
+from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.events import Events, environment
 from padfree.train.flops import Flops
 from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
-from padfree.train.reference import Reference
+from padfree.train.reference import ModelReference, Reference
+from padfree.train.resume import KEY as MADE_WITH
+from padfree.train.resume import (
+    change_line,
+    check_made_with,
+    check_newest,
+    check_ranks_agree,
+    data_record,
+    made_with,
+    model_fields,
+)
 from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
 from padfree.train.rollouts import make_sampling
+from padfree.train.run_folder import CHECKPOINTS, MODEL, held_run_folder, mark_run_folder, writing
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.settle import settle_on
-from padfree.train.setup import build_engine, build_reference, export
+from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.sources import Batcher, longest_of, make_batcher
 from padfree.train.trackers import Trackers, require_trackers
+
+CHANGEABLE = ("betas", "eps", "weight_decay")
+"""Options of the optimizer that are settings; the learning rate is set anew in every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,33 +114,53 @@ def train(
             replicate=config.parallel.replicate,
             timeout=config.run.timeout,
         )
-        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        tokenizer, source = decided.tokenizer, decided.source
-        if on_note is not None:
-            for note in decided.notes:
-                on_note(note)
-        batcher = make_batcher(config, source.samples)
-        settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
-        config = settled.config
-        if on_note is not None:
-            for line in settled.lines():
-                on_note(line)
-        engine = build_engine(config, mesh)
-        reference = build_reference(config, mesh, engine)
-        sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
-        loop = Loop(
-            config, engine, batcher, reference=reference, make_samples=sampling, on_step=on_step, on_note=on_note
-        )
-        if settled.reasons:
-            loop.events.write("settled", step=loop.step, **settled.fields())
-        if sampling is not None:
-            loop.end_tokens = stop_tokens(tokenizer, engine.model)
-        if mesh.loss.rank == 0:
+        with held_run_folder(config):  # refused before the data is read, which may take long
+            for check in (check_newest, check_model_files):
+                raise_together(_refusal(check, config) if mesh.loss.rank == 0 else None)
+            return _train(config, mesh, on_step=on_step, on_tokenising=on_tokenising, on_note=on_note)
+
+
+def _train(
+    config: Config,
+    mesh: Mesh,
+    *,
+    on_step: OnStep | None,
+    on_tokenising: Progress | None,
+    on_note: OnNote | None,
+) -> RunResult:
+    decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+    tokenizer, source = decided.tokenizer, decided.source
+    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
+    config = settled.config
+    if on_note is not None:
+        for line in (*decided.notes, *settled.lines()):
+            on_note(line)
+    batcher = make_batcher(config, source.samples)
+    engine = build_engine(config, mesh)
+    dtype = export_dtype(config)  # asked now, the files may be gone at the end
+    reference = build_reference(config, mesh, engine)
+    sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
+    loop = Loop(
+        config,
+        engine,
+        batcher,
+        reference=reference,
+        make_samples=sampling,
+        on_step=on_step,
+        on_note=on_note,
+        data=data_record(source.samples),
+    )
+    if settled.reasons:
+        loop.events.write("settled", step=loop.step, **settled.fields())
+    if sampling is not None:
+        loop.end_tokens = stop_tokens(tokenizer, engine.model)
+    if mesh.loss.rank == 0:
+        with writing(loop.folder):
             source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
-        result = loop.run()
-        if config.checkpoint.export and not result.stopped:
-            export(config, engine.model, loop.folder / "model", tokenizer)
-        return result
+    result = loop.run()
+    if config.checkpoint.export and not result.stopped:
+        export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -152,13 +187,16 @@ class Loop:
         make_samples: MakeSamples | None = None,
         on_step: OnStep | None = None,
         on_note: OnNote | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> None:
+        """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
         self.make_samples = make_samples or _flat
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_step, self.on_note = on_step, on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
+        raise_together(_refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
         self.step = 0
         self._batch: RolloutBatch | None = None  # with updates that are still to be made
         self._following: RolloutBatch | None = None  # what comes behind it, if that was looked at already,
@@ -171,22 +209,27 @@ class Loop:
         self._saved: Path | None = None
         self._saved_step = 0
         self.checkpointer = Checkpointer(
-            self.folder / "checkpoints",
+            self.folder / CHECKPOINTS,
             keep_last=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
         )
+        self.made_with = made_with(config, engine.model.config, data=data, reference=self._reference_record())
+        check_ranks_agree(self.made_with, self.mesh.loss.group)
         torch.manual_seed(config.run.seed + self.mesh.loss.rank)
         newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
+        changed: dict[str, tuple[Any, Any]] = {}
         if newest is not None:
+            changed = self._compared(newest, on_note or (lambda line: None))
             self._resume(newest)
-        with _writing(self.folder):
+        with writing(self.folder):
             self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
             if self.mesh.loss.rank == 0:
                 (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
             self.events = Events(self.folder, rank=self.mesh.loss.rank)
             self.events.write("start", step=self.step, **environment(self.mesh, replicate=config.parallel.replicate))
             if newest is not None:
-                self.events.write("resume", step=self.step, checkpoint=newest.name)
+                differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
+                self.events.write("resume", step=self.step, checkpoint=newest.name, **differs)
             self.trackers = Trackers(
                 config.track, self.folder, config.to_dict(), rank=self.mesh.loss.rank, step=self.step
             )
@@ -273,6 +316,7 @@ class Loop:
         if not isinstance(settings, PolicySettings):
             return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._course()))
         metrics = reward_metrics(batch, end_tokens=self.end_tokens)
+        metrics |= signal_of(batch, self.config.loss.advantage).metrics()
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
             found = self.reference.logprobs(batch)
@@ -328,7 +372,8 @@ class Loop:
         except NonFiniteError as error:
             path = self.folder / f"nonfinite-step-{begun.step:08d}.jsonl"
             if self.mesh.loss.rank == 0:
-                write_samples(path, error.samples)
+                with suppress(OSError):  # a full disk must not hide what went wrong
+                    write_samples(path, error.samples)
             self.events.write("nonfinite", step=begun.step, file=path.name)
             raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
         end = time.perf_counter()
@@ -343,7 +388,7 @@ class Loop:
         )
         self._last_end, self._votes = end, report.votes
         written = {**numbers, **begun.metrics}
-        with _writing(self.folder):
+        with writing(self.folder):
             self.metrics.write(written)
             self.trackers.log(begun.step, written)
         if self.on_step is not None:
@@ -354,7 +399,11 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
         self._finish_begun()
-        extra = {"step": self.step, "batcher": self._cursor or self.batcher.state_dict()}
+        extra = {
+            "step": self.step,
+            "batcher": self._cursor or self.batcher.state_dict(),
+            MADE_WITH: self.made_with,
+        }
         if self._batch is not None:
             extra |= self._batch.state()
         if self.reference is not None:
@@ -364,18 +413,43 @@ class Loop:
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             extra=extra,
-            rank_state=_random_state(),
+            rank_state=random_state(),
             reference=None if self.reference is None else self.reference.saved(),
         )
         self._saved_step = self.step
 
+    def _reference_record(self) -> dict[str, Any] | None:
+        """Of a reference model with weights of its own, unless they change in the run: then checkpoints hold them."""
+        reference = self.reference
+        if not isinstance(reference, ModelReference):
+            return None
+        stays = reference.every is None
+        return {
+            "model": model_fields(reference.scorer.model.config),
+            "weights": self.checkpointer.fingerprint(reference.tensors()) if stays else None,
+        }
+
+    def _compared(self, path: Path, note: OnNote) -> dict[str, tuple[Any, Any]]:
+        """Settings that are not those of the checkpoint, which is refused where they must be."""
+        extra = self.checkpointer.extra(path)
+        if MADE_WITH not in extra:
+            note(f"{path} is of a version that did not note data, model and settings; they are not compared")
+            return {}
+        changed = check_made_with(path, extra[MADE_WITH], self.made_with, self.config, inside=KEY in extra)
+        if changed:
+            note(change_line(path, changed))
+        return changed
+
     def _resume(self, path: Path) -> None:
+        options = [{name: group[name] for name in CHANGEABLE} for group in self.engine.optimizer.param_groups]
         extra, rank_state = self.checkpointer.load(
             path,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             reference=None if self.reference is None else self.reference.tensors(),
         )
+        for group, own in zip(self.engine.optimizer.param_groups, options, strict=True):
+            group.update(own)  # the settings of this start, not those of the checkpoint
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
@@ -386,25 +460,16 @@ class Loop:
         if rank_state is None:  # another number of ranks: no rank's state is this one's
             torch.manual_seed(self.config.run.seed + self.step * self.mesh.loss.size + self.mesh.loss.rank)
         else:
-            _restore_random_state(rank_state)
+            restore_random_state(rank_state)
 
 
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Only algorithms that give the same bits again for the length of a block; an error where there is none."""
-    if not wanted:
-        yield
-        return
-    # cuBLAS reads it when its first handle is made; torch refuses matrix products without it.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    torch.use_deterministic_algorithms(True)
+def _refusal(function: Callable[[Config], object], config: Config) -> str | None:
+    """What a function raises for a user; None: nothing."""
     try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
+        function(config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @contextmanager
@@ -428,18 +493,6 @@ def _longest(config: Config, longest: int) -> dict[str, int]:
     return {"longest": -(-longest // config.parallel.context)}
 
 
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """One line for what a disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"run.folder: {error.filename or folder} cannot be written ({error.strerror or error}); free space or give "
-            "another folder"
-        ) from error
-
-
 def _flat(groups: Sequence[Any]) -> list[Sample]:
     return [sample for group in groups for sample in group]
 
@@ -455,16 +508,3 @@ def _distinct(samples: list[Sample]) -> list[Sample]:
                 sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
         found.append(sample)
     return found
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

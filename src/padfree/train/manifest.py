@@ -64,17 +64,18 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
-def base_bits(model: nn.Module) -> dict[str, int]:
-    """For each tensor below adapters the sum of the bits of this rank's part; empty for a model without adapters.
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What lies below adapters; empty for a model without adapters."""
+    tensors, saved = named_tensors(model), saved_tensors(model)
+    return {name: tensor for name, tensor in tensors.items() if name not in saved and tensor.is_floating_point()}
+
+
+def bits_of(tensor: Tensor) -> int:
+    """The sum of the bits of this rank's part.
 
     Rounded to bfloat16 first, so that the dtype that the weights are held in does not show.
     """
-    tensors, saved = named_tensors(model), saved_tensors(model)
-    return {
-        name: int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
-        for name, tensor in tensors.items()
-        if name not in saved and tensor.is_floating_point()
-    }
+    return int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:

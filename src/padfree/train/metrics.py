@@ -106,8 +106,8 @@ class MetricsFile:
         """Only whole lines of earlier steps; the rest is of a run that did not save them."""
         kept = []
         if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if not line.endswith("\n") or json.loads(line)["step"] >= step:
+            for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+                if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
                     break
                 kept.append(line)
         beside = self.path.with_suffix(".writing")
@@ -118,6 +118,19 @@ class MetricsFile:
         if self._writes:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
+
+
+def line_number(path: Path, number: int, line: str, field: str) -> int:
+    """The whole number that a line of a run's own file has under `field`."""
+    try:
+        value = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError):
+        value = None
+    if not isinstance(value, int):
+        raise ValueError(
+            f"run.folder: line {number} of {path} has no {field!r}, a run did not write it; move the file away"
+        )
+    return value
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:

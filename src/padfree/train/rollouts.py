@@ -36,6 +36,7 @@ from padfree.model.export import whole_tensors
 from padfree.model.load import load_model, named_tensors
 from padfree.rollout import Prompt, Request, Response, stop_tokens, write_responses
 from padfree.rollout.noise import response_keys
+from padfree.train.metrics import line_number
 
 FILE = "rollouts.jsonl"
 NUM_SHOWN = 4
@@ -63,6 +64,7 @@ class Rollouts:
             config.model.path,
             dtype=getattr(torch, config.model.dtype),
             device=mesh.device,
+            init=config.model.init,
             seed=config.run.seed,
             trust_remote_code=config.model.trust_remote_code,
         )
@@ -210,8 +212,8 @@ class _Examples:
         kept: list[str] = []
         if self.path.exists():
             with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may hold other line ends
-                for line in file:
-                    if not line.endswith("\n") or json.loads(line)["batch"] >= batch:
+                for number, line in enumerate(file, start=1):
+                    if not line.endswith("\n") or line_number(self.path, number, line, "batch") >= batch:
                         break
                     kept.append(line)
         return kept

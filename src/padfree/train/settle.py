@@ -31,6 +31,9 @@ from padfree.train.parallelize import Checkpointing
 USABLE = 0.9
 """Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""
 
+ASSUMED_MEMORY = 80.0 * 2**30
+"""Of a GPU that is not here."""
+
 HOST_SHARE = 0.5
 """Of a machine's memory, what may be page-locked for activations."""
 
@@ -116,6 +119,8 @@ def settle_on(config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: in
 
 def device_memory(device: torch.device) -> float:
     """Bytes that this process can have: what the GPU has free or holds for us, or its share of the machine's memory."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return ASSUMED_MEMORY  # a dry run for another machine
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device))

@@ -34,7 +34,8 @@ from padfree.losses import (
     TokenTISSettings,
 )
 from padfree.model.export import export_adapters, export_model
-from padfree.model.load import load_model
+from padfree.model.files import Init, base_dtype
+from padfree.model.load import load_model, opened_together
 from padfree.train.costs import read_cost
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
@@ -87,7 +88,7 @@ def check_placement(config: Config, device_type: str) -> None:
             "parallel.checkpointing: 'host', but the device is the host already; set parallel.checkpointing=selective"
         )
     path = Path(config.model.path)
-    if _adapters_alone(config) and path.exists() and not any(path.glob("*.safetensors")):
+    if _adapters_alone(config) and (config.model.init == "random" or path.is_file()):
         raise ValueError(
             f"lora.export: 'adapter', but {path} has no weights to put adapters on, only random ones; set "
             "lora.export=merged"
@@ -106,6 +107,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         checkpointing=config.parallel.checkpointing,
         reshard=config.parallel.reshard,
         lora=config.lora,
+        init=config.model.init,
     )
     optimizer = make_optimizer(
         model,
@@ -136,18 +138,32 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
     if engine is not None and config.lora.rank and _place(path) == _place(config.model.path):
         return AdapterReference(engine.scorer, every)
     offload = config.reference.offload and mesh.device.type != "cpu"
-    model = _load(config, mesh, path, offload=offload, frozen=True)
+    try:
+        model = _load(config, mesh, path, offload=offload, frozen=True)
+    except ValueError as error:  # the same line on every rank
+        raise ValueError(str(error).replace("model: ", "reference.path: ", 1)) from None
     reference = ModelReference(_scorer(config, mesh, model), every)
     if engine is not None and every is not None:
         reference.check(engine.model)
     return reference
 
 
-def export(config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None) -> Path:
-    """The trained model as `lora.export` wants it. Every rank calls it."""
+def export(
+    config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None
+) -> Path:
+    """The trained model as `lora.export` wants it, merged weights in `dtype`. Every rank calls it."""
     if _adapters_alone(config):
         return export_adapters(model, folder, tokenizer, base=_place(config.model.path))
-    return export_model(model, folder, tokenizer)
+    return export_model(model, folder, tokenizer, dtype=dtype)
+
+
+def export_dtype(config: Config) -> torch.dtype:
+    """What `checkpoint.export_dtype` means for the model of this run. Every rank calls it."""
+    if config.checkpoint.export_dtype != "base":
+        chosen: torch.dtype = getattr(torch, config.checkpoint.export_dtype)
+        return chosen
+    code = config.model.trust_remote_code
+    return base_dtype(*opened_together(config.model.path, init=config.model.init, trust_remote_code=code))
 
 
 def _adapters_alone(config: Config) -> bool:
@@ -159,7 +175,9 @@ def _place(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def _load(config: Config, mesh: Mesh, path: str, *, offload: bool, **changes: Any) -> PreTrainedModel:
+def _load(
+    config: Config, mesh: Mesh, path: str, *, offload: bool, init: Init = "weights", **changes: Any
+) -> PreTrainedModel:
     steps = transformations(
         mesh,
         attention=config.model.attention,
@@ -173,6 +191,7 @@ def _load(config: Config, mesh: Mesh, path: str, *, offload: bool, **changes: An
         device=mesh.device,
         shard=lambda model: parallelize(model, steps),
         offload=offload,
+        init=init,
         seed=config.run.seed,
         trust_remote_code=config.model.trust_remote_code,
     )

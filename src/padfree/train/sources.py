@@ -30,6 +30,7 @@ from padfree.data.prepare import Progress
 from padfree.data.records import shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
+from padfree.train.credit import check_signal
 
 Samples = Sequence[Sample | Prompt] | TokenizedDataset
 Group = Sequence[Sample | Prompt]
@@ -127,6 +128,14 @@ def longest_of(samples: Samples) -> int:
     if isinstance(samples, TokenizedDataset):
         return int(samples.lengths.max(initial=0))
     return max((len(sample.tokens) for sample in samples), default=0)
+
+
+def check_rollouts(config: Config, source: Source) -> str | None:
+    """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
+    if config.loss.kind == "sft" or config.rollout.reward is not None:
+        return None
+    samples = [sample for sample in source.samples if isinstance(sample, Sample)]
+    return check_signal(samples, config.loss.advantage, ", ".join(config.data.path))
 
 
 def make_batcher(config: Config, samples: Samples) -> Batcher:

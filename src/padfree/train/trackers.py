@@ -119,7 +119,7 @@ def _trackio(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[L
 def _name_of(folder: Path, tracker: str) -> str:
     """The name under which a tracker knows this run: made at its first start, the same after every restart."""
     path = folder / FILE
-    names: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    names = _read_names(path)
     if tracker not in names:
         # W&B's ids must not hold some characters that a folder's name may hold.
         readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
@@ -129,3 +129,15 @@ def _name_of(folder: Path, tracker: str) -> str:
         beside.write_text(json.dumps(names, indent=1), encoding="utf-8")
         beside.replace(path)
     return names[tracker]
+
+
+def _read_names(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        names = None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"track: {path} is damaged; remove it, and the trackers begin new runs")
+    return names

@@ -1,0 +1,196 @@
+"""The files of a Hugging Face model: its config, and in which file each of its tensors lies.
+
+    folder                 config.json, model.safetensors
+    or, in shards          config.json, model.safetensors.index.json, model-00001-of-00002.safetensors, ...
+    a config file          no weights: random ones are asked for
+    an id on the Hub       downloaded, then a folder
+
+Weights that are not there are an error, and never random ones instead: those must be asked for (`init="random"`, or a
+config file). Whether files hold what is expected of them is read from their headers, before any tensor is.
+
+Only safetensors are read; files that hold pickles are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PreTrainedConfig
+
+from padfree.config import Config
+
+Init = Literal["weights", "random"]
+"""Where the weights of a model come from: its files, or a random initialisation."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+PARTIAL = "padfree_partial"
+"""In the metadata of an index: its files may hold tensors that it leaves out (the first layers of a model)."""
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def open_model(
+    source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
+) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
+    """The config, and in which file each tensor is; None: the weights are to be random."""
+    if isinstance(source, PreTrainedConfig):
+        return copy.deepcopy(source), None
+    path = Path(source)
+    downloaded = not path.exists()
+    if downloaded:
+        path = _download(str(source), trust_remote_code, weights=init == "weights")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise ValueError(f"model: {path} has no config.json; give a Hugging Face model folder")
+    config = read_config(path, trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"model: {source} is quantized; give the weights it was made from, these cannot be trained")
+    if init == "random" or not path.is_dir():
+        return config, None
+    files = weight_files(path)
+    if files is None and downloaded:
+        raise ValueError(f"model: {source} has no safetensors on the Hub; convert its weights to safetensors")
+    if files is None:
+        raise ValueError(
+            f"model: {path} has no weights ({WEIGHTS} or {INDEX}); copy or download them, or ask for random ones with "
+            f"model.init=random, or by {path / 'config.json'} as the path"
+        )
+    return config, files
+
+
+def check_model_files(config: Config) -> None:
+    """Refuse a run whose model or reference model is not whole, by the headers of its files. The Hub is not asked."""
+    code = config.model.trust_remote_code
+    places: list[tuple[str, str | None, Init]] = [
+        ("model", config.model.path, config.model.init),
+        ("reference.path", config.reference.path, "weights"),
+    ]
+    for setting, path, init in places:
+        if path is not None and Path(path).exists():
+            try:
+                open_model(path, init=init, trust_remote_code=code)
+            except ValueError as error:
+                raise ValueError(str(error).replace("model: ", f"{setting}: ", 1)) from None
+
+
+def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config in a folder or a file."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a config may hold anything, and each class finds out in its own way
+        raise ValueError(
+            f"model: the config of {path} cannot be used ({one_line(error)}); give that of a causal language model"
+        ) from None
+    assert isinstance(config, PreTrainedConfig)
+    return config
+
+
+def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch.dtype:
+    """The dtype that most numbers of the files are in; without files the config's, or float32."""
+    if files is None:
+        named = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return next((dtype for dtype in FLOATS.values() if str(dtype) == f"torch.{named}"), torch.float32)
+    numbers: Counter[torch.dtype] = Counter()
+    for path in sorted(set(files.values())):
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  a file, not a mapping
+                stored = file.get_slice(name)
+                if (dtype := FLOATS.get(stored.get_dtype())) is not None:
+                    numbers[dtype] += torch.Size(stored.get_shape()).numel()
+    return numbers.most_common(1)[0][0] if numbers else torch.float32
+
+
+def weight_files(folder: Path) -> dict[str, Path] | None:
+    """The file of each tensor of a folder; None: it has no weights. What is not whole is refused."""
+    shards = sorted(path.name for path in folder.iterdir() if SHARD.fullmatch(path.name))
+    if (folder / INDEX).exists():
+        return _indexed(folder, shards)
+    if (folder / WEIGHTS).exists():
+        with opened(folder / WEIGHTS) as file:
+            return dict.fromkeys(file.keys(), folder / WEIGHTS)
+    if shards:
+        raise ValueError(
+            f"model: {folder / shards[0]} is one of several, but {INDEX}, which names them, is not there; copy or "
+            "download it again"
+        )
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if others:
+        raise ValueError(
+            f"model: {folder} has {others[0]} but no {WEIGHTS}; only safetensors are read (pickles can run code), "
+            "convert the weights with save_pretrained"
+        )
+    return None
+
+
+def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
+    """The file of each tensor as the index says, which must be what the files say."""
+    mapping, partial = _read_index(folder / INDEX)
+    named = sorted(set(mapping.values()))
+    for file in named:
+        if Path(file).name != file or not (folder / file).exists():
+            raise ValueError(f"model: {folder / file}, named in {INDEX}, is not there; copy or download it again")
+    for file in [*shards, *([WEIGHTS] if (folder / WEIGHTS).exists() else [])]:
+        if file not in named:
+            raise ValueError(
+                f"model: {folder / file} is not named in {INDEX}; remove what does not belong to the model, the file "
+                "or the index"
+            )
+    found: dict[str, Path] = {}
+    for file in named:
+        with opened(folder / file) as content:
+            held = set(content.keys())
+        for name in sorted(name for name, place in mapping.items() if place == file):
+            if name not in held:
+                raise ValueError(
+                    f"model: {name} is not in {folder / file}, where {INDEX} has it; copy or download both again"
+                )
+        if partial:
+            held &= mapping.keys()
+        found |= {name: folder / file for name in held if mapping.get(name, file) == file}
+    return found
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], bool]:
+    """The file of each tensor, and whether the files may hold more."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        mapping, metadata = index["weight_map"], index.get("metadata")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        mapping = metadata = None
+    if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
+        raise ValueError(f"model: {path} has no weight_map of tensors and files; copy or download it again")
+    return mapping, isinstance(metadata, dict) and bool(metadata.get(PARTIAL))
+
+
+def opened(path: Path) -> Any:
+    """A safetensors file, of which the header has been read."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"model: {path} cannot be read ({one_line(error)}); copy or download the file again") from None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _download(repository: str, trust_remote_code: bool, *, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository) or repository.startswith("."):
+        raise ValueError(f"model: {repository} does not exist; give a model folder, a config file or a Hub id")
+    patterns = ["*.json", *(["*.safetensors"] if weights else []), *(["*.py"] if trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: {repository} is no folder here, and the Hub does not give it ({one_line(error)}); "
+            "correct the name, or give a folder"
+        ) from None

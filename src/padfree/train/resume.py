@@ -1,0 +1,322 @@
+"""What a checkpoint was made with, and what of it may be another when a run resumes.
+
+    checkpoint               this start
+    data      digest    ==   digest         of the samples that are trained on, not of names or numbers of rows
+    model     fields    ==   fields         of the model's config that change what it computes
+    reference the same       the same       and its weights, by a fingerprint
+    settings  by name   ->   RULES          may change: said, and kept in events.jsonl; must stay: refused by name
+
+The layout is free: a run resumes on any number of processes. What may not change is the order of the samples and the
+form of what is saved. What steers further steps (learning rate, betas, schedule, coefficients of the loss) may.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedConfig
+
+from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.config import Config, config_from_dict
+from padfree.data import TokenizedDataset
+from padfree.rollout import Prompt
+from padfree.train.checkpoint import latest_in
+from padfree.train.manifest import CheckpointError, hash_of, read_manifest
+from padfree.train.rollout_batch import KEY as ROLLOUTS
+from padfree.train.run_folder import CHECKPOINTS
+
+KEY = "made_with"
+"""Where the record is among what a checkpoint keeps."""
+
+Rule = Literal[
+    "may change",
+    "may change with batch.samples",
+    "may change between rollout batches",
+    "may change if the samples stay the same",
+    "may change within RL",
+    "must stay",
+]
+RULES: dict[str, Rule] = {
+    "model.path": "may change if the samples stay the same",
+    "model.init": "may change",
+    "model.tokenizer": "may change if the samples stay the same",
+    "model.dtype": "may change",
+    "model.attention": "may change",
+    "model.trust_remote_code": "may change",
+    "lora.rank": "must stay",
+    "lora.alpha": "must stay",
+    "lora.targets": "must stay",
+    "lora.dropout": "may change",
+    "lora.export": "may change",
+    "reference.path": "may change between rollout batches",
+    "reference.offload": "may change",
+    "reference.refresh": "may change",
+    "rollout.reward": "may change within RL",
+    "rollout.group": "must stay",
+    "rollout.max_new_tokens": "may change",
+    "rollout.batch": "may change",
+    "data.path": "may change if the samples stay the same",
+    "data.columns": "may change if the samples stay the same",
+    "data.loss_on": "may change if the samples stay the same",
+    "data.prompt_format": "may change if the samples stay the same",
+    "data.append_eos": "may change if the samples stay the same",
+    "data.max_length": "may change if the samples stay the same",
+    "data.overlong": "may change if the samples stay the same",
+    "data.on_bad_row": "may change if the samples stay the same",
+    "data.shuffle": "must stay",
+    "data.epochs": "must stay",
+    "batch.samples": "must stay",
+    "batch.tokens": "must stay",
+    "batch.max_tokens": "may change",
+    "batch.overlong": "may change with batch.samples",
+    "batch.buffer": "may change with batch.samples",
+    "batch.cost": "may change",
+    "loss.kind": "may change within RL",
+    "loss.advantage": "must stay",
+    "loss.temperature": "may change between rollout batches",
+    "loss.old_policy": "may change between rollout batches",
+    "loss.kl_coefficient": "may change between rollout batches",
+    "loss.corrections": "may change between rollout batches",
+    "loss.epochs": "may change between rollout batches",
+    "loss.mini_batches": "may change between rollout batches",
+    "loss": "may change",
+    "optimizer": "may change",
+    "schedule": "may change",
+    "parallel": "may change",
+    "checkpoint": "may change",
+    "track": "may change",
+    "run.steps": "may change",
+    "run.seed": "must stay",
+    "run.device": "may change",
+    "run.timeout": "may change",
+    "run.deterministic": "may change",
+    "run.folder": "may change",
+}
+"""For every setting, or for all others of a section."""
+
+NOT_ARITHMETIC = (
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "id2label",
+    "label2id",
+    "problem_type",
+)
+"""Fields of a model's config that do not change what it computes, or that settings of the run decide."""
+
+
+def made_with(
+    config: Config,
+    model: PreTrainedConfig,
+    *,
+    data: Mapping[str, Any] | None = None,
+    reference: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The record that goes into every checkpoint of a run."""
+    return {
+        "settings": flat_settings(config),
+        "data": None if data is None else dict(data),
+        "model": model_fields(model),
+        "transformers": model.transformers_version,
+        "reference": None if reference is None else dict(reference),
+    }
+
+
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Every setting by its name, as JSON would give it back; the run folder, which may be moved, is none of them."""
+    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns",))
+    del found["run.folder"]
+    return found
+
+
+def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a model's config that change what it computes."""
+    found = _flat(json.loads(json.dumps(config.to_dict(), default=str)))
+    return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
+
+
+def data_record(samples: Sequence[Sample | Prompt] | TokenizedDataset) -> dict[str, Any]:
+    """A digest of what is trained on, and its size for a person to see."""
+    if isinstance(samples, TokenizedDataset):
+        return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens}
+    digest = hashlib.sha256()
+    for sample in samples:
+        for part in _parts(sample):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    tokens = sum(len(sample.tokens) for sample in samples)
+    return {"digest": digest.hexdigest(), "samples": len(samples), "tokens": tokens}
+
+
+def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
+    """All that training makes use of, besides names."""
+    yield np.asarray(sample.tokens, np.int64).tobytes()
+    if isinstance(sample, Prompt):
+        yield json.dumps(sample.row, sort_keys=True, default=str).encode()
+        return
+    yield sample.mask.tobytes()
+    yield json.dumps([sample.reward, sample.group], default=str).encode()
+    for name in TOKEN_ARRAYS:
+        array = getattr(sample, name)
+        yield b"" if array is None else np.asarray(array, np.float32).tobytes()
+
+
+# Comparing
+
+
+def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
+    """Refuse ranks that have other settings, another model or other data than the first. Every rank calls it."""
+    own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    for rank, other in enumerate(told):
+        for part, setting, what in (
+            ("settings", "run", "settings"),
+            ("model", "model.path", "a config"),
+            ("data", "data.path", "data"),
+        ):
+            if other[part] != told[0][part]:
+                raise ValueError(
+                    f"{setting}: rank {rank} has {what} unlike those of rank 0; start every process with the same "
+                    "settings, and give files that all machines share"
+                )
+
+
+def rule_of(name: str) -> Rule:
+    return RULES[name] if name in RULES else RULES[name.partition(".")[0]]
+
+
+def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that are not what they were, by name: old and new value. One that is new had its default."""
+    now = flat_settings(here)
+    default = flat_settings(config_from_dict(_required(here)))
+    found = {}
+    for name, value in now.items():
+        before = there.get(name, default[name])
+        if before != value:
+            found[name] = (before, value)
+    return found
+
+
+def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside: bool) -> dict[str, tuple[Any, Any]]:
+    """The settings that have changed and may; one that may not is refused. `inside`: of a rollout batch."""
+    changed = changed_settings(there, here)
+    for name, (before, now) in changed.items():
+        rule = rule_of(name)
+        may = {
+            "must stay": False,
+            "may change between rollout batches": not inside,
+            "may change with batch.samples": here.batch.samples is not None,
+            "may change within RL": before not in ("sft", None) and now not in ("sft", None),
+        }.get(rule, True)
+        if not may:
+            when = "change it after the rollout batch that the checkpoint stands in" if "between" in rule else "keep it"
+            raise ValueError(
+                f"{name}: {now!r}, but {path} was made with {before!r}; {when}, give another run.folder, or start anew "
+                "with checkpoint.resume=false"
+            )
+    return changed
+
+
+def check_made_with(
+    path: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: Config, *, inside: bool
+) -> dict[str, tuple[Any, Any]]:
+    """Refuse a checkpoint that was made with another model, other data or settings that must stay; what has changed."""
+    changed = check_settings(path, there["settings"], config, inside=inside)
+    anew = "give another run.folder, or start anew with checkpoint.resume=false"
+    _check_fields("model.path", path, (there["model"], here["model"]), there["transformers"] == here["transformers"])
+    data = there["data"], here["data"]
+    if data[0] is not None and data[1] is not None and data[0]["digest"] != data[1]["digest"]:
+        sizes = [f"{about['samples']:,} samples of {about['tokens']:,} tokens" for about in data]
+        blamed = [name for name in changed if rule_of(name) == "may change if the samples stay the same"]
+        blamed.sort(key=lambda name: not name.startswith("data."))
+        if blamed:
+            before, now = changed[blamed[0]]
+            raise ValueError(
+                f"{blamed[0]}: {now!r} makes other samples ({sizes[1]}) than {before!r}, which {path} was made with "
+                f"({sizes[0]}); keep it, {anew}"
+            )
+        raise ValueError(
+            f"data.path: {', '.join(config.data.path)} has other content ({sizes[1]}) than {path} was made with "
+            f"({sizes[0]}); give the same data, {anew}"
+        )
+    reference = there["reference"], here["reference"]
+    if reference[0] is not None and reference[1] is not None and "reference.path" not in changed:
+        _check_fields("reference.path", path, (reference[0]["model"], reference[1]["model"]), False)
+        weights = reference[0]["weights"], reference[1]["weights"]
+        if None not in weights and weights[0] != weights[1]:
+            raise ValueError(
+                f"reference.path: {config.reference.path} has other weights than {path} was made with; give the same "
+                f"model, {anew}"
+            )
+    return changed
+
+
+def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
+    """`same`: the same version of transformers wrote both, so that a field that one has not is a difference."""
+    there, here = fields
+    for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
+        before, now = there.get(name), here.get(name)
+        if json.dumps(before) != json.dumps(now):  # NaN is unlike itself
+            raise ValueError(
+                f"{setting}: {name} is {now!r} in the model's config, but {path} was made with {before!r}; give the "
+                "config that the run was begun with, or another run.folder, or start anew with checkpoint.resume=false"
+            )
+
+
+def check_newest(config: Config) -> None:
+    """Refuse settings that the newest checkpoint of the run folder cannot be resumed with. Needs no model, no data."""
+    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
+    if newest is None:
+        return
+    extra: dict[str, Any] = {}
+    with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
+        extra = read_manifest(newest, "remove it")["extra"]
+    if KEY in extra:
+        check_settings(newest, extra[KEY]["settings"], config, inside=ROLLOUTS in extra)
+
+
+def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """What to say at the start of a run that resumes with other settings."""
+    parts = [f"{name} {json.dumps(now)} (was {json.dumps(before)})" for name, (before, now) in changed.items()]
+    return f"resuming {path} with other settings: {', '.join(parts)}"
+
+
+def _required(config: Config) -> dict[str, Any]:
+    """The settings that have no default, so that all others can be had with theirs."""
+    return {
+        "model": {"path": config.model.path},
+        "data": {"path": list(config.data.path)},
+        "batch": {"samples": 1, "max_tokens": 1},
+        "run": {"folder": config.run.folder, "steps": 1},
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
+    """Nested tables by dotted names; those in `keep` are values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and f"{prefix}{name}" not in keep:
+            found |= _flat(value, f"{prefix}{name}.", keep)
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
