@@ -228,7 +228,8 @@ def test_groups_without_a_signal_are_said_at_the_start_and_in_every_step(
         assert main(rollouts(refused)) == 1
         assert "data.path: " in capsys.readouterr().err
         assert main([*rollouts(refused), "--dry-run"]) == 1
-        capsys.readouterr()
+        (cure,) = re.findall(r"loss\.advantage=[a-z+]+", capsys.readouterr().err)
+        assert main([*rollouts(refused), cure, f"run.folder={tmp_path / str(len(refused[0]))}"]) == 0
     assert main(rollouts([[1.0, 0.0], [1.0, 1.0], [0.0]])) == 0
     printed = capsys.readouterr().out
     assert "data.path: 2 of 3 groups with nothing to compare (1 of one sample, 1 with equal rewards) teach" in printed
@@ -279,3 +280,19 @@ def test_random_weights_are_trained_where_they_are_asked_for(
     assert main([*line, cure]) == 0
     assert not (tmp_path / "run" / "model" / "model.safetensors.index.json").exists()
     assert load_file(tmp_path / "run" / "model" / "model.safetensors")
+
+
+def test_the_cures_of_a_refused_resume_work(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"run.folder={tmp_path / 'run'}"]
+    assert main(line) == 0
+    assert main([*line, "run.seed=1"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("padfree sft: run.seed: 1, but ")
+    (cure,) = re.findall(r"checkpoint\.resume=\w+", message)
+    assert main([*line, "run.seed=1", cure]) == 0
+    assert [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1]
+    assert main([*line, "run.seed=1", "run.steps=3"]) == 0, "the newest checkpoint is that of the new run"
+    assert main([*line, "run.steps=3"]) == 1
+    assert main([*line, "run.steps=3", f"run.folder={tmp_path / 'another'}"]) == 0
