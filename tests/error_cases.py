@@ -1227,7 +1227,7 @@ CASES["library"] = [
     ("lengths", lambda folder: Segments.from_lengths([1.5, 2.5])),  # type: ignore[list-item]
     ("pad_length", lambda folder: Segments.from_lengths([3], pad_length=-1)),
     ("reward of sample", lambda folder: sample(reward="1")),
-    ("reward of sample 3", lambda folder: sample(reward=float("nan"), uid=3)),
+    ("reward of sample 3", lambda folder: sample(reward=[1.0], uid=3)),
     ("logprobs of sample", lambda folder: sample(logprobs=["0", "1", "2", "3"])),
     ("samples", lambda folder: pack([[1, 2, 3]])),  # type: ignore[list-item]
     ("samples", lambda folder: pack(7)),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.arrays import host_array, integer_array, number_array
+from padfree.arrays import host_array, integer_array, number_array, single_number
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,16 @@ def test_only_integers_are_integers(values: Any) -> None:
 def test_no_entries_are_integers_too() -> None:
     assert integer_array([], "lengths").dtype == np.int64
     assert integer_array(torch.tensor([]), "lengths").shape == (0,)
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1), torch.tensor(1.0, dtype=torch.bfloat16)])
+def test_one_number_is_a_float(value: Any) -> None:
+    found = single_number(value, "reward")
+    assert type(found) is float
+    assert found == 1.0
+
+
+@pytest.mark.parametrize("value", ["1", [1.0], None, 1j])
+def test_what_is_not_one_number_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^reward: .*; give "):
+        single_number(value, "reward")

@@ -92,11 +92,11 @@ def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.f
     return array
 
 
-def finite_number(value: Any, name: str) -> float:
+def single_number(value: Any, name: str) -> float:
     """One number, also in an array or tensor without dimensions."""
     array = number_array(value, name)
-    if array.shape != () or not np.isfinite(array):
-        raise ValueError(f"{name}: {value!r}; give one finite number")
+    if array.shape != ():
+        raise ValueError(f"{name}: {value!r}; give one number")
     return float(array)
 
 

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.arrays import finite_number, float_array, integer_array, mask_array, need_whole, token_array
+from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
 
 IGNORE = -100
 """The label of a position that is not scored."""
@@ -80,7 +80,7 @@ class Sample:
             if values is not None:
                 object.__setattr__(self, field, float_array(values, len(tokens), field, name))
         if self.reward is not None:
-            object.__setattr__(self, "reward", finite_number(self.reward, f"reward of {name}"))
+            object.__setattr__(self, "reward", single_number(self.reward, f"reward of {name}"))
 
     def __len__(self) -> int:
         return len(self.tokens)
