@@ -167,7 +167,10 @@ def test_a_config_is_plain_and_comes_back() -> None:
             {"parallel": {"head_memory": "lo"}},
             "parallel.head_memory: 'lo'; did you mean 'low'? give one of speed, low or a number",
         ),
-        ({"parallel": {"checkpointing": "host"}}, "parallel.checkpointing: 'host'; it is for compiled layers"),
+        (
+            {"parallel": {"checkpointing": "host", "compile": "none"}},
+            "parallel.checkpointing: 'host'; it is for compiled layers",
+        ),
         ({"checkpoint": {"every": 0}}, "checkpoint.every: 0; give 1 or more"),
     ],
 )

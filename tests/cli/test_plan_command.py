@@ -117,7 +117,7 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
     shown = capsys.readouterr().out
     path = shown.rsplit("batch.cost=", 1)[1].strip()
     assert Path(path).exists()
-    assert "measured    on cpu, float32, models of 2 layers" in shown
+    assert "measured    on cpu, float32, compile none, checkpointing none, models of 2 layers" in shown
     for more in ([], [f"batch.cost={path}"]):
         assert main(["plan", "--data", "sft.jsonl", "--model", "model", "--max-tokens", "64", "--json", *more]) == 0
         found = json.loads(capsys.readouterr().out)

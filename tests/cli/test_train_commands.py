@@ -110,7 +110,9 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     settings, _, rest = shown.partition("\nlayout: ")
     asked = load_config(RECIPES / "rl.toml", [*overrides["rl"], f"run.folder={run}"])
     assert config_from_dict(tomllib.loads(settings)) == asked, "the settings are shown as a recipe"
-    assert rest.startswith("1 processes = 1 replicate x 1 shard x 1 context\nmemory: about ")
+    assert rest.startswith("1 processes = 1 replicate x 1 shard x 1 context\nauto: parallel.compile=none: ")
+    assert "\nauto: parallel.checkpointing=none: needs about " in rest
+    assert "\nmemory: about " in rest
     assert "first step: 6 samples, " in rest
     assert not run.exists()
 

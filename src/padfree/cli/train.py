@@ -217,7 +217,7 @@ def description(config: Config) -> Iterator[str]:
         memory=device_memory(torch.device(device_type)),
         **lengths_of_rows,
     )
-    config = settled.config
+    asked, config = config, settled.config
     memory = estimate_memory(
         config,
         skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
@@ -226,11 +226,11 @@ def description(config: Config) -> Iterator[str]:
         **lengths_of_rows,
     )
 
-    yield from recipe_lines(config.to_dict())
+    yield from recipe_lines(asked.to_dict())
     yield ""
+    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
     for line in settled.lines():
         yield f"auto: {line}"
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
     yield from memory_lines(memory, config)
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""

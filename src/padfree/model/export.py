@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from padfree import __version__
+import padfree
 from padfree.model.load import clean_name, keep_in_float32, named_tensors, raise_together
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 
@@ -194,7 +194,7 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
             tokenizer.save_pretrained(beside)
         record = {
             "made_by": "padfree",
-            "padfree": __version__,
+            "padfree": padfree.__version__,
             "exported": datetime.now(UTC).isoformat(timespec="seconds"),
             "files": sorted(path.name for path in beside.iterdir()),
         }

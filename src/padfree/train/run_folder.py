@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from padfree import __version__
+import padfree
 from padfree.config import Config
 from padfree.model.export import not_an_export
 from padfree.model.load import raise_together
@@ -124,7 +124,7 @@ def mark_run_folder(config: Config) -> Identity:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MARKER).exists():
-            identity = Identity(run=uuid.uuid4().hex, padfree=__version__, created=_now())
+            identity = Identity(run=uuid.uuid4().hex, padfree=padfree.__version__, created=_now())
             _write(folder / MARKER, asdict(identity))
             return identity
     return read_identity(folder)
