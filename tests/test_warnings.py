@@ -63,7 +63,7 @@ def test_ranks_follow_the_test_that_starts_them() -> None:
 
 
 COMMAND = """
-import sys, warnings
+import sys, types, warnings
 import padfree.cli.main as command
 from padfree.warning import PadfreeWarning
 
@@ -74,8 +74,11 @@ def run(settings):
     for _ in range(2):
         warnings.warn("layers will be slower", PadfreeWarning)
 
-command.check.run = run
-sys.argv[1:] = ["check", "--model", "nowhere"]
+stub = types.ModuleType("stub")
+stub.add_command = lambda commands: commands.add_parser("check").set_defaults(run=run)
+sys.modules["stub"] = stub
+command.COMMANDS["check"] = ("stub", "warn")
+sys.argv[1:] = ["check"]
 sys.exit(command.main())
 """
 

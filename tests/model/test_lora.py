@@ -183,7 +183,8 @@ def test_adapter_export_is_one_of_peft(tmp_path: Path) -> None:
         folder = tmp_path / f"{name} adapter"
         for _ in range(2):  # an earlier export is replaced
             export_adapters(model, folder, base=str(tmp_path / name))
-        assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        written = ["adapter_config.json", "adapter_model.safetensors", "padfree_export.json"]
+        assert sorted(path.name for path in folder.iterdir()) == written
         base = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         loaded = PeftModel.from_pretrained(base, folder)
         assert loaded.peft_config[ADAPTER].base_model_name_or_path == str(tmp_path / name)

@@ -121,10 +121,12 @@ def test_latent_attention() -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    model = CostModel(linear=1 / 3, quadratic=2e-9, constant=0.25)
+    model = CostModel(linear=1 / 3, quadratic=2e-9, constant=0.25, step=0.125)
     model.to_json(tmp_path / "cost.json")
     assert CostModel.from_json(tmp_path / "cost.json") == model
-    (tmp_path / "other.json").write_text('{"linear": 1.0}')
+    (tmp_path / "short.json").write_text('{"linear": 1.0, "quadratic": 0.5, "constant": 2.0}')
+    assert CostModel.from_json(tmp_path / "short.json") == CostModel(linear=1.0, quadratic=0.5, constant=2.0)
+    (tmp_path / "other.json").write_text('{"quadratic": 1.0}')
     with pytest.raises(ValueError, match="not a cost model"):
         CostModel.from_json(tmp_path / "other.json")
 

@@ -32,6 +32,7 @@ def settings(**sections: dict[str, Any]) -> Config:
         "data": {"path": "d"},
         "batch": {"samples": 8, "max_tokens": 64},
         "run": {"folder": "f"},
+        "parallel": {"compile": "none", "checkpointing": "none", "reshard": True},  # settled
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}

@@ -192,12 +192,12 @@ def _settled(config: Config, settings: argparse.Namespace) -> Config:
 
     if config.model.path == NO_MODEL:
         return config
-    is_measured_on_cpu = settings.calibrate and not _sees_gpu(config)
+    for_gpu = settings.gpu is not None or _sees_gpu(config)
     return settle(
         config,
         skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
         processes=settings.ranks,
-        device_type="cpu" if config.run.device == "cpu" or is_measured_on_cpu else "cuda",
+        device_type="cuda" if for_gpu else "cpu",
         memory=_device_memory(settings),
     ).config
 

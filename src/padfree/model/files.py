@@ -24,8 +24,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-from padfree.config import Config
-
 Init = Literal["weights", "random"]
 """Where the weights of a model come from: its files, or a random initialisation."""
 
@@ -63,21 +61,6 @@ def open_model(
             f"model.init=random, or by {path / 'config.json'} as the path"
         )
     return config, files
-
-
-def check_model_files(config: Config) -> None:
-    """Refuse a run whose model or reference model is not whole, by the headers of its files. The Hub is not asked."""
-    code = config.model.trust_remote_code
-    places: list[tuple[str, str | None, Init]] = [
-        ("model", config.model.path, config.model.init),
-        ("reference.path", config.reference.path, "weights"),
-    ]
-    for setting, path, init in places:
-        if path is not None and Path(path).exists():
-            try:
-                open_model(path, init=init, trust_remote_code=code)
-            except ValueError as error:
-                raise ValueError(str(error).replace("model: ", f"{setting}: ", 1)) from None
 
 
 def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:

@@ -40,7 +40,7 @@ from padfree.train.costs import read_cost
 from padfree.train.memory import skeleton
 from padfree.train.reference import check_same_tensors
 from padfree.train.resume import check_newest
-from padfree.train.run_folder import check_run_folder
+from padfree.train.run_folder import check_not_in_use, check_run_folder
 from padfree.train.setup import check_placement
 from padfree.train.sources import Samples, Source, check_rollouts, load_source, load_tokenizer, make_batcher
 from padfree.train.trackers import require_trackers
@@ -117,15 +117,20 @@ def decide(
     return found
 
 
+def check_free(config: Config) -> None:
+    """Refuse a run folder that cannot be written, is somebody's or in use, or has a checkpoint of other settings."""
+    check_folder(config.run.folder, "run.folder")
+    check_run_folder(config)
+    check_not_in_use(Path(config.run.folder))
+    check_newest(config)
+
+
 def _decided(
     config: Config, processes: int, device_type: str, dry: bool, planned: bool, progress: Progress | None
 ) -> Decided:
     check_settings(config, processes=processes, device_type=device_type)
     if not planned:
-        check_folder(config.run.folder, "run.folder")
-    if dry and not planned:  # a run has done so when it took the folder
-        check_run_folder(config)
-        check_newest(config)
+        check_free(config)
     model, limits = check_models(config)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)

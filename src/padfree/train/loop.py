@@ -34,13 +34,12 @@ from padfree.config import Config
 from padfree.data.prepare import Progress
 from padfree.dist import Mesh, distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
-from padfree.model.files import check_model_files
 from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.compiler_watch import CompilerWatch
 from padfree.train.credit import signal_of, with_advantages
-from padfree.train.decide import decide
+from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.events import Events, environment
@@ -51,7 +50,6 @@ from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
     check_made_with,
-    check_newest,
     check_ranks_agree,
     data_record,
     made_with,
@@ -114,21 +112,16 @@ def train(
             replicate=config.parallel.replicate,
             timeout=config.run.timeout,
         )
-        with held_run_folder(config):  # refused before the data is read, which may take long
-            for check in (check_newest, check_model_files):
-                raise_together(_refusal(check, config) if mesh.loss.rank == 0 else None)
-            return _train(config, mesh, on_step=on_step, on_tokenising=on_tokenising, on_note=on_note)
+        # Nothing is written before all is decided. What can be refused at once is, since reading data may take long.
+        raise_together(_refusal(check_free, config) if mesh.loss.rank == 0 else None)
+        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+        with held_run_folder(config):
+            return _train(config, mesh, decided, on_step=on_step, on_note=on_note)
 
 
 def _train(
-    config: Config,
-    mesh: Mesh,
-    *,
-    on_step: OnStep | None,
-    on_tokenising: Progress | None,
-    on_note: OnNote | None,
+    config: Config, mesh: Mesh, decided: Decided, *, on_step: OnStep | None, on_note: OnNote | None
 ) -> RunResult:
-    decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
     tokenizer, source = decided.tokenizer, decided.source
     settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
     config = settled.config

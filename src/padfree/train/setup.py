@@ -97,8 +97,8 @@ def check_placement(config: Config, device_type: str) -> None:
 
 def build_engine(config: Config, mesh: Mesh) -> Engine:
     """The model with its weights, parallelized, and everything a step needs."""
-    config = settle_on(config, mesh).config
     check_placement(config, mesh.device.type)
+    config = settle_on(config, mesh).config
     model = _load(
         config,
         mesh,
