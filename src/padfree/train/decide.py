@@ -119,8 +119,8 @@ def decide(
 
 def check_free(config: Config) -> None:
     """Refuse a run folder that cannot be written, is somebody's or in use, or has a checkpoint of other settings."""
-    check_folder(config.run.folder, "run.folder")
     check_run_folder(config)
+    check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
     check_newest(config)
 
