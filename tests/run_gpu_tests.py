@@ -3,10 +3,15 @@
     gpu tests: 212 passed, 0 failed, 31 skipped on NVIDIA H200 in 280 s
 
 That is the last line. It is a failure if there is no GPU, or if no test ran.
+
+Most of the time goes into compiling kernels, which a processor does. Where pytest-xdist is installed, several processes
+share the GPU for it; `-n0` runs all in one.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 import time
 from collections import Counter
@@ -16,6 +21,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+MOST_PROCESSES = 8
 
 
 class Outcomes:
@@ -38,7 +44,10 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("gpu tests: none ran, for torch sees no CUDA device\n")
         return 1
     begin, outcomes = time.monotonic(), Outcomes()
-    options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20", *arguments]
+    options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20"]
+    if importlib.util.find_spec("xdist") is not None:
+        options += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+    options += arguments
     code = pytest.main([*options, str(ROOT / "tests")], plugins=[outcomes])
     counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.counts.items())
     where, seconds = torch.cuda.get_device_name(), time.monotonic() - begin
