@@ -244,7 +244,7 @@ CASES["batch"] = [
     ),
 ]
 CASES["packing"] = [
-    ("capacity", lambda folder: fill([1, 2], 0), lambda folder: fill([1, 2], 1)),
+    ("capacity", lambda folder: fill([1, 1], 0), lambda folder: fill([1, 1], 1)),
     ("lengths", lambda folder: fill([1, 9], 8), lambda folder: fill([1, 9], 9)),
     ("lengths", lambda folder: fill([1.5], 8), lambda folder: fill([1], 8)),
     ("lengths", lambda folder: fill([-1], 8), lambda folder: fill([0], 8)),
@@ -443,7 +443,7 @@ CASES["data"] = [
     (
         "data",
         lambda folder: load_sft(empty(folder), tokenizer(folder)),
-        lambda folder: load_sft(written(folder, "a.jsonl", PAIR).parent, tokenizer(folder)),
+        lambda folder: load_sft(written(empty(folder), "a.jsonl", PAIR).parent, tokenizer(folder)),
     ),
     (
         "data",
@@ -1014,9 +1014,10 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
         files(folder)
+        placed = [_placed(word, folder) for word in words]
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
-            code = main([_placed(word, folder) for word in words])
+            code = main(placed)
         if code == 0:
             return
         text = printed.getvalue()
@@ -1151,7 +1152,7 @@ CASES["cli"] = [
     ("--layout", command("check", "--model", "m", "--layout", "dp=2,cp=2"), ("--layout", "dp=1,cp=1")),
     ("--json", command("check", "--model", "m", "--json", NOTHING_LEFT), ("--json", "FOLDER/report.json")),
     ("--json", command("check", "--model", "m", "--json", "FOLDER"), ("--json", "FOLDER/report.json")),
-    ("--model", command("check", "--model", "FOLDER/nowhere"), ("--model", "MODEL-small", "--samples", "1")),
+    ("--model", check("--model", "FOLDER/nowhere"), ("--model", "MODEL-qwen3")),
     ("--data", command("check", "--model", "m", "data.split=dev"), ("--data", "FOLDER/d.jsonl")),
     ("override", command("check", "--model", "m", "--data", "d.jsonl", "batch.samples=2"), "-batch.samples"),
     ("data.columns", command("check", "--model", "m", "--data", "d.jsonl", "data.columns=3"), "-data.columns"),
@@ -1160,6 +1161,7 @@ CASES["cli"] = [
     ("--names", report("FOLDER", "--names", "a,b"), ("--names", "a", "--output", "FOLDER/report.html")),
     ("RUN", report("FOLDER/nowhere"), report("FOLDER", "--output", "FOLDER/report.html")),
 ]
+RENAMED = {"input_ids": [1, 2, 3], "response_length": 1, "group": 0}
 KL, REPORTED = ("loss.kl_coefficient=0.1",), [{**row, "logprobs": [-0.5, -0.5]} for row in GROUPED]
 CASES["decide"] = [
     ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16")),
@@ -1211,7 +1213,7 @@ CASES["decide"] = [
     ("data.columns", dry_run("sft", [{"document": "1+1=2"}] * 2)),
     ("data.columns", dry_run("sft", [{"x": "1+1=2"}] * 2)),
     ("data.columns", dry_run("sft", [{**PAIR, "text": "1"}] * 2)),
-    ("data.columns", dry_run("rl", [{"input_ids": [1, 2, 3], "response_length": 1, "reward": 1.0, "group": 0}] * 2)),
+    ("data.columns", dry_run("rl", [{**RENAMED, "reward": float(number % 2)} for number in range(8)])),
     ("data.columns", dry_run("rl-local", [{"question": "1+1=", "answer": "2"}] * 2)),
     ("data.columns", dry_run("rl-local", [{"task": "1+1=", "answer": "2"}] * 2)),
     ("data.columns", dry_run("sft", SFT, "data.columns={prompt='promt'}"), "data.columns={prompt='prompt'}"),

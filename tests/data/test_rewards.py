@@ -169,7 +169,10 @@ def test_a_function_of_the_current_folder(module: str) -> None:
         ("rewards_of_mine:absent", r"the module has no 'absent'; correct the name"),
         ("rewards_of_mine:VALUE", r"the module has a value but no function 'VALUE'"),
         ("rewards_of_mine:third", r"cannot be called with \(response, row\): missing a required argument: 'more'"),
-        ("rewards_of_mine.deeper:f", r"importing rewards_of_mine\.deeper raised ModuleNotFoundError.*; give a module that is installed or in "),
+        (
+            "rewards_of_mine.deeper:f",
+            r"importing rewards_of_mine\.deeper raised ModuleNotFoundError.*; give a module that is installed or in ",
+        ),
         ("rewards_of_mine:later", r"is async or a generator; make it a plain function"),
         ("rewards_of_mine:Score", r"is a class; write a function of \(response, row\)"),
         ("rewards_of_mine:evaluate", r"is a function of builtins, which is Python's own"),
