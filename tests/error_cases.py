@@ -22,6 +22,7 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -35,6 +36,7 @@ import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
 from padfree.batch import PackedBatch, Sample, Segments
+from padfree.cli.demo import SIZES, Demo
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -64,7 +66,6 @@ from padfree.train.schedule import learning_rate_factor
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 Mistake = Callable[[Path], Any]
-PLANNED = ("--lengths", "lengths.npy", "--max-tokens", "8")
 Cure = str | tuple[str, ...] | Mistake
 Case = tuple[str, Mistake] | tuple[str, Mistake, Cure]
 CASES: dict[str, list[Case]] = {}
@@ -100,6 +101,17 @@ def written(folder: Path, name: str, *records: Any) -> Path:
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def one_by_one(*calls: Mistake) -> Mistake:
+    """Each alternative of a cure, in a folder of its own."""
+
+    def provoke(folder: Path) -> None:
+        for number, call in enumerate(calls):
+            (folder / str(number)).mkdir()
+            call(folder / str(number))
+
+    return provoke
 
 
 CASES["config"] = [
@@ -232,7 +244,7 @@ CASES["batch"] = [
     ),
 ]
 CASES["packing"] = [
-    ("capacity", lambda folder: fill([1, 2], 0), lambda folder: fill([1, 2], 1)),
+    ("capacity", lambda folder: fill([1, 1], 0), lambda folder: fill([1, 1], 1)),
     ("lengths", lambda folder: fill([1, 9], 8), lambda folder: fill([1, 9], 9)),
     ("lengths", lambda folder: fill([1.5], 8), lambda folder: fill([1], 8)),
     ("lengths", lambda folder: fill([-1], 8), lambda folder: fill([0], 8)),
@@ -297,7 +309,7 @@ CASES["packing"] = [
         "overlong",
         lambda folder: plan_step([9], ranks=1, max_tokens=8, overlong="cut"),
         lambda folder: plan_step([9], ranks=1, max_tokens=8, overlong="truncate"),
-    ),  # type: ignore[arg-type]
+    ),
     ("linear", lambda folder: CostModel(linear=-1), lambda folder: CostModel(linear=1)),
     ("seconds", lambda folder: CostModel.fit([10, 20], [1.0]), lambda folder: CostModel.fit([10, 20], [1.0, 2.0])),
     ("seconds", lambda folder: CostModel.fit([10, 20], [1.0, 0.0]), lambda folder: CostModel.fit([10, 20], [1.0, 2.0])),
@@ -384,6 +396,27 @@ def rollouts(*records: Any, **settings: Any) -> Mistake:
     return lambda folder: read_rollouts(written(folder, "r.jsonl", *records), settings=RolloutDataSettings(**settings))
 
 
+NUMBERS = count()
+RETURNS_ONE = "def score(response, row):\n    return 1.0\n"
+
+
+def reward_function(text: str, name: str = "score", call: Callable[[str], Any] = load_reward) -> Mistake:
+    """A reward from a new module of the current folder with this text."""
+
+    def provoke(folder: Path) -> Any:
+        module = f"rewards_{next(NUMBERS)}"
+        (folder / f"{module}.py").write_text(text, encoding="utf-8")
+        with contextlib.chdir(folder):
+            return call(f"{module}:{name}")
+
+    return provoke
+
+
+def rewarded(text: str) -> Mistake:
+    """The reward of a response, by such a function."""
+    return lambda folder: reward_function(text)(folder)("x", {"answer": "x"}, uid="a")
+
+
 PAIR = {"prompt": "1+1=", "response": "2"}
 ROLLOUT = {"tokens": [1, 2, 3, 4, 5], "response_length": 2, "reward": 1.0}
 TURNS = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
@@ -410,7 +443,7 @@ CASES["data"] = [
     (
         "data",
         lambda folder: load_sft(empty(folder), tokenizer(folder)),
-        lambda folder: load_sft(written(folder, "a.jsonl", PAIR).parent, tokenizer(folder)),
+        lambda folder: load_sft(written(empty(folder), "a.jsonl", PAIR).parent, tokenizer(folder)),
     ),
     (
         "data",
@@ -446,7 +479,7 @@ CASES["data"] = [
     ("data.chat_template", sft(PAIR, prompt_format="chat"), sft(PAIR, prompt_format="plain")),
     ("data.max_length", sft(PAIR, max_length=3), sft(PAIR, max_length=5, overlong="truncate")),
     ("max_length", lambda folder: SFTDataSettings(max_length=1), lambda folder: SFTDataSettings(max_length=2)),
-    ("overlong", lambda folder: SFTDataSettings(overlong="cut"), lambda folder: SFTDataSettings(overlong="drop")),  # type: ignore[arg-type]
+    ("overlong", lambda folder: SFTDataSettings(overlong="cut"), lambda folder: SFTDataSettings(overlong="drop")),
     (
         "num_workers",
         lambda folder: load_sft(written(folder, "a.jsonl", PAIR), tokenizer(folder), num_workers=-1),
@@ -464,15 +497,19 @@ CASES["data"] = [
     ("r.jsonl line 1", rollouts({**ROLLOUT, "reward": "good"}), rollouts({**ROLLOUT, "reward": 1})),
     ("r.jsonl line 1", rollouts({**ROLLOUT, "logprobs": [0.1]}), rollouts({**ROLLOUT, "logprobs": [-0.1, -0.2]})),
     ("reward", lambda folder: load_reward("best"), lambda folder: load_reward("exact_match")),
-    ("reward", lambda folder: load_reward("no_such_module:reward"), lambda folder: load_reward("math:gcd")),
-    ("reward", lambda folder: load_reward("math:no_such_function"), lambda folder: load_reward("math:gcd")),
-    ("reward", lambda folder: load_reward("math:pi"), lambda folder: load_reward("math:gcd")),
-    ("reward", lambda folder: load_reward("textwrap:dedent"), lambda folder: load_reward("textwrap:indent")),
+    ("reward", lambda folder: load_reward("no_such_module:reward"), reward_function(RETURNS_ONE)),
+    ("reward", lambda folder: load_reward("math:gcd"), reward_function(RETURNS_ONE)),
     (
         "reward",
-        lambda folder: load_reward("math:gcd")("x", {}, uid="a"),
-        lambda folder: load_reward("exact_match")("x", {"answer": "x"}, uid="a"),
+        reward_function("score = 3.14\n\n\n" + RETURNS_ONE.replace("score", "other")),
+        reward_function("score = 3.14\n\n\n" + RETURNS_ONE.replace("score", "other"), name="other"),
     ),
+    (
+        "reward",
+        rewarded(RETURNS_ONE.replace("1.0", "row['target']")),
+        rewarded(RETURNS_ONE.replace("1.0", "row['answer'] == 'x'")),
+    ),
+    ("reward", rewarded(RETURNS_ONE.replace("1.0", "'good'")), rewarded(RETURNS_ONE)),
     (
         "answer",
         lambda folder: number_after_hashes("#### 1", {"answer": "none"}),
@@ -556,10 +593,10 @@ def joined(folder: Path) -> None:
 
 
 CASES["cp"] = [
-    ("kind", lambda folder: make_layout(FIVE, 1, "zigzag"), lambda folder: make_layout(FIVE, 1, "balanced")),  # type: ignore[arg-type]
+    ("kind", lambda folder: make_layout(FIVE, 1, "zigzag"), lambda folder: make_layout(FIVE, 1, "balanced")),
     ("world", lambda folder: make_layout(FIVE, 0), lambda folder: make_layout(FIVE, 1)),
     ("segments", lambda folder: make_layout(FIVE, 2), lambda folder: make_layout(Segments.from_lengths([4, 2]), 2)),
-    ("method", lambda folder: shard(batch(), method="rings"), lambda folder: shard(batch(), method="ring")),  # type: ignore[arg-type]
+    ("method", lambda folder: shard(batch(), method="rings"), lambda folder: shard(batch(), method="ring")),
     ("rank", lambda folder: shard(batch(), world=2, rank=2), lambda folder: shard(batch(2, 2), world=2, rank=1)),
     (
         "segments",
@@ -606,11 +643,11 @@ def forward(**changes: Any) -> Mistake:
     return provoke
 
 
-def broken_model(change: Callable[[Path], None]) -> Mistake:
+def broken_model(change: Callable[[Path], None], **settings: Any) -> Mistake:
     def provoke(folder: Path) -> Any:
         path = save_with_tokenizer(folder / "broken")
         change(path)
-        return load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+        return load_model(path, dtype=torch.float32, device=torch.device("cpu"), **settings)
 
     return provoke
 
@@ -628,7 +665,7 @@ def renamed_weights(path: Path) -> None:
 
 
 CASES["model"] = [
-    ("model", lambda folder: attach(torch.nn.Linear(2, 2)), lambda folder: attach(build("qwen3"))),  # type: ignore[type-var]
+    ("model", lambda folder: attach(torch.nn.Linear(2, 2)), lambda folder: attach(build("qwen3"))),
     (
         "backend",
         lambda folder: attach(build("qwen3"), backend="fastest"),
@@ -725,7 +762,7 @@ CASES["head"] = [
         "memory",
         lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="small"),
         lambda folder: score(HIDDEN, WEIGHT, LABELS, memory="low"),
-    ),  # type: ignore[arg-type]
+    ),
     (
         "memory",
         lambda folder: score(HIDDEN, WEIGHT, LABELS, memory=0),
@@ -735,7 +772,7 @@ CASES["head"] = [
         "backend",
         lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="fast"),
         lambda folder: score(HIDDEN, WEIGHT, LABELS, backend="auto"),
-    ),  # type: ignore[arg-type]
+    ),
     (
         "backend",
         lambda folder: score(HIDDEN.double(), WEIGHT.double(), LABELS, backend="triton"),
@@ -755,18 +792,19 @@ CASES["head"] = [
 MASKS = [np.array([False, True, True]), np.array([False, True])]
 
 
-def policy(inputs: dict[str, Any], **settings: Any) -> Mistake:
-    def provoke(folder: Path) -> Any:
-        given = losses.LossInputs(
-            mask=torch.ones(4, dtype=torch.bool),
-            weights=torch.ones(4),
-            sample_index=torch.zeros(4, dtype=torch.int32),
-            num_samples=1,
-            **inputs,
-        )
-        return losses.policy_loss(given, losses.PolicySettings(**settings))
+def loss_inputs(inputs: dict[str, Any]) -> losses.LossInputs:
+    """Of one sample of four tokens."""
+    return losses.LossInputs(
+        mask=torch.ones(4, dtype=torch.bool),
+        weights=torch.ones(4),
+        sample_index=torch.zeros(4, dtype=torch.int32),
+        num_samples=1,
+        **inputs,
+    )
 
-    return provoke
+
+def policy(inputs: dict[str, Any], **settings: Any) -> Mistake:
+    return lambda folder: losses.policy_loss(loss_inputs(inputs), losses.PolicySettings(**settings))
 
 
 FOUR = torch.zeros(4)
@@ -776,7 +814,7 @@ CASES["losses"] = [
         "weights",
         lambda folder: losses.token_weights("mean", MASKS),
         lambda folder: losses.token_weights("token-mean", MASKS),
-    ),  # type: ignore[arg-type]
+    ),
     (
         "constant",
         lambda folder: losses.token_weights("constant", MASKS),
@@ -810,18 +848,18 @@ CASES["losses"] = [
         "sequence mask statistic",
         lambda folder: losses.SequenceMaskSettings(statistic="max"),
         lambda folder: losses.SequenceMaskSettings(statistic="mean"),
-    ),  # type: ignore[arg-type]
+    ),
     ("opsm delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
     (
         "old_policy",
         lambda folder: losses.PolicySettings(old_policy="other"),
         lambda folder: losses.PolicySettings(old_policy="trainer"),
-    ),  # type: ignore[arg-type]
+    ),
     (
         "kl_estimator",
         lambda folder: losses.PolicySettings(kl_estimator="k4"),
         lambda folder: losses.PolicySettings(kl_estimator="k3"),
-    ),  # type: ignore[arg-type]
+    ),
     (
         "kl_coefficient",
         lambda folder: losses.PolicySettings(kl_coefficient=-1),
@@ -874,7 +912,7 @@ CASES["losses"] = [
         "kl_estimator",
         lambda folder: losses.kl_divergence(FOUR, FOUR, "k4"),
         lambda folder: losses.kl_divergence(FOUR, FOUR, "k3"),
-    ),  # type: ignore[arg-type]
+    ),
     (
         "labels",
         lambda folder: losses.score_logits(torch.zeros(4, 7), LABELS),
@@ -976,9 +1014,10 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
         files(folder)
+        placed = [_placed(word, folder) for word in words]
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
-            code = main([_placed(word, folder) for word in words])
+            code = main(placed)
         if code == 0:
             return
         text = printed.getvalue()
@@ -1025,17 +1064,36 @@ def plan(*words: str) -> Words:
     return command("plan", *words, files=lambda folder: written(folder, "lengths.txt", LENGTHS))
 
 
-def check(*words: str) -> Words:
-    return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words)
+def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> Words:
+    return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words, files=files)
 
 
 def report(*words: str) -> Words:
     return command("report", *words, files=lambda folder: written(folder, "metrics.jsonl", {"step": 0, "loss": 1.0}))
 
 
-def demo_state(folder: Path) -> None:
+def others_files(folder: Path) -> None:
     (folder / "mine").mkdir()
     written(folder / "mine", "a.txt", "x")
+
+
+def begun(folder: Path, *, resume: bool = False) -> Demo:
+    """A demo before its first stage; all that its command line can get wrong has been refused by then."""
+    from rich.console import Console
+
+    return Demo(folder, Console(file=io.StringIO()), SIZES, resume=resume)
+
+
+def begun_and_resumed(folder: Path) -> None:
+    begun(folder / "none").keep("data", {"rows": 4})
+    assert begun(folder / "none", resume=True).found == {"data": {"rows": 4}}
+
+
+def begun_in_new_and_empty_folders(folder: Path) -> None:
+    others_files(folder)
+    for place in (folder / "new", empty(folder)):
+        assert begun(place).found == {}
+        assert (place / "demo.json").exists()
 
 
 RL, LONG = str(RECIPES / "rl.toml"), {"prompt": "1+1=", "response": "2" * 30}
@@ -1052,15 +1110,22 @@ CASES["cli"] = [
     ("model.path", dry_run("sft", SFT, "model.path=no/where"), "-model.path"),
     ("model.tokenizer", dry_run("sft", SFT, "model.tokenizer=no/where"), "-model.tokenizer"),
     ("optimizer.lr", command("rl", RL, "optimizer.lr=none")),
-    ("--resume", command("demo", "--folder", "FOLDER/none", "--resume"), lambda folder: None),
-    ("--folder", command("demo", "--folder", "FOLDER/mine", files=demo_state), lambda folder: None),
+    ("--resume", command("demo", "--folder", "FOLDER/none", "--resume"), begun_and_resumed),
+    ("--folder", command("demo", "--folder", "FOLDER/mine", files=others_files), begun_in_new_and_empty_folders),
     ("--data", command("plan"), plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8")),
     ("--model", command("plan", "--data", "FOLDER/d.jsonl"), ("--model", "no/where")),
     ("--max-tokens", plan("--lengths", "FOLDER/lengths.txt"), ("--max-tokens", "8")),
     ("--ranks", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--ranks", "0")),
     ("--cp", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--cp", "3"), ("--ranks", "3")),
     ("--memory", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--memory", "0")),
-    ("--tokens", plan("--lengths", "FOLDER/lengths.txt", "--tokens", "8", "--samples", "2"), lambda folder: None),
+    (
+        "--tokens",
+        plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--tokens", "8", "--samples", "2"),
+        one_by_one(
+            plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--tokens", "8"),
+            plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--samples", "2"),
+        ),
+    ),
     ("--lengths", plan("--lengths", "FOLDER/nowhere.npy", "--max-tokens", "8"), ("--lengths", "FOLDER/lengths.txt")),
     ("--exact-steps", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--exact-steps", "0")),
     (
@@ -1087,7 +1152,7 @@ CASES["cli"] = [
     ("--layout", command("check", "--model", "m", "--layout", "dp=2,cp=2"), ("--layout", "dp=1,cp=1")),
     ("--json", command("check", "--model", "m", "--json", NOTHING_LEFT), ("--json", "FOLDER/report.json")),
     ("--json", command("check", "--model", "m", "--json", "FOLDER"), ("--json", "FOLDER/report.json")),
-    ("--model", command("check", "--model", "FOLDER/nowhere"), ("--model", "MODEL-small", "--samples", "1")),
+    ("--model", check("--model", "FOLDER/nowhere"), ("--model", "MODEL-qwen3")),
     ("--data", command("check", "--model", "m", "data.split=dev"), ("--data", "FOLDER/d.jsonl")),
     ("override", command("check", "--model", "m", "--data", "d.jsonl", "batch.samples=2"), "-batch.samples"),
     ("data.columns", command("check", "--model", "m", "--data", "d.jsonl", "data.columns=3"), "-data.columns"),
@@ -1096,12 +1161,13 @@ CASES["cli"] = [
     ("--names", report("FOLDER", "--names", "a,b"), ("--names", "a", "--output", "FOLDER/report.html")),
     ("RUN", report("FOLDER/nowhere"), report("FOLDER", "--output", "FOLDER/report.html")),
 ]
+RENAMED = {"input_ids": [1, 2, 3], "response_length": 1, "group": 0}
 KL, REPORTED = ("loss.kl_coefficient=0.1",), [{**row, "logprobs": [-0.5, -0.5]} for row in GROUPED]
 CASES["decide"] = [
     ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16")),
     ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16", "data.epochs=none", "run.steps=1")),
     ("batch.tokens", dry_run("sft", [*SFT, LONG], "batch.samples=none", "batch.tokens=20")),
-    ("batch.max_tokens", dry_run("rl", [*GROUPED, {**ROLLOUT, "tokens": [1] * 40}], "batch.max_tokens=16")),
+    ("batch.max_tokens", dry_run("rl", [*GROUPED, {**GROUPED[0], "tokens": [1] * 40}], "batch.max_tokens=16")),
     ("batch.max_tokens", dry_run("rl-local", TASKS, "batch.max_tokens=6")),
     ("data.max_length", dry_run("sft", [*SFT, LONG], "data.max_length=10")),
     ("data.max_length", dry_run("rl", GROUPED, "data.max_length=4")),
@@ -1147,7 +1213,7 @@ CASES["decide"] = [
     ("data.columns", dry_run("sft", [{"document": "1+1=2"}] * 2)),
     ("data.columns", dry_run("sft", [{"x": "1+1=2"}] * 2)),
     ("data.columns", dry_run("sft", [{**PAIR, "text": "1"}] * 2)),
-    ("data.columns", dry_run("rl", [{"input_ids": [1, 2, 3], "response_length": 1, "reward": 1.0, "group": 0}] * 2)),
+    ("data.columns", dry_run("rl", [{**RENAMED, "reward": float(number % 2)} for number in range(8)])),
     ("data.columns", dry_run("rl-local", [{"question": "1+1=", "answer": "2"}] * 2)),
     ("data.columns", dry_run("rl-local", [{"task": "1+1=", "answer": "2"}] * 2)),
     ("data.columns", dry_run("sft", SFT, "data.columns={prompt='promt'}"), "data.columns={prompt='prompt'}"),
@@ -1170,107 +1236,285 @@ CASES["decide"] = [
 FOUR_REWARDS, FOUR_GROUPS, FOUR_BOOLS = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), FOUR == 0
 
 
-def stock_opt() -> PackedCollator:
-    """OPT's own attention mixes the samples of a row."""
-    return PackedCollator(build("opt"))
+def registered_attention() -> Any:
+    """A model with an attention function of the user's own."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
 
-
-def unknown_attention() -> PackedCollator:
+    AttentionInterface.register("my_attention", sdpa_attention_forward)
+    AttentionMaskInterface.register("my_attention", sdpa_mask)
     model = build("qwen3")
-    model.config._attn_implementation_internal = "my_attention"
-    return PackedCollator(model)
+    model.set_attn_implementation("my_attention")
+    return model
 
 
-def collator_of_another_attention() -> Any:
-    model = build("qwen3")
-    collator = PackedCollator(model)
-    model.set_attn_implementation("eager")
-    return collator([{"input_ids": [1, 2]}])
-
-
-def reward_function(text: str, name: str = "score") -> Mistake:
-    """A module of the current folder with this text."""
+def trained_padded(model: Callable[[], Any]) -> Mistake:
+    """A step of transformers.Trainer on padded rows."""
 
     def provoke(folder: Path) -> None:
-        module = f"rewards_{abs(hash(text)) % 10**8}"
-        (folder / f"{module}.py").write_text(text, encoding="utf-8")
-        with contextlib.chdir(folder):
-            load_reward(f"{module}:{name}")
+        from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+        letters = tokenizer(folder)
+        letters.pad_token = letters.eos_token
+        rows: Any = [{"input_ids": tokens, "labels": tokens} for tokens in ([5, 6, 7], [3, 4])]
+        arguments = TrainingArguments(
+            output_dir=str(folder / "out"), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        collator = DataCollatorForSeq2Seq(letters)
+        with contextlib.redirect_stdout(io.StringIO()):
+            Trainer(model=model(), args=arguments, train_dataset=rows, data_collator=collator).train()
 
     return provoke
 
 
+def detached() -> Any:
+    model = attach(build("qwen3"))
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def after_another_attention(made_again: bool) -> Mistake:
+    """A collator's model gets another attention function, and perhaps another collator."""
+
+    def provoke(folder: Path) -> Any:
+        model = build("qwen3")
+        collator = PackedCollator(model)
+        model.set_attn_implementation("eager")
+        return (PackedCollator(model) if made_again else collator)([{"input_ids": [1, 2]}])
+
+    return provoke
+
+
+def unpacked(folder: Path) -> None:
+    packed = pack([sample()])
+    unpack(packed, [torch.zeros(row.input_ids.shape) for row in packed])
+
+
+def grpo(rewards: Any = FOUR_REWARDS, groups: Any = FOUR_GROUPS, num_groups: Any = 2, **settings: Any) -> Mistake:
+    return lambda folder: losses.grpo_advantages(rewards, groups, num_groups, **settings)
+
+
 CASES["library"] = [
-    ("rewards", lambda folder: losses.grpo_advantages([1, 0, 0, 1], FOUR_GROUPS, 2)),  # type: ignore[arg-type]
-    ("rewards", lambda folder: losses.rloo_advantages(np.ones(4), FOUR_GROUPS, 2)),  # type: ignore[arg-type]
-    ("rewards", lambda folder: losses.grpo_advantages(FOUR_REWARDS * 1j, FOUR_GROUPS, 2)),
-    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS.bool(), 2)),
-    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS.float(), 2)),
-    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS, 1)),
-    ("groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS[:3], 2)),
-    ("num_groups", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS, 2.0)),  # type: ignore[arg-type]
-    ("eps", lambda folder: losses.grpo_advantages(FOUR_REWARDS, FOUR_GROUPS, 2, eps=-1)),
-    ("mask", lambda folder: losses.whiten(FOUR_REWARDS, FOUR_GROUPS)),
-    ("values", lambda folder: losses.whiten(FOUR_REWARDS[:3], FOUR_BOOLS)),
-    ("gamma", lambda folder: losses.discounted_returns(FOUR_REWARDS, FOUR_BOOLS, FOUR_GROUPS, gamma=float("nan"))),
-    ("sample_index", lambda folder: losses.segment_sum(FOUR_REWARDS, FOUR_GROUPS, 0)),
-    ("sample_index", lambda folder: losses.spread(FOUR_REWARDS, FOUR_GROUPS - 1)),
-    ("sample_index", lambda folder: losses.spread(FOUR_REWARDS, FOUR_REWARDS)),
-    ("labels", lambda folder: losses.score_logits(torch.zeros(4, 7), torch.tensor([0, 1, 2, 7]))),
-    ("labels", lambda folder: losses.score_logits(torch.zeros(4, 7), FOUR)),
-    ("logprobs", policy({**SCORED, "logprobs": [0.0] * 4})),
-    ("masks", lambda folder: losses.token_weights("token-mean", [np.full(3, 0.5)])),  # type: ignore[list-item]
-    ("counts", lambda folder: losses.weight_divisor("token-mean", np.array([1.5]))),  # type: ignore[arg-type]
-    ("divisor", lambda folder: losses.batch_weights("token-mean", LABELS, LABELS * 0, 1, divisor=0)),
-    ("objective", lambda folder: losses.PolicySettings(objective="clip")),  # type: ignore[arg-type]
-    ("inputs, settings", lambda folder: losses.compute_loss({}, losses.SFTSettings())),  # type: ignore[arg-type]
-    ("lengths", lambda folder: Segments.from_lengths([1.5, 2.5])),  # type: ignore[list-item]
-    ("pad_length", lambda folder: Segments.from_lengths([3], pad_length=-1)),
-    ("reward of sample", lambda folder: sample(reward="1")),
-    ("reward of sample 3", lambda folder: sample(reward=[1.0], uid=3)),
-    ("logprobs of sample", lambda folder: sample(logprobs=["0", "1", "2", "3"])),
-    ("samples", lambda folder: pack([[1, 2, 3]])),  # type: ignore[list-item]
-    ("samples", lambda folder: pack(7)),  # type: ignore[arg-type]
-    ("batches", lambda folder: unpack(7, [FOUR])),  # type: ignore[arg-type]
-    ("values", lambda folder: batch().unpack([1, 2, 3, 4, 5])),  # type: ignore[arg-type]
-    ("capacity", lambda folder: fill([1, 2], float("nan"))),  # type: ignore[arg-type]
-    ("epochs", lambda folder: TokenBudgetBatcher([sample()], budget=8, epochs=float("nan"))),  # type: ignore[arg-type]
-    ("sinks", lambda folder: padfree.attention.apply_sinks(torch.zeros(2, 1, 4), torch.zeros(2, 1), LABELS[:1])),
-    ("batch", lambda folder: shard([1, 2])),  # type: ignore[arg-type]
-    ("model", lambda folder: padfree.hidden_states(build("opt"), shard(batch()))),
-    ("model", lambda folder: padfree.hidden_states(torch.nn.Linear(2, 2), shard(batch()))),  # type: ignore[arg-type]
-    ("batch", lambda folder: padfree.hidden_states(build("qwen3"), batch())),  # type: ignore[arg-type]
-    ("model", lambda folder: stock_opt()),
-    ("model", lambda folder: unknown_attention()),
-    ("model", lambda folder: PackedCollator(attach(build("qwen3")))),
-    ("model", lambda folder: PackedCollator(torch.nn.Linear(2, 2))),
-    ("model", lambda folder: collator_of_another_attention()),
-    ("multiple_of", lambda folder: collator(multiple_of=0)),
-    ("input_ids of feature 0", lambda folder: collator()([{"input_ids": [0.5]}])),
-    ("completion_mask", lambda folder: collator()([{"input_ids": [1, 2], "completion_mask": [1, 3]}])),
-    ("tokens of sequence 0", packs(tokens=[[1.0, 2.0, 3.0], [4, 5]])),
-    ("loss_masks of sequence 1", packs(loss_masks=[[1, 1], [0.5]])),
-    ("max_tokens_per_gpu", packs(max_tokens_per_gpu=2.5)),
-    ("x", lambda folder: slime.sum_of_sample_mean([1.0, 2.0], [2], [FOUR[:2]])),  # type: ignore[arg-type]
-    ("reward", lambda folder: load_reward("builtins:eval")),
-    ("reward", lambda folder: load_reward("os:system")),
-    ("reward", lambda folder: check_reward_name("subprocess:run")),
-    ("reward", lambda folder: check_reward_name("no_such_module:score")),
-    ("reward", lambda folder: check_reward_name("score")),
-    ("reward", reward_function("score = eval\n")),
-    ("reward", reward_function("from os import getenv as score\n")),
-    ("reward", reward_function("class score:\n    pass\n")),
-    ("reward", reward_function("async def score(response, row):\n    return 1.0\n")),
-    ("reward", reward_function("def score(response):\n    return 1.0\n")),
-    ("reward", reward_function("def other(response, row):\n    return 1.0\n")),
-    ("reward", reward_function("1 / 0\n")),
+    ("rewards", grpo([1, 0, 0, 1]), grpo(torch.as_tensor([1, 0, 0, 1]))),
+    (
+        "rewards",
+        lambda folder: losses.rloo_advantages(np.ones(4), FOUR_GROUPS, 2),
+        lambda folder: losses.rloo_advantages(torch.as_tensor(np.ones(4)), FOUR_GROUPS, 2),
+    ),
+    ("rewards", grpo(FOUR_REWARDS * 1j), grpo((FOUR_REWARDS * 1j).real)),
+    ("groups", grpo(groups=FOUR_GROUPS.bool()), grpo(groups=FOUR_GROUPS.bool().long())),
+    ("groups", grpo(groups=FOUR_GROUPS.float()), grpo(groups=FOUR_GROUPS.float().long())),
+    ("groups", grpo(num_groups=1), grpo(groups=FOUR_GROUPS * 0, num_groups=1)),
+    ("groups", grpo(groups=FOUR_GROUPS[:3]), grpo(groups=FOUR_GROUPS)),
+    ("num_groups", grpo(num_groups=2.0), grpo(num_groups=2)),
+    ("eps", grpo(eps=-1), one_by_one(grpo(eps=0), grpo(eps=1e-6))),
+    (
+        "mask",
+        lambda folder: losses.whiten(FOUR_REWARDS, FOUR_GROUPS),
+        lambda folder: losses.whiten(FOUR_REWARDS, FOUR_GROUPS.bool()),
+    ),
+    (
+        "values",
+        lambda folder: losses.whiten(FOUR_REWARDS[:3], FOUR_BOOLS),
+        lambda folder: losses.whiten(FOUR_REWARDS, FOUR_BOOLS),
+    ),
+    (
+        "gamma",
+        lambda folder: losses.discounted_returns(FOUR_REWARDS, FOUR_BOOLS, FOUR_GROUPS, gamma=float("nan")),
+        lambda folder: losses.discounted_returns(FOUR_REWARDS, FOUR_BOOLS, FOUR_GROUPS, gamma=0.9),
+    ),
+    (
+        "sample_index",
+        lambda folder: losses.segment_sum(FOUR_REWARDS, FOUR_GROUPS, 0),
+        lambda folder: losses.segment_sum(FOUR_REWARDS, FOUR_GROUPS * 0, 0),
+    ),
+    (
+        "sample_index",
+        lambda folder: losses.spread(FOUR_REWARDS, FOUR_GROUPS - 1),
+        lambda folder: losses.spread(FOUR_REWARDS, torch.tensor([0, 1, 3, 4])),
+    ),
+    (
+        "sample_index",
+        lambda folder: losses.spread(FOUR_REWARDS, FOUR_REWARDS),
+        lambda folder: losses.spread(FOUR_REWARDS, FOUR_REWARDS.long()),
+    ),
+    (
+        "labels",
+        lambda folder: losses.score_logits(torch.zeros(4, 7), torch.tensor([0, 1, 2, 7])),
+        lambda folder: losses.score_logits(torch.zeros(4, 7), torch.tensor([0, 1, 2, 6])),
+    ),
+    (
+        "labels",
+        lambda folder: losses.score_logits(torch.zeros(4, 7), FOUR),
+        lambda folder: losses.score_logits(torch.zeros(4, 7), FOUR.long()),
+    ),
+    (
+        "logprobs",
+        policy({**SCORED, "logprobs": [0.0] * 4}),
+        policy({**SCORED, "logprobs": torch.as_tensor([0.0] * 4)}),
+    ),
+    (
+        "masks",
+        lambda folder: losses.token_weights("token-mean", [np.full(3, 0.5)]),
+        one_by_one(
+            lambda folder: losses.token_weights("token-mean", [np.full(3, True)]),
+            lambda folder: losses.token_weights("token-mean", [np.array([0, 1, 1])]),
+        ),
+    ),
+    (
+        "counts",
+        lambda folder: losses.weight_divisor("token-mean", np.array([1.5])),
+        lambda folder: losses.weight_divisor("token-mean", np.array([1])),
+    ),
+    (
+        "divisor",
+        lambda folder: losses.batch_weights("token-mean", LABELS, LABELS * 0, 1, divisor=0),
+        lambda folder: losses.batch_weights(
+            "token-mean", LABELS, LABELS * 0, 1, divisor=losses.weight_divisor("token-mean", np.array([4]))
+        ),
+    ),
+    (
+        "objective",
+        lambda folder: losses.PolicySettings(objective="clip"),
+        one_by_one(
+            lambda folder: losses.PolicySettings(objective=losses.ClipSettings()),
+            lambda folder: losses.PolicySettings(objective=losses.GSPOSettings()),
+        ),
+    ),
+    (
+        "inputs, settings",
+        lambda folder: losses.compute_loss(SCORED, losses.SFTSettings()),
+        one_by_one(
+            lambda folder: losses.compute_loss(loss_inputs(SCORED), losses.SFTSettings()),
+            lambda folder: losses.compute_loss(loss_inputs(SCORED), losses.PolicySettings()),
+        ),
+    ),
+    ("lengths", lambda folder: Segments.from_lengths([1.5, 2.5]), lambda folder: Segments.from_lengths([1, 2])),
+    (
+        "pad_length",
+        lambda folder: Segments.from_lengths([3], pad_length=-1),
+        lambda folder: Segments.from_lengths([3], pad_length=0),
+    ),
+    ("reward of sample", lambda folder: sample(reward="1"), lambda folder: sample(reward=1)),
+    ("reward of sample 3", lambda folder: sample(reward=[1.0], uid=3), lambda folder: sample(reward=1.0, uid=3)),
+    (
+        "logprobs of sample",
+        lambda folder: sample(logprobs=["0", "1", "2", "3"]),
+        lambda folder: sample(logprobs=[0, -1, -2, -3]),
+    ),
+    ("samples", lambda folder: pack([[1, 2, 3]]), lambda folder: pack([padfree.Sample(tokens=[1, 2, 3])])),
+    ("samples", lambda folder: pack(7), lambda folder: pack([sample(7)])),
+    ("batches", lambda folder: unpack(7, [FOUR]), unpacked),
+    (
+        "values",
+        lambda folder: batch().unpack([1, 2, 3, 4, 5]),
+        lambda folder: batch().unpack(torch.as_tensor([1, 2, 3, 4, 5])),
+    ),
+    ("capacity", lambda folder: fill([1, 1], float("nan")), lambda folder: fill([1, 1], 1)),
+    (
+        "epochs",
+        lambda folder: TokenBudgetBatcher([sample()], budget=8, epochs=float("nan")),
+        one_by_one(
+            lambda folder: TokenBudgetBatcher([sample()], budget=8, epochs=1),
+            lambda folder: TokenBudgetBatcher([sample()], budget=8, epochs=None),
+        ),
+    ),
+    (
+        "sinks",
+        lambda folder: padfree.attention.apply_sinks(torch.zeros(2, 1, 4), torch.zeros(2, 1), LABELS[:1]),
+        lambda folder: padfree.attention.apply_sinks(torch.zeros(2, 1, 4), torch.zeros(2, 1), LABELS[:1].float()),
+    ),
+    ("batch", lambda folder: shard([1, 2]), lambda folder: shard(pack([sample()])[0])),
+    (
+        "model",
+        lambda folder: padfree.hidden_states(build("opt"), shard(batch())),
+        lambda folder: padfree.hidden_states(padfree.attach(build("opt")), shard(batch())),
+    ),
+    (
+        "model",
+        lambda folder: padfree.hidden_states(torch.nn.Linear(2, 2), shard(batch())),
+        lambda folder: padfree.hidden_states(attached(), shard(batch())),
+    ),
+    (
+        "batch",
+        lambda folder: padfree.hidden_states(attached(), batch()),
+        lambda folder: padfree.hidden_states(attached(), padfree.shard(batch())),
+    ),
+    ("model", lambda folder: PackedCollator(build("opt")), trained_padded(lambda: build("opt"))),
+    ("model", lambda folder: PackedCollator(registered_attention()), trained_padded(registered_attention)),
+    ("model", lambda folder: PackedCollator(attach(build("qwen3"))), lambda folder: PackedCollator(detached())),
+    ("model", lambda folder: PackedCollator(torch.nn.Linear(2, 2)), lambda folder: PackedCollator(build("qwen3"))),
+    ("model", after_another_attention(made_again=False), after_another_attention(made_again=True)),
+    ("multiple_of", lambda folder: collator(multiple_of=0), lambda folder: collator(multiple_of=1)),
+    (
+        "input_ids of feature 0",
+        lambda folder: collator()([{"input_ids": [0.5]}]),
+        lambda folder: collator()([{"input_ids": [5]}]),
+    ),
+    (
+        "completion_mask",
+        lambda folder: collator()([{"input_ids": [1, 2], "completion_mask": [1, 3]}]),
+        lambda folder: collator()([{"input_ids": [1, 2], "completion_mask": [0, 1]}]),
+    ),
+    (
+        "tokens of sequence 0",
+        packs(tokens=[[1.0, 2.0, 3.0], [4, 5]]),
+        packs(tokens=[[1, 2, 3], [4, 5]]),
+    ),
+    (
+        "loss_masks of sequence 1",
+        packs(loss_masks=[[1, 1], [0.5]]),
+        packs(loss_masks=[[1, 1], [1]], advantages=[torch.zeros(2), torch.full((1,), 0.5)]),
+    ),
+    ("max_tokens_per_gpu", packs(max_tokens_per_gpu=2.5), packs(max_tokens_per_gpu=8)),
+    (
+        "x",
+        lambda folder: slime.sum_of_sample_mean([1.0, 2.0], [2], [FOUR[:2]]),
+        lambda folder: slime.sum_of_sample_mean(torch.as_tensor([1.0, 2.0]), [2], [FOUR[:2]]),
+    ),
+    ("reward", lambda folder: load_reward("builtins:eval"), reward_function(RETURNS_ONE)),
+    ("reward", lambda folder: load_reward("os:system"), reward_function(RETURNS_ONE)),
+    (
+        "reward",
+        lambda folder: check_reward_name("subprocess:run"),
+        reward_function(RETURNS_ONE, call=check_reward_name),
+    ),
+    (
+        "reward",
+        lambda folder: check_reward_name("no_such_module:score"),
+        reward_function(RETURNS_ONE, call=check_reward_name),
+    ),
+    (
+        "reward",
+        lambda folder: check_reward_name("score"),
+        one_by_one(
+            lambda folder: check_reward_name("exact_match"),
+            lambda folder: check_reward_name("number_after_hashes"),
+            reward_function(RETURNS_ONE, call=check_reward_name),
+        ),
+    ),
+    ("reward", reward_function("score = eval\n"), reward_function(RETURNS_ONE)),
+    ("reward", reward_function("from os import getenv as score\n"), reward_function(RETURNS_ONE)),
+    ("reward", reward_function("class score:\n    pass\n"), reward_function(RETURNS_ONE)),
+    ("reward", reward_function(f"async {RETURNS_ONE}"), reward_function(RETURNS_ONE)),
+    ("reward", reward_function("def score(response):\n    return 1.0\n"), reward_function(RETURNS_ONE)),
+    (
+        "reward",
+        reward_function("def other(response, row):\n    return 1.0\n"),
+        reward_function("def other(response, row):\n    return 1.0\n", name="other"),
+    ),
+    ("reward", reward_function(f"1 / 0\n{RETURNS_ONE}"), reward_function(f"1 / 1\n{RETURNS_ONE}")),
+    ("reward", reward_function(f"import no_such_module\n{RETURNS_ONE}"), reward_function(RETURNS_ONE)),
 ]
 
 
-def a_run(change: Callable[[Path], Any] = lambda folder: None, *overrides: str, recipe: str = "sft") -> Mistake:
+def a_run(
+    change: Callable[[Path], Any] = lambda folder: None, *overrides: str, recipe: str = "sft", cache: str = "cache"
+) -> Words:
     """A whole run from the command line, in a folder that was changed before it."""
 
-    def provoke(folder: Path) -> None:
+    def provoke(folder: Path, words: tuple[str, ...]) -> None:
         save_with_tokenizer(folder / "model")
         written(folder, "sft.jsonl", *({"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(4)))
         written(folder, "rl.jsonl", *({**ROLLOUT, "reward": float(a), "group": 0} for a in range(4)))
@@ -1278,20 +1522,21 @@ def a_run(change: Callable[[Path], Any] = lambda folder: None, *overrides: str, 
         places = [f'data.path=["FOLDER/{recipe}.jsonl"]', "run.folder=FOLDER/run", "run.device=cpu", "run.steps=1"]
         line = [recipe, str(RECIPES / f"{recipe}.toml"), *small, *places]
         before = os.environ.get("PADFREE_CACHE")
-        os.environ["PADFREE_CACHE"] = str(folder / "cache")
+        os.environ["PADFREE_CACHE"] = str(folder / cache)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 if change is resumed:
                     assert main([word.replace("FOLDER", str(folder)) for word in line]) == 0
                 change(folder)
-                command(*line, *overrides)(folder)
+                # flags last: a setting behind one would not be read as a setting
+                command(*line, *sorted(words, key=lambda word: word.startswith("--")))(folder)
         finally:
             if before is None:
                 del os.environ["PADFREE_CACHE"]
             else:
                 os.environ["PADFREE_CACHE"] = before
 
-    return provoke
+    return Words(overrides, provoke)
 
 
 def resumed(folder: Path) -> None:
@@ -1324,41 +1569,105 @@ def damaged_index(folder: Path) -> None:
     written(folder / "model", "model.safetensors.index.json", {"weight_map": {"norm.weight": "model.safetensors"}})
 
 
+def data_folder(folder: Path) -> None:
+    (folder / "data").mkdir()
+    shutil.copy(folder / "sft.jsonl", folder / "data")
+
+
+def a_file_in_empty(name: str, *records: Any) -> Callable[[Path], Any]:
+    return lambda folder: written(empty(folder), name, *records)
+
+
+REFERRED = ("reference.path=FOLDER/reference", "loss.kl_coefficient=0.1")
+EQUAL, TWO = [{**ROLLOUT, "group": 0}] * 2, [{**ROLLOUT, "reward": float(a), "group": 0} for a in range(2)]
 CASES["runs"] = [
-    ("model", a_run(without_weights)),
-    ("model", a_run(without_weights, "--dry-run")),
-    ("model", a_run(damaged_index)),
+    ("model.path", a_run(without_weights)),
+    ("model.path", a_run(without_weights), a_run()),
+    ("model.path", a_run(without_weights, "--dry-run")),
+    (
+        "model",
+        broken_model(lambda path: (path / "model.safetensors").unlink()),
+        broken_model(lambda path: (path / "model.safetensors").unlink(), init="random"),
+    ),
+    ("model.path", a_run(damaged_index), a_run()),
     (
         "reference.path",
-        a_run(reference_without_weights, "reference.path=FOLDER/reference", "loss.kl_coefficient=0.1", recipe="rl"),
+        a_run(reference_without_weights, *REFERRED, recipe="rl"),
+        a_run(lambda folder: save_with_tokenizer(folder / "reference"), *REFERRED, recipe="rl"),
+    ),
+    (
+        "reference.path",
+        a_run(reference_without_weights, *REFERRED, "--dry-run", recipe="rl"),
+        a_run(lambda folder: save_with_tokenizer(folder / "reference"), *REFERRED, "--dry-run", recipe="rl"),
     ),
     ("model.init", changed("model.init=zeros")),
     ("checkpoint.export_dtype", changed("checkpoint.export_dtype=int8")),
-    ("run.folder", a_run(lambda folder: None, "run.folder=FOLDER/model")),
-    ("run.folder", a_run(lambda folder: None, "run.folder=FOLDER")),
-    ("run.folder", a_run(lambda folder: written(folder, "run", "a file"))),
-    ("run.folder", a_run(lambda folder: written(empty(folder), "metrics.jsonl", {}), "run.folder=FOLDER/empty")),
-    ("run.folder", a_run(lambda folder: written(empty(folder), "run.json", {}), "run.folder=FOLDER/empty")),
-    ("run.folder", a_run(lambda folder: written(empty(folder), "notes.txt"), "run.folder=FOLDER/empty", "--dry-run")),
-    ("run.folder", a_run(lambda folder: None, 'data.path=["FOLDER"]')),
-    ("run.folder", a_run(lambda folder: None, "run.folder=/proc/padfree")),
-    ("run.folder", a_run(in_use)),
+    ("run.folder", a_run(lambda folder: None, "run.folder=FOLDER/model"), "run.folder=FOLDER/new"),
+    ("run.folder", a_run(lambda folder: None, "run.folder=FOLDER"), "run.folder=FOLDER/new"),
+    ("run.folder", a_run(lambda folder: written(folder, "run", "a file")), "run.folder=FOLDER/new"),
+    (
+        "run.folder",
+        a_run(a_file_in_empty("metrics.jsonl", {}), "run.folder=FOLDER/empty"),
+        a_run(empty, "run.folder=FOLDER/empty"),
+    ),
+    ("run.folder", a_run(a_file_in_empty("run.json", {}), "run.folder=FOLDER/empty"), "run.folder=FOLDER/new"),
+    (
+        "run.folder",
+        a_run(a_file_in_empty("notes.txt"), "run.folder=FOLDER/empty", "--dry-run"),
+        "run.folder=FOLDER/new",
+    ),
+    (
+        "run.folder",
+        a_run(data_folder, 'data.path=["FOLDER/data"]', "run.folder=FOLDER/data/run"),
+        "run.folder=FOLDER/run",
+    ),
+    ("run.folder", a_run(lambda folder: None, "run.folder=/proc/padfree"), "run.folder=FOLDER/new"),
+    ("run.folder", a_run(in_use), "run.folder=FOLDER/new"),
     ("run.seed", a_run(resumed, "run.seed=1")),
+    ("run.seed", a_run(resumed, "run.seed=1"), "run.seed=0"),
+    ("run.seed", a_run(resumed, "run.seed=1"), "run.folder=FOLDER/new"),
     ("run.seed", a_run(resumed, "run.seed=1", "--dry-run")),
     ("batch.samples", a_run(resumed, "batch.samples=2", "run.steps=3")),
     ("data.shuffle", a_run(resumed, "data.shuffle=false")),
     ("data.loss_on", a_run(resumed, "data.loss_on=all")),
     ("loss.advantage", a_run(resumed, "loss.advantage=rloo", recipe="rl")),
     ("rollout.group", a_run(resumed, "rollout.group=2", recipe="rl")),
-    ("data.path", a_run(lambda folder: written(folder, "rl.jsonl", ROLLOUT, {**ROLLOUT, "reward": 1.0}), recipe="rl")),
     (
-        "rl.jsonl line 2",
-        a_run(lambda folder: written(folder, "rl.jsonl", {**ROLLOUT, "group": 1}, ROLLOUT), recipe="rl"),
+        "data.path",
+        a_run(lambda folder: written(folder, "rl.jsonl", *EQUAL), "batch.samples=2", recipe="rl"),
+        a_run(lambda folder: written(folder, "rl.jsonl", *TWO), "batch.samples=2", recipe="rl"),
     ),
-    ("advantages", a_run(lambda folder: None, "loss.advantage=given", recipe="rl")),
-    ("cache", a_run(lambda folder: written(folder, "cache", "a file"))),
-    ("output", lambda folder: Page("title").write(written(folder, "index.html", "<html>"))),
-    ("--html", lambda folder: command("plan", "--html", str(written(folder, "a.jsonl", PAIR)), *PLANNED)(folder)),
-    ("--json", lambda folder: command("check", "--model", "m", "--json", str(written(folder, "a.json", {})))(folder)),
-    ("export", lambda folder: export_model(build("qwen3"), written(folder, "config.json", {}).parent)),
+    (
+        "rl.jsonl line 3",
+        a_run(lambda folder: written(folder, "rl.jsonl", *TWO, ROLLOUT), "batch.samples=2", recipe="rl"),
+    ),
+    ("loss.advantage", a_run(lambda folder: None, "loss.advantage=given", recipe="rl")),
+    (
+        "cache",
+        a_run(lambda folder: written(folder, "cache", "a file")),
+        a_run(lambda folder: written(folder, "cache", "a file"), cache="another"),
+    ),
+    (
+        "output",
+        lambda folder: Page("title").write(written(folder, "index.html", "<html>")),
+        lambda folder: Page("title").write(folder / "another.html"),
+    ),
+    (
+        "--html",
+        plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--html", "FOLDER/lengths.txt"),
+        ("--html", "FOLDER/p.html"),
+    ),
+    (
+        "--json",
+        check("--json", "FOLDER/a.json", files=lambda folder: written(folder, "a.json", {})),
+        ("--json", "FOLDER/b.json"),
+    ),
+    (
+        "export",
+        lambda folder: export_model(build("qwen3"), written(folder, "config.json", {}).parent),
+        one_by_one(
+            lambda folder: export_model(build("qwen3"), folder / "new"),
+            lambda folder: export_model(build("qwen3"), empty(folder)),
+        ),
+    ),
 ]

@@ -276,7 +276,7 @@ def test_random_weights_are_trained_where_they_are_asked_for(
     ]
     assert main(line) == 1
     message = capsys.readouterr().err
-    assert f"padfree sft: model: {folder} has no weights" in message
+    assert f"padfree sft: model.path: {folder} has no weights" in message
     assert not (tmp_path / "cache").exists(), "said before the data is tokenised"
     (cure,) = re.findall(r"model\.init=\w+", message)
     assert main([*line, cure]) == 0

@@ -321,7 +321,7 @@ def encoder(folder: Path) -> None:
         (adapter, r"has adapter_model\.safetensors but no model\.safetensors"),
         (truncated, r"model\.safetensors cannot be read .*; copy or download the file again"),
         (lost_shard, r"model-00002-of-\d+\.safetensors, named in model\.safetensors\.index\.json, is not there"),
-        (no_weights, r"has no weights \(model\.safetensors or .*; copy or download them, or ask .* model\.init=random"),
+        (no_weights, r"has no weights \(model\.safetensors or .*; copy or download them, or ask .* init=random"),
         (extra_shard, r"model-00099-of-00099\.safetensors is not named in model\.safetensors\.index\.json; remove"),
         (whole_beside_shards, r"model\.safetensors is not named in model\.safetensors\.index\.json; remove what"),
         (lost_index, r"model-00001-of-\d+\.safetensors is one of several, but .*index\.json.* is not there; copy"),

@@ -163,9 +163,11 @@ def _imported(module_name: str, name: str) -> Any:
         try:
             return importlib.import_module(module_name)
         except Exception as error:  # importing runs the user's module
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            itself = missing is not None and f"{module_name}.".startswith(f"{missing}.")
+            cure = f"give a module that is installed or in {folder}" if itself else "correct the module"
             raise ValueError(
-                f"reward: {name!r}: importing {module_name} raised {shown_error(error)}; "
-                f"give a module that is installed or in {folder}"
+                f"reward: {name!r}: importing {module_name} raised {shown_error(error)}; {cure}"
             ) from error
 
 

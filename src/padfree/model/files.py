@@ -36,9 +36,16 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def open_model(
-    source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
+    source: str | Path | PreTrainedConfig,
+    *,
+    init: Init = "weights",
+    init_setting: str | None = "init",
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """The config, and in which file each tensor is; None: the weights are to be random."""
+    """The config, and in which file each tensor is; None: the weights are to be random.
+
+    `init_setting` is what a user sets to have random ones, for the message; None: this model cannot have them.
+    """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None
     path = Path(source)
@@ -56,10 +63,8 @@ def open_model(
     if files is None and downloaded:
         raise ValueError(f"model: {source} has no safetensors on the Hub; convert its weights to safetensors")
     if files is None:
-        raise ValueError(
-            f"model: {path} has no weights ({WEIGHTS} or {INDEX}); copy or download them, or ask for random ones with "
-            f"model.init=random, or by {path / 'config.json'} as the path"
-        )
+        random = "" if init_setting is None else f", or ask for random ones with {init_setting}=random"
+        raise ValueError(f"model: {path} has no weights ({WEIGHTS} or {INDEX}); copy or download them{random}")
     return config, files
 
 

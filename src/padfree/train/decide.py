@@ -191,7 +191,8 @@ def _checked_model(config: Config, path: str, setting: str, init: Init) -> PreTr
     try:
         if Path(path).exists():
             # which tensors its files hold; of a Hub id they would all be downloaded for it
-            open_model(path, init=init, trust_remote_code=code)
+            init_setting = "model.init" if setting == "model.path" else None
+            open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
         lm_head_of(attach(model, config.model.attention))
     except ValueError as error:
         raise ValueError(_renamed(error, "model", setting)) from None

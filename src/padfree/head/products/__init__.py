@@ -84,7 +84,7 @@ def reduce_rows(
 
     from padfree.head.products import kernels
 
-    by = choose(head) if by is None else by
+    by = _fitting(choose(head), stored) if by is None else by
     assert head.block == by.block, f"sums of {head.block} columns from a product of {by.block}"
     num_rows, width = hidden.shape
     anything = rows.labels  # a pointer for what is absent and not read
@@ -136,7 +136,7 @@ def gradient_columns(
 
     from padfree.head.products import kernels
 
-    by = choose(head) if by is None else by
+    by = _fitting(choose(head), out) if by is None else by
     num_rows, width = hidden.shape
     num_columns = out.shape[1]
     anything = rows.labels
@@ -166,6 +166,11 @@ def gradient_columns(
         IS_CUT=_is_cut(out),
         **_launch(by),
     )
+
+
+def _fitting(by: Configuration, written: Tensor | None) -> Configuration:
+    """With a stage less where `_store` writes number by number: that takes shared memory, too, and all is in use."""
+    return by if written is None or not _is_cut(written) else by._replace(stages=by.stages - 1)
 
 
 def _is_cut(written: Tensor) -> bool:
