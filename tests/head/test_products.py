@@ -45,7 +45,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
-    run_in_the_interpreter(__file__, "15 passed, 3 skipped")
+    run_in_the_interpreter(__file__, "15 passed, 11 skipped")
 
 
 def make_problem(
@@ -166,6 +166,48 @@ def test_what_differs_from_step_to_step_is_no_reason_to_compile() -> None:
                 assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
             if parameter.name in elementwise.PER_ROW:
                 assert parameter.do_not_specialize_on_alignment, f"{kernel.__name__}: {parameter.name}"
+
+
+HOPPER_SHARED_MEMORY = 232_448
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", ["reduce_kernel", "gradient_kernel"])
+@pytest.mark.parametrize(("softcap", "columns"), [(None, 160), (None, 129), (3.0, 160), (3.0, 129)])
+def test_what_is_used_fits_into_a_hopper_gpu(name: str, softcap: float | None, columns: int) -> None:
+    """Compiled for one, here: whole 16 bytes of columns, and columns that end inside of them."""
+    triton = pytest.importorskip("triton", minversion="3.7")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from padfree.head.products import _fitting, _is_cut, choose, kernels
+
+    written = torch.empty(1, columns, dtype=torch.bfloat16)
+    head = Head(weight=torch.empty(columns, 64), bias=None, softcap=softcap, logit_scale=1.0, block=256)
+    by = _fitting(choose(head), written)
+    constants = {
+        "HAS_BIAS": False, "HAS_SOFTCAP": softcap is not None, "HAS_MOMENT": True, "HAS_ENTROPY": True,
+        "HAS_STORED": True, "IS_CUT": _is_cut(written), "ROWS": by.rows, "COLUMNS": by.columns, "DEPTH": by.depth,
+        "BAND": by.band, "PARTS": by.parts, "INTERPRETED": False,
+    }  # fmt: skip
+    types = {
+        "hidden": f"tensordesc<bf16[{by.rows},{by.depth}]>",
+        "weight": f"tensordesc<bf16[{by.columns},{by.depth}]>",
+        "stored": f"tensordesc<fp16[{by.rows},{by.block}]>",
+        "out": f"tensordesc<bf16[{by.rows},{by.block}]>",
+        "labels": "*i64", "bias": "*bf16", "stored_pointer": "*fp16", "out_pointer": "*bf16",
+        **dict.fromkeys(("logit_scale", "softcap"), "fp32"),
+        **dict.fromkeys(("num_rows", "width", "vocabulary", "kept", "first_column", "num_columns"), "i32"),
+        **dict.fromkeys(("stored_stride", "out_stride", "sums_stride"), "i32"),
+    }
+    kernel = getattr(kernels, name)
+    signature = {
+        each.name: "constexpr" if each.name in constants else types.get(each.name, "*fp32") for each in kernel.params
+    }
+    source = ASTSource(kernel, signature, {name: constants[name] for name in signature if name in constants})
+    options = {"num_warps": by.warps, "num_stages": by.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert 0 < compiled.metadata.shared <= HOPPER_SHARED_MEMORY
 
 
 @pytest.mark.gpu

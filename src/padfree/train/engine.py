@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
@@ -208,7 +208,7 @@ class Engine:
         step_if(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
         marks = None if self.clock is None else self.clock.cut()
-        return PendingStep(self, prepared, sums, numbers, finite, marks, step)
+        return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
@@ -293,16 +293,18 @@ class PendingStep:
         finite: Tensor,
         marks: list[Any] | None,
         step: int,
+        after: PendingStep | None,
     ) -> None:
         self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
         self._marks = marks
         self.finite = finite  # [] whether the optimizer has done it
         # On their way to the host from now on: `finish` waits for this step and not for what was begun after it.
-        self._numbers, self._arrived = numbers, None
+        self._numbers, self._arrived = numbers, cast(Any, None)
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
+        self._before: Any = None if after is None else after._arrived  # when the device was done with that one
 
     def finish(self) -> StepReport:
         """Wait, and report. Raises `NonFiniteError` if the loss or the gradient norm was not finite."""
@@ -327,6 +329,15 @@ class PendingStep:
             votes=int(votes),
             busy_seconds=() if self._marks is None else self._seconds(self._marks),
         )
+
+    def device_seconds(self) -> float | None:
+        """From the end of the step before to the end of this one, on the device; None where that is not known.
+
+        After `finish`. The host cannot tell: it learns of the end of a step when it has begun the next.
+        """
+        if self._arrived is None or self._before is None:
+            return None
+        return float(self._before.elapsed_time(self._arrived)) / 1e3
 
     def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
         clock = self._engine.clock

@@ -374,7 +374,7 @@ class Loop:
             begun.step,
             report,
             lr=begun.lr,
-            seconds=end - max(begun.begin, self._last_end),
+            seconds=begun.pending.device_seconds() or end - max(begun.begin, self._last_end),
             flops=self.flops,
             busy_seconds=report.busy_seconds,
             memory_gib=peak_memory_gib(self.mesh.device),
