@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from padfree.head.budget import (
@@ -106,6 +106,7 @@ def test_float32_needs_no_sums_apart(rows: int, vocabulary: int, budget: int) ->
     budget=st.integers(1, 1 << 33),
     device_type=st.sampled_from(["cpu", "cuda", "other"]),
 )
+@example(rows=0, vocabulary=65, budget=3072, device_type="cpu")
 def test_tiles(rows: int, vocabulary: int, budget: int, device_type: str) -> None:
     tile = choose_tile(rows, vocabulary, itemsize=4, device_type=device_type, budget=budget)
     block = block_columns(vocabulary)

@@ -76,7 +76,7 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
-    blocks = max(1, min(-(-vocabulary // block), round(columns / block)))
+    blocks = max(1, min(-(-vocabulary // block), round(columns / block), elements // block))
     return Tile(rows=max(1, min(num_rows, elements // (blocks * block))), columns=blocks * block)
 
 

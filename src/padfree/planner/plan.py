@@ -193,9 +193,10 @@ class Plan:
     def _time_line(self, found: dict[str, Any]) -> str:
         seconds = found["step_seconds"]
         if seconds is not None:
+            left_out = "communication" if self.clock.cost.step else "optimizer and communication"
             return (
                 f"time        about {_duration(seconds)} a step, {_duration(found['epoch_seconds'])} an epoch, without "
-                f"optimizer and communication ({self.clock.source})"
+                f"{left_out} ({self.clock.source})"
             )
         if self.clock.source.startswith("FLOPs"):
             teras = found["cost"] / found["steps"] / 1e12
