@@ -77,7 +77,7 @@ def test_two_depths_tell_the_time_of_many_layers() -> None:
 
 @pytest.fixture
 def _even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is computed, but by this clock a token takes 0.1 ms: a machine that tests does other things as well."""
+    """Everything is computed, but by this clock a token takes 0.1 ms: a machine that tests does other things, too."""
     now, gradients = [0.0], MODULE.Engine.gradients
 
     def counted(engine: Any, prepared: Any) -> Any:
