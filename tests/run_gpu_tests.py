@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
     options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20"]
     if importlib.util.find_spec("xdist") is not None:
         options += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each of them
     options += arguments
     code = pytest.main([*options, str(ROOT / "tests")], plugins=[outcomes])
     counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.counts.items())
