@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write("gpu tests: none ran, for torch sees no CUDA device\n")
         return 1
     begin, outcomes = time.monotonic(), Outcomes()
-    options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20"]
+    # pytest-benchmark, where it is installed, warns that it measures nothing beside xdist.
+    options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20", "-p", "no:benchmark"]
     if importlib.util.find_spec("xdist") is not None:
         options += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each of them

@@ -419,7 +419,10 @@ STAGES: tuple[tuple[str, str, Stage], ...] = (
 def show_result(demo: Demo, seconds: float) -> None:
     found = demo.found
     rows = (
-        ("packed against padded", f"{found['packed']['faster']:.1f} times as fast"),
+        (
+            f"packed against padded{', on the CPU' if found['gpu'] else ''}",
+            f"{found['packed']['faster']:.1f} times as fast",
+        ),
         ("their losses", f"the same to {found['packed']['difference']:.0e}"),
         *_gpu_rows(found["gpu"]),
         ("gradients, packed against one at a time", f"the same to {found['check']['gradients']:.0e}"),
