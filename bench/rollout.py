@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from padfree.config import Config, config_from_dict
-from padfree.train.loop import train
+from padfree.train.run import train
 
 START, END = 0.2, 0.9
 """Mean reward of the first batch at most, and of the last five at least."""

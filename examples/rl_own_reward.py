@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config import config_from_dict
-from padfree.train.loop import train
+from padfree.train.run import train
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from padfree.config import config_from_dict
-from padfree.train.loop import train
+from padfree.train.run import train
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:

@@ -17,7 +17,7 @@ from models import build, save_with_tokenizer
 from padfree.cli.main import main
 from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
-from padfree.train import loop
+from padfree.train import run as whole_run
 from padfree.train.decide import Limits, count_steps, decide
 from padfree.train.sources import load_source, load_tokenizer
 
@@ -221,7 +221,7 @@ def test_run_and_dry_run_refuse_the_same_before_anything_is_loaded(
     def loaded(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the weights are being loaded")
 
-    monkeypatch.setattr(loop, "build_engine", loaded)
+    monkeypatch.setattr(whole_run, "build_engine", loaded)
     path, folder = write("d.jsonl", *rows), tmp_path / "run"
     overrides = [f"model.path={models[model]}", "model.dtype=float32", f"data.path={path}", "run.device=cpu"]
     overrides += [f"run.folder={folder}", "run.steps=1", *SMALL[recipe]]
@@ -320,7 +320,7 @@ def test_steps_are_counted_as_a_run_makes_them(
     folder = f"run.folder={tmp_path / 'run'}"
     config = load_config(RECIPES / f"{recipe}.toml", [*overrides, folder, "checkpoint.export=false", *changes])
     samples = load_source(config, load_tokenizer(config)).samples
-    assert count_steps(config, samples, enough=1000) == loop.train(config).step
+    assert count_steps(config, samples, enough=1000) == whole_run.train(config).step
 
 
 def test_limits_are_read_off_the_modules() -> None:

@@ -18,9 +18,9 @@ from train_cases import VOCABULARY, alone
 
 from padfree.config import Config, config_from_dict
 from padfree.dist import Mesh, make_mesh
-from padfree.train.loop import train
 from padfree.train.manifest import hash_of
 from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_of
+from padfree.train.run import train
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from padfree.config import Config, config_from_dict
-from padfree.train.loop import train
+from padfree.train.run import train
 
 WRITERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 QUESTIONS = 5

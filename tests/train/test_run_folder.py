@@ -22,7 +22,7 @@ from models import save_with_tokenizer
 from padfree.config import Config
 from padfree.model.export import RECORD
 from padfree.train import run_folder
-from padfree.train.loop import train
+from padfree.train.run import train
 from padfree.train.run_folder import (
     HOLDER,
     LOCK,

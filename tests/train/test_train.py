@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from padfree.config import Config, LossConfig, SequenceTISConfig, config_from_dict
 from padfree.dist import distributed, make_mesh
 from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
-from padfree.train.loop import train
+from padfree.train.run import train
 from padfree.train.setup import build_engine, loss_settings
 from padfree.train.sources import load_tokenizer
 

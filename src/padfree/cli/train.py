@@ -64,7 +64,7 @@ def run(settings: argparse.Namespace) -> None:
 
     from padfree.dist import PeerLostError
     from padfree.train.engine import NonFiniteError
-    from padfree.train.loop import train
+    from padfree.train.run import train
 
     try:
         with progress(config.run.steps, shown=first) as shown:

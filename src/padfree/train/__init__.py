@@ -22,9 +22,10 @@ events         what happened to a run besides its steps
 
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.engine import Engine, LossSettings, NonFiniteError, StepReport
-from padfree.train.loop import Loop, RunResult, train
+from padfree.train.loop import Loop, RunResult
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
+from padfree.train.run import train
 from padfree.train.scorer import Scorer
 
 __all__ = [

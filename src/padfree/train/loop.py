@@ -31,15 +31,11 @@ import torch
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.data.prepare import Progress
-from padfree.dist import Mesh, distributed, make_mesh
 from padfree.losses import PolicySettings, ReinforceSettings
 from padfree.model.load import raise_together
-from padfree.rollout import stop_tokens
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.compiler_watch import CompilerWatch
 from padfree.train.credit import signal_of, with_advantages
-from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.events import Events, environment
@@ -51,19 +47,15 @@ from padfree.train.resume import (
     change_line,
     check_made_with,
     check_ranks_agree,
-    data_record,
     made_with,
     model_fields,
 )
 from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
-from padfree.train.rollouts import make_sampling
-from padfree.train.run_folder import CHECKPOINTS, MODEL, held_run_folder, mark_run_folder, writing
+from padfree.train.run_folder import CHECKPOINTS, mark_run_folder, writing
 from padfree.train.schedule import learning_rate_factor
-from padfree.train.settle import settle_on
-from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher, longest_of, make_batcher
-from padfree.train.trackers import Trackers, require_trackers
+from padfree.train.sources import Batcher
+from padfree.train.trackers import Trackers
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
 """Options of the optimizer that are settings; the learning rate is set anew in every step."""
@@ -88,72 +80,6 @@ OnNote = Callable[[str], None]
 """Called with a line for the user: what was decided for them, or what the run waits for."""
 
 COMPILING = "compiling the layers: up to a minute at the first time, a few seconds where the compiler's cache has them"
-
-
-def train(
-    config: Config,
-    *,
-    on_step: OnStep | None = None,
-    on_tokenising: Progress | None = None,
-    on_note: OnNote | None = None,
-) -> RunResult:
-    """A whole run, as one of the processes that torchrun started, or alone.
-
-    `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user.
-    """
-    require_trackers(config.track)
-    with (
-        deterministic(config.run.deterministic),
-        distributed(device=config.run.device, timeout=config.run.timeout) as device,
-    ):
-        mesh = make_mesh(
-            device,
-            context=config.parallel.context,
-            replicate=config.parallel.replicate,
-            timeout=config.run.timeout,
-        )
-        # Nothing is written before all is decided. What can be refused at once is, since reading data may take long.
-        raise_together(_refusal(check_free, config) if mesh.loss.rank == 0 else None)
-        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        with held_run_folder(config):
-            return _train(config, mesh, decided, on_step=on_step, on_note=on_note)
-
-
-def _train(
-    config: Config, mesh: Mesh, decided: Decided, *, on_step: OnStep | None, on_note: OnNote | None
-) -> RunResult:
-    tokenizer, source = decided.tokenizer, decided.source
-    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
-    config = settled.config
-    if on_note is not None:
-        for line in (*decided.notes, *settled.lines()):
-            on_note(line)
-    batcher = make_batcher(config, source.samples)
-    engine = build_engine(config, mesh)
-    dtype = export_dtype(config)  # asked now, the files may be gone at the end
-    reference = build_reference(config, mesh, engine)
-    sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
-    loop = Loop(
-        config,
-        engine,
-        batcher,
-        reference=reference,
-        make_samples=sampling,
-        on_step=on_step,
-        on_note=on_note,
-        data=data_record(source.samples),
-    )
-    if settled.reasons:
-        loop.events.write("settled", step=loop.step, **settled.fields())
-    if sampling is not None:
-        loop.end_tokens = stop_tokens(tokenizer, engine.model)
-    if mesh.loss.rank == 0:
-        with writing(loop.folder):
-            source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
-    result = loop.run()
-    if config.checkpoint.export and not result.stopped:
-        export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
-    return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -189,7 +115,7 @@ class Loop:
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
-        raise_together(_refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
+        raise_together(refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
         self.step = 0
         self._batch: RolloutBatch | None = None  # with updates that are still to be made
         self._following: RolloutBatch | None = None  # what comes behind it, if that was looked at already,
@@ -456,7 +382,7 @@ class Loop:
             restore_random_state(rank_state)
 
 
-def _refusal(function: Callable[[Config], object], config: Config) -> str | None:
+def refusal(function: Callable[[Config], object], config: Config) -> str | None:
     """What a function raises for a user; None: nothing."""
     try:
         function(config)
@@ -477,13 +403,6 @@ def _quiet_collector(wanted: bool) -> Iterator[None]:
     finally:
         if wanted:
             gc.unfreeze()
-
-
-def _longest(config: Config, longest: int) -> dict[str, int]:
-    """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
-    if config.rollout.reward is not None:
-        return {"prompt_tokens": longest}
-    return {"longest": -(-longest // config.parallel.context)}
 
 
 def _flat(groups: Sequence[Any]) -> list[Sample]:

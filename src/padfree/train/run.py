@@ -1,0 +1,98 @@
+"""A whole run, from its settings to the exported model.
+
+settings -> decide      what cannot be run is refused, before anything is written or loaded
+         -> settle      what `auto` stands for
+         -> the loop    engine, reference, sampler, batches
+         -> export
+"""
+
+from __future__ import annotations
+
+from padfree.config import Config
+from padfree.data.prepare import Progress
+from padfree.dist import Mesh, distributed, make_mesh
+from padfree.model.load import raise_together
+from padfree.rollout import stop_tokens
+from padfree.train.decide import Decided, check_free, decide
+from padfree.train.determinism import deterministic
+from padfree.train.loop import Loop, OnNote, OnStep, RunResult, refusal
+from padfree.train.resume import data_record
+from padfree.train.rollouts import make_sampling
+from padfree.train.run_folder import MODEL, held_run_folder, writing
+from padfree.train.settle import settle_on
+from padfree.train.setup import build_engine, build_reference, export, export_dtype
+from padfree.train.sources import longest_of, make_batcher
+from padfree.train.trackers import require_trackers
+
+
+def train(
+    config: Config,
+    *,
+    on_step: OnStep | None = None,
+    on_tokenising: Progress | None = None,
+    on_note: OnNote | None = None,
+) -> RunResult:
+    """A whole run, as one of the processes that torchrun started, or alone.
+
+    `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user.
+    """
+    require_trackers(config.track)
+    with (
+        deterministic(config.run.deterministic),
+        distributed(device=config.run.device, timeout=config.run.timeout) as device,
+    ):
+        mesh = make_mesh(
+            device,
+            context=config.parallel.context,
+            replicate=config.parallel.replicate,
+            timeout=config.run.timeout,
+        )
+        # Nothing is written before all is decided. What can be refused at once is, since reading data may take long.
+        raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
+        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+        with held_run_folder(config):
+            return _train(config, mesh, decided, on_step=on_step, on_note=on_note)
+
+
+def _train(
+    config: Config, mesh: Mesh, decided: Decided, *, on_step: OnStep | None, on_note: OnNote | None
+) -> RunResult:
+    tokenizer, source = decided.tokenizer, decided.source
+    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
+    config = settled.config
+    if on_note is not None:
+        for line in (*decided.notes, *settled.lines()):
+            on_note(line)
+    batcher = make_batcher(config, source.samples)
+    engine = build_engine(config, mesh)
+    dtype = export_dtype(config)  # asked now, the files may be gone at the end
+    reference = build_reference(config, mesh, engine)
+    sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
+    loop = Loop(
+        config,
+        engine,
+        batcher,
+        reference=reference,
+        make_samples=sampling,
+        on_step=on_step,
+        on_note=on_note,
+        data=data_record(source.samples),
+    )
+    if settled.reasons:
+        loop.events.write("settled", step=loop.step, **settled.fields())
+    if sampling is not None:
+        loop.end_tokens = stop_tokens(tokenizer, engine.model)
+    if mesh.loss.rank == 0:
+        with writing(loop.folder):
+            source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
+    result = loop.run()
+    if config.checkpoint.export and not result.stopped:
+        export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
+    return result
+
+
+def _longest(config: Config, longest: int) -> dict[str, int]:
+    """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
+    if config.rollout.reward is not None:
+        return {"prompt_tokens": longest}
+    return {"longest": -(-longest // config.parallel.context)}
