@@ -129,7 +129,7 @@ def _decided(
     config: Config, processes: int, device_type: str, dry: bool, planned: bool, progress: Progress | None
 ) -> Decided:
     check_settings(config, processes=processes, device_type=device_type)
-    if not planned:
+    if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
         check_free(config)
     model, limits = check_models(config)
     check_attention(config, model, device_type)

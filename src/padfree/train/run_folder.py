@@ -194,7 +194,7 @@ def check_not_in_use(folder: Path) -> None:
         return
     lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=WAIT, poll_interval=0.1)
     except Timeout:
         raise _in_use(folder, _read_holder(folder)) from None
     except (OSError, NotImplementedError):
