@@ -25,7 +25,7 @@ import torch
 
 from padfree.batch import Sample
 from padfree.config import Config, load_config
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 from padfree.losses import PolicySettings
 from padfree.train import train
 from padfree.train.credit import with_advantages

@@ -16,7 +16,7 @@ from torch import Tensor
 from train_cases import LOSSES, LR, VOCABULARY, alone, make_engine, make_samples, small_model, two_steps
 
 from padfree.config import Config, LoraConfig, config_from_dict
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import clean_name
 from padfree.model.lora import is_adapter
 from padfree.train.checkpoint import Checkpointer

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from padfree.dist.collectives import PeerLostError
+from padfree.distributed.collectives import PeerLostError
 from padfree.train import checkpoint
 from padfree.train.checkpoint import Checkpointer
 from padfree.train.manifest import CheckpointError, write_safetensors

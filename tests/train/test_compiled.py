@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
 from train_cases import LOSSES, make_engine, make_samples
 
-from padfree.dist import Mesh, distributed, make_mesh
+from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.train import compiled
 from padfree.train.compiled import Kept, mark_kept
 from padfree.train.engine import Engine

@@ -18,7 +18,7 @@ from train_cases import LOSSES, LR, alone, make_engine, make_samples, small_mode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from padfree.config import config_from_dict
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.model.export import export_model
 from padfree.model.load import load_model, named_tensors
 from padfree.train.checkpoint import Checkpointer

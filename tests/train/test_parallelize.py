@@ -18,7 +18,7 @@ from train_cases import LOSSES, alone, make_engine, make_samples, small_model, t
 from transformers import PreTrainedModel
 
 from padfree.attention import cpu
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.train.engine import StepReport
 from padfree.train.parallelize import checkpoint_layers, inside, layers_of, parallelize, transformations
 

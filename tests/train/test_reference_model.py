@@ -14,7 +14,7 @@ from distributed import run_ranks
 from train_cases import LR, alone, make_samples, small_model
 
 from padfree.config import Config, config_from_dict
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import named_tensors
 from padfree.model.lora import is_adapter
 from padfree.train.checkpoint import Checkpointer

@@ -62,7 +62,7 @@ def run(settings: argparse.Namespace) -> None:
 
     import torch
 
-    from padfree.dist import PeerLostError
+    from padfree.distributed import PeerLostError
     from padfree.train.engine import NonFiniteError
     from padfree.train.run import train
 

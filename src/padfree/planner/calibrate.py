@@ -30,7 +30,7 @@ import torch
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.outputs import check_output
-from padfree.dist import Mesh, distributed, make_mesh
+from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.packing import CostModel

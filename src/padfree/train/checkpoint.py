@@ -49,7 +49,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from padfree.dist.collectives import watching
+from padfree.distributed.collectives import watching
 from padfree.model.export import sync
 from padfree.model.load import local_part, local_region
 from padfree.train.manifest import (

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.train.parallelize import layers_of
 
 

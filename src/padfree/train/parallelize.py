@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.config import LoraConfig
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.train.compiled import Kept, compile_layers

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, ParallelConfig
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.model.lora import add_adapters
 from padfree.train.compiled import WIDE_ROW
 from padfree.train.memory import MemoryEstimate, estimate_memory, skeleton

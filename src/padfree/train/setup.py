@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LossConfig
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.losses import (
     CISPOSettings,
     ClipSettings,

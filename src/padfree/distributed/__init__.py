@@ -1,6 +1,6 @@
 """Processes, their groups, and moving rows between them."""
 
-from padfree.dist.collectives import (
+from padfree.distributed.collectives import (
     PeerLostError,
     Ring,
     all_gather_rows,
@@ -9,7 +9,7 @@ from padfree.dist.collectives import (
     reduce_scatter_rows,
     watching,
 )
-from padfree.dist.mesh import Axis, Mesh, distributed, init_distributed, make_mesh
+from padfree.distributed.mesh import Axis, Mesh, distributed, init_distributed, make_mesh
 
 __all__ = [
     "Axis",

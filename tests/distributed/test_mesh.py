@@ -12,8 +12,8 @@ import torch.distributed as dist
 from distributed import run_ranks
 from torch.distributed.fsdp import fully_shard
 
-from padfree.dist import PeerLostError, distributed, init_distributed, make_mesh
-from padfree.dist.mesh import fresh_store
+from padfree.distributed import PeerLostError, distributed, init_distributed, make_mesh
+from padfree.distributed.mesh import fresh_store
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

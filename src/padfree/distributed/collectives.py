@@ -6,7 +6,7 @@
     Ring                 tensors -> tensors of the same shapes from the previous rank, while one computes
 
 All of them work with gloo on the CPU and with NCCL on CUDA. A peer that is gone or stuck ends them with one line, a
-`PeerLostError`, within the timeout of the group (see `padfree.dist.mesh`).
+`PeerLostError`, within the timeout of the group (see `padfree.distributed.mesh`).
 
     failing_together     a block in which an error of one rank becomes everybody's, within seconds
 

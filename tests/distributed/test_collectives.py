@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 
-from padfree.dist import PeerLostError, Ring, all_gather_rows, exchange_rows, reduce_scatter_rows, watching
+from padfree.distributed import PeerLostError, Ring, all_gather_rows, exchange_rows, reduce_scatter_rows, watching
 
 
 def moved(rank: int, world: int) -> dict[str, Any]:
