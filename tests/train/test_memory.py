@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.cp.shard import shard
 from padfree.head import fused_loss
+from padfree.layers.compile import compile_layers
+from padfree.layers.recompute import SAVED_MATMULS, recompute_layers
 from padfree.model import attach, hidden_states
 from padfree.model.lora import add_adapters
-from padfree.train.compiled import compile_layers
-from padfree.train.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, skeleton, token_bytes
+from padfree.model.structure import layers_of, skeleton
+from padfree.train.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, token_bytes
 from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import KEPT, checkpoint_layers, layers_of
 
 TOKENS = (130, 126)
 
@@ -132,7 +133,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in KEPT:
+        if func in SAVED_MATMULS:
             self.kept += num_bytes([result])
         return result
 
@@ -143,7 +144,7 @@ def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str, *
     if compiled:
         compile_layers(layers_of(model), "aot_eager_decomp_partition", "selective")
     elif checkpointing != "none":
-        checkpoint_layers(model, checkpointing)  # type: ignore[arg-type]
+        recompute_layers(layers_of(model), checkpointing)  # type: ignore[arg-type]
     model.to(dtype)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     seen: dict[int, int] = {}

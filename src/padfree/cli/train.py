@@ -175,10 +175,11 @@ def description(config: Config) -> Iterator[str]:
     """The settings as a recipe, the layout, the memory a device needs, and the plan of the first step."""
     import torch
 
+    from padfree.model.structure import skeleton
     from padfree.packing import CostModel, plan_step
     from padfree.train.costs import read_cost
     from padfree.train.decide import decide
-    from padfree.train.memory import estimate_memory, skeleton
+    from padfree.train.memory import estimate_memory
     from padfree.train.settle import device_memory, settle
     from padfree.train.sources import make_batcher
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig
+from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
 from padfree.planner.epoch import Shape
 from padfree.train.memory import MemoryEstimate, estimate_memory
-from padfree.train.parallelize import Checkpointing
 from padfree.train.settle import USABLE
 
 GIBIBYTE = 1 << 30

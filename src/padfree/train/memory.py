@@ -29,17 +29,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import Config
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
+from padfree.layers.compile import FIRST
+from padfree.layers.offload import AWAY
+from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
-from padfree.train.compiled import FIRST
-from padfree.train.offload import AWAY
-from padfree.train.parallelize import Checkpointing, layers_of
+from padfree.model.structure import layers_of, skeleton
 
 FLOAT32 = 4
 SIZES = {"float32": 4, "bfloat16": 2}
@@ -81,23 +81,6 @@ class MemoryEstimate:
     def host(self) -> int:
         states = (self.states if self.offloaded else 0) + (self.reference if self.reference_offloaded else 0)
         return states + self.activations_away
-
-
-def skeleton(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
-    """The model of a folder, a Hub id or a config file, on the meta device: shapes and no numbers."""
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # a config may hold anything, and each class finds out in its own way
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{setting}: the config of {path!r} cannot be used ({reason}); give a folder, a Hub id or a config file"
-        ) from error
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def estimate_memory(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.train.norms.kernels import Configuration, programs, sum_of_partials
+from padfree.layers.ops.triton_rms_norm import Configuration, programs, sum_of_partials
 
 FORWARD = Configuration(rows=32, warps=4, resident=4)
 BACKWARD = Configuration(rows=16, warps=4, stages=3, resident=4)

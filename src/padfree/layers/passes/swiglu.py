@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import padfree.train.gated  # noqa: F401 (the operators)
+import padfree.layers.ops.swiglu  # noqa: F401 (the operators)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -40,7 +40,7 @@ def _is_installed() -> bool:
     if tuple(int(part) for part in found.split(".")[:3] if part.isdigit()) < OLDEST:
         return False
     try:
-        import padfree.train.epilogues.kernels  # noqa: F401
+        import padfree.layers.ops.quack_matmul_epilogues  # noqa: F401
     except (ImportError, TypeError) as error:  # a TypeError where it is not installed among other packages
         message = f"quack-kernels {found} cannot be used, layers will be slower: {error}"
         warnings.warn(message, PadfreeWarning, stacklevel=2)

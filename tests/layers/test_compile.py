@@ -14,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from train_cases import LOSSES, make_engine, make_samples
 
 from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.train import compiled
-from padfree.train.compiled import Kept, mark_kept
+from padfree.layers import compile as compiled
+from padfree.layers.compile import Kept, mark_kept
+from padfree.layers.offload import HostMemory, _Call, _unpack
 from padfree.train.engine import Engine
-from padfree.train.offload import HostMemory, _Call, _unpack
 
 BACKEND = "aot_eager_decomp_partition"
 

@@ -7,7 +7,8 @@
 The three tensors of a row's width F are the largest of a layer: where activations are computed again, backward needs
 all six at once, unless it writes over what it has read. The arithmetic is float32, and results are rounded once.
 
-On a GPU these are Triton kernels (`kernels.py`), elsewhere what is below. `graph.py` puts them into compiled layers.
+On a GPU these are Triton kernels (`triton_swiglu`), elsewhere what is below. `passes.swiglu` puts them into
+compiled layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.train.precision import has_kernels, wide_type
+from padfree.layers.ops.precision import has_kernels, wide_type
 
 SWIGLU = "padfree::swiglu"
 BACKWARD = "padfree::swiglu_backward"
@@ -51,7 +52,7 @@ def _silu(gate: Tensor) -> Tensor:
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if not has_kernels(gate):
         return swiglu(gate, up).contiguous()
-    from padfree.train.gated import kernels
+    from padfree.layers.ops import triton_swiglu as kernels
 
     return kernels.forward(gate, up)
 
@@ -61,7 +62,7 @@ def _swiglu_backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
     if not has_kernels(gate):
         dgate, dup = swiglu_backward(dact, gate, up)
         return dgate.contiguous(), dup.contiguous()
-    from padfree.train.gated import kernels
+    from padfree.layers.ops import triton_swiglu as kernels
 
     return kernels.backward(dact, gate, up)
 
@@ -73,7 +74,7 @@ def _swiglu_backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None
         for place, result in ((dact, act), (gate, dgate), (up, dup)):
             place.copy_(result)
         return
-    from padfree.train.gated import kernels
+    from padfree.layers.ops import triton_swiglu as kernels
 
     kernels.backward_overwriting(dact, gate, up)
 

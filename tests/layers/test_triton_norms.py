@@ -12,8 +12,8 @@ import torch
 from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
-from padfree.train.norms import norm, norm_backward
-from padfree.train.norms.rotated import rotated_norm, rotated_norm_backward
+from padfree.layers.ops.qk_norm_rope import rotated_norm, rotated_norm_backward
+from padfree.layers.ops.rms_norm import norm, norm_backward
 
 EPS = 1e-6
 # D in one chunk, several, several and a part of one; with the chosen configuration and with others
@@ -32,7 +32,7 @@ def test_in_the_interpreter() -> None:
 
 def test_numbers_per_thread() -> None:
     pytest.importorskip("triton")
-    from padfree.train.norms.kernels import choose
+    from padfree.layers.ops.triton_rms_norm import choose
 
     for width in (64, 1024, 2560, 2880, 4096, 5120, 8192):
         for by in choose(width):
@@ -45,7 +45,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def configuration(values: dict[str, int] | None) -> Any:
-    from padfree.train.norms.kernels import Configuration
+    from padfree.layers.ops.triton_rms_norm import Configuration
 
     return None if values is None else Configuration(**values)
 
@@ -54,7 +54,7 @@ def configuration(values: dict[str, int] | None) -> Any:
 @pytest.mark.parametrize("values", CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_plain_torch(shape: tuple[int, int], values: dict[str, int] | None) -> None:
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     by = configuration(values)
     a, b = (random(1, *shape, seed=seed) for seed in (0, 1))
@@ -76,7 +76,7 @@ def test_against_plain_torch(shape: tuple[int, int], values: dict[str, int] | No
 @pytest.mark.parametrize("shape", [(3, 64), (2, 300)], ids=str)
 @pytest.mark.parametrize("values", CONFIGURATIONS[:2], ids=str)
 def test_half_precision(shape: tuple[int, int], dtype: torch.dtype, values: dict[str, int] | None) -> None:
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     by = configuration(values)
     a, b, *dys = (random(1, *shape, seed=seed, dtype=dtype) for seed in range(4))
@@ -93,7 +93,7 @@ def test_half_precision(shape: tuple[int, int], dtype: torch.dtype, values: dict
 
 @needs_kernels
 def test_any_number_of_gradients_and_none_of_the_weight() -> None:
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     x, weight = random(1, 3, 64, seed=0), random(64, seed=1)
     dys = [random(3, 64, seed=2 + index) for index in range(5)]
@@ -105,7 +105,7 @@ def test_any_number_of_gradients_and_none_of_the_weight() -> None:
 
 @needs_kernels
 def test_twice_the_same() -> None:
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     num_rows, width = (10, 64) if INTERPRETED else (5000, 2560)
     x, dy = random(num_rows, width, seed=0), random(num_rows, width, seed=1)
@@ -135,7 +135,7 @@ def by_if_given(values: dict[str, int] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("values", CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
 def test_rotated_against_plain_torch(shape: tuple[int, int, int], values: dict[str, int] | None) -> None:
-    from padfree.train.norms import rotated_kernels
+    from padfree.layers.ops.rms_norm import rotated_kernels
 
     by = by_if_given(values)
     dy, x, weight, cos, sin = rotated_inputs(shape)
@@ -156,7 +156,7 @@ def test_rotated_against_plain_torch(shape: tuple[int, int, int], values: dict[s
 def test_rotated_in_half_precision(
     shape: tuple[int, int, int], dtype: torch.dtype, values: dict[str, int] | None
 ) -> None:
-    from padfree.train.norms import rotated_kernels
+    from padfree.layers.ops.rms_norm import rotated_kernels
 
     by = by_if_given(values)
     dy, x, weight, cos, sin = rotated_inputs(shape, dtype)
@@ -170,7 +170,7 @@ def test_rotated_in_half_precision(
 @needs_kernels
 def test_rotated_heads_that_are_not_contiguous() -> None:
     """As attention gives their gradients back: [1, H, T, d], transposed."""
-    from padfree.train.norms import rotated_kernels
+    from padfree.layers.ops.rms_norm import rotated_kernels
 
     dy, x, weight, cos, sin = rotated_inputs((5, 3, 16))
     strided_dy, strided_x = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (dy, x))
@@ -184,7 +184,7 @@ def test_rotated_heads_that_are_not_contiguous() -> None:
 
 @needs_kernels
 def test_rotated_twice_the_same() -> None:
-    from padfree.train.norms import rotated_kernels
+    from padfree.layers.ops.rms_norm import rotated_kernels
 
     dy, x, weight, cos, sin = rotated_inputs((30, 2, 16) if INTERPRETED else (3000, 8, 128))
     _, rstd = rotated_kernels.forward(x, weight, cos, sin, EPS)

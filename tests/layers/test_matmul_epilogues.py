@@ -13,11 +13,11 @@ from graph_cases import calls, graphs_after
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from padfree.train.compiled import Kept, compile_layers
-from padfree.train.epilogues import graph as epilogues
-from padfree.train.epilogues import support
-from padfree.train.epilogues.support import has_epilogues, is_supported
-from padfree.train.gated import swiglu, swiglu_backward
+from padfree.layers.compile import Kept, compile_layers
+from padfree.layers.ops.matmul_epilogues import support
+from padfree.layers.ops.quack_support import has_epilogues, is_supported
+from padfree.layers.ops.swiglu import swiglu, swiglu_backward
+from padfree.layers.passes import matmul_epilogues as epilogues
 from padfree.warning import PadfreeWarning
 
 OPS = torch.ops.padfree
@@ -77,11 +77,11 @@ def test_which_quack_will_do(monkeypatch: pytest.MonkeyPatch, version: str | Non
         return version
 
     monkeypatch.setattr(support, "version", found)
-    monkeypatch.setitem(sys.modules, "padfree.train.epilogues.kernels", None)
+    monkeypatch.setitem(sys.modules, "padfree.layers.ops.quack_matmul_epilogues", None)
     if new_enough:
         with pytest.warns(PadfreeWarning, match=f"quack-kernels {version} cannot be used"):
             assert not support._is_installed.__wrapped__(), "for it cannot be imported"
-        monkeypatch.setitem(sys.modules, "padfree.train.epilogues.kernels", support)
+        monkeypatch.setitem(sys.modules, "padfree.layers.ops.quack_matmul_epilogues", support)
     assert support._is_installed.__wrapped__() == new_enough
 
 
@@ -118,9 +118,9 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the passes, of layers that are narrow and on a CPU."""
-    monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
-    monkeypatch.setattr("padfree.train.compiled._has_epilogues", lambda row: True)
-    with graphs_after("padfree.train.epilogues.graph.overwrite") as seen:
+    monkeypatch.setattr("padfree.layers.compile._pays", lambda row: True)
+    monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda row: True)
+    with graphs_after("padfree.layers.passes.matmul_epilogues.overwrite") as seen:
         yield seen
 
 
@@ -228,7 +228,7 @@ def test_a_compiled_layer_is_as_exact_as_without_them(monkeypatch: pytest.Monkey
     def compiled(fused: bool) -> list[list[Tensor]]:
         torch._dynamo.reset()
         if not fused:
-            monkeypatch.setattr("padfree.train.compiled._has_epilogues", lambda row: False)
+            monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda row: False)
         layer = Layer(2048, 4096).to("cuda", torch.bfloat16)
         compile_layers([layer], "inductor", kept)
         return [gradients(layer, x) for x in rows]

@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb, rotate_half
 
 from padfree.cp.shard import shard
+from padfree.layers.compile import PRODUCTS, GraphPass, _compiled, compile_layers
+from padfree.layers.passes import matmul_epilogues as epilogues
+from padfree.layers.passes.norms import gather, replace_norms
+from padfree.layers.passes.swiglu import overwrite
 from padfree.model import attach, hidden_states
-from padfree.train.compiled import PRODUCTS, GraphPass, _compiled, compile_layers
-from padfree.train.epilogues import graph as epilogues
-from padfree.train.gated.graph import overwrite
-from padfree.train.norms.graph import gather, replace_norms
-from padfree.train.parallelize import layers_of
+from padfree.model.structure import layers_of
 
 BACKEND = "aot_eager_decomp_partition"
 BACKWARD = torch.ops.padfree.rms_norm_backward.default
@@ -29,7 +29,7 @@ VIEWS = [torch.ops.aten.unsqueeze.default, torch.ops.aten.permute.default, torch
 @pytest.fixture(autouse=True)
 def as_on_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers get the operators here, too."""
-    monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
+    monkeypatch.setattr("padfree.layers.compile._pays", lambda row: True)
 
 
 def operators(graph: fx.Graph) -> list[str]:
@@ -308,7 +308,7 @@ def backward_nodes(seen: list[fx.Graph]) -> list[fx.Node]:
 @pytest.fixture
 def seen() -> Iterator[list[fx.Graph]]:
     """The graphs after the pass."""
-    with graphs_after("padfree.train.compiled.gather") as graphs:
+    with graphs_after("padfree.layers.compile.gather") as graphs:
         yield graphs
 
 
@@ -407,7 +407,7 @@ def bfloat16_errors(make: Callable[[], nn.Module], around: Callable[[nn.Module],
 
 
 def leave_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("padfree.train.compiled.replace_norms", lambda graph, products: 0)
+    monkeypatch.setattr("padfree.layers.compile.replace_norms", lambda graph, products: 0)
 
 
 @pytest.mark.slow
@@ -451,7 +451,7 @@ def test_the_caches_of_the_compiler_know_the_passes() -> None:
         return graph
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("padfree.train.compiled.lookup_backend", lambda name: backend)
+        patch.setattr("padfree.layers.compile.lookup_backend", lambda name: backend)
         _compiled(fx.symbolic_trace(nn.Linear(2, 2)), (), backend=backend, kept="none")
     assert all(seen)
     assert seen[0] != seen[1]

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import padfree.train.norms.rotated  # noqa: F401 (the operators)
-from padfree.train.nodes import arguments, erase, is_plain_sum, same_sizes
+import padfree.layers.ops.qk_norm_rope  # noqa: F401 (the operators)
+from padfree.layers.passes.nodes import arguments, erase, is_plain_sum, same_sizes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RESHAPES = ("view", "reshape", "flatten")

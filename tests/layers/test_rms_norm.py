@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from padfree.train.norms import norm_backward
-from padfree.train.norms.rotated import rotated_norm_backward
+from padfree.layers.ops.qk_norm_rope import rotated_norm_backward
+from padfree.layers.ops.rms_norm import norm_backward
 
 EPS = 1e-6
 HALF_TYPES = [torch.bfloat16, torch.float16]

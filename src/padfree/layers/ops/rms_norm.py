@@ -12,8 +12,8 @@ gradients of y that come from several products: their sum is never written. Nor 
 that passes by the norm, is added to it. Each of `dys` may have the rows of x in another shape, such as [T, D] for
 [1, T, D].
 
-On a GPU these are Triton kernels (`kernels.py`), elsewhere what is below. `rotated.py` has the norms of heads, and
-`graph.py` puts them all into compiled layers.
+On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere what is below. `qk_norm_rope` has the norms of heads, and
+`passes.norms` puts them all into compiled layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padfree.train.precision import has_kernels, wide_type
+from padfree.layers.ops.precision import has_kernels, wide_type
 
 RMS_NORM = "padfree::rms_norm"
 ADD_RMS_NORM = "padfree::add_rms_norm"
@@ -71,7 +71,7 @@ def norm_backward(
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
         return norm(x, weight, eps)
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     y, _, rstd = kernels.forward(x, None, weight, eps)
     return y, rstd
@@ -83,7 +83,7 @@ def _add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Ten
         total = (a + b).contiguous()
         y, rstd = norm(total, weight, eps)
         return y, total, rstd
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     return kernels.forward(a, b, weight, eps)
 
@@ -95,7 +95,7 @@ def _rms_norm_backward(
     if not has_kernels(x):
         dx, dweight = norm_backward(dys, x, weight, rstd, residual)
         return dx, dweight if weight_gradient else weight.new_empty(0)
-    from padfree.train.norms import kernels
+    from padfree.layers.ops import triton_rms_norm as kernels
 
     return kernels.backward(dys, x, weight, rstd, residual, weight_gradient=weight_gradient)
 

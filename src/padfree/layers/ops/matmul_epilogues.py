@@ -7,8 +7,8 @@
 
 b may lie in memory either way, as `torch.mm` has it. The arithmetic is float32, and results are rounded once.
 
-On Hopper these are the products of `quack-kernels` with epilogues of ours (`kernels.py`), elsewhere what is below.
-`graph.py` puts them into compiled layers.
+On Hopper these are the products of `quack-kernels` with epilogues of ours (`quack_matmul_epilogues`), elsewhere
+what is below. `passes.matmul_epilogues` puts them into compiled layers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.train.epilogues.support import is_supported
-from padfree.train.gated import swiglu, swiglu_backward
+from padfree.layers.ops.quack_support import is_supported
+from padfree.layers.ops.swiglu import swiglu, swiglu_backward
 
 ADD = "padfree::mm_add"
 SWIGLU = "padfree::mm_swiglu"
@@ -34,7 +34,7 @@ torch.library.define(OVERWRITING, "(Tensor a, Tensor b, Tensor(a!) gate, Tensor(
 def _mm_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if not is_supported(a, b):
         return torch.addmm(c, a, b)
-    from padfree.train.epilogues import kernels
+    from padfree.layers.ops import quack_matmul_epilogues as kernels
 
     out = torch.empty_like(c, memory_format=torch.contiguous_format)
     kernels.add(a, b, c, out)
@@ -46,7 +46,7 @@ def _mm_swiglu(a: Tensor, b: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     if not is_supported(a, b):
         up = a @ b
         return up, swiglu(gate, up).contiguous()
-    from padfree.train.epilogues import kernels
+    from padfree.layers.ops import quack_matmul_epilogues as kernels
 
     up, act = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     kernels.swiglu(a, b, gate, up, act)
@@ -70,7 +70,7 @@ def _backward_into(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor
         for place, result in zip((dgate, dup), swiglu_backward(a @ b, gate, up), strict=True):
             place.copy_(result)
         return
-    from padfree.train.epilogues import kernels
+    from padfree.layers.ops import quack_matmul_epilogues as kernels
 
     kernels.swiglu_backward(a, b, gate, up, dgate, dup)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from padfree.train.compiled import GraphPass
+from padfree.layers.compile import GraphPass
 
 
 @contextmanager

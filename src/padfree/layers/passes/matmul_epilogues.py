@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-import padfree.train.epilogues  # noqa: F401 (the operators)
-from padfree.train.epilogues.support import is_whole
-from padfree.train.nodes import arguments, erase, is_plain_sum
+import padfree.layers.ops.matmul_epilogues  # noqa: F401 (the operators)
+from padfree.layers.ops.quack_support import is_whole
+from padfree.layers.passes.nodes import arguments, erase, is_plain_sum
 
 ATEN = torch.ops.aten
 RESHAPES = (ATEN.view.default, ATEN.reshape.default, ATEN.unsqueeze.default)

@@ -1,9 +1,9 @@
 """`torch.compile` of each layer, and what a compiled layer keeps for its backward pass.
 
 Attention is one operator in a layer's graph (over context ranks: a break in it). On a GPU so are the norms and the
-gated activation of wide layers: see `padfree.train.norms` and `padfree.train.gated`. On Hopper the products around the
-activation compute it as well: `padfree.train.epilogues`. The numbers of tokens and of samples are variables from the
-first row on; what never changes stays constant. Of a decoder layer
+gated activation of wide layers: see `layers.ops.rms_norm` and `layers.ops.swiglu`. On Hopper the matmuls around
+the activation compute it as well: `layers.ops.matmul_epilogues`. The numbers of tokens and of samples are variables from the first row
+on; what never changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
 
@@ -12,7 +12,7 @@ backward is given
     none        whatever the compiler finds best
     input       x; everything is computed again, all products but the last one
     selective   x and the result of attention
-    host        the products q k v o as well, and most of this waits in the host's memory: see `padfree.train.offload`.
+    host        the products q k v o as well, and most of this waits in the host's memory: see `padfree.layers.offload`.
                 The first layers keep their input alone: the link to the host needs the time, and nearly all gradients
                 are there when backward comes to them
 
@@ -34,12 +34,12 @@ from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from padfree.train import nodes
-from padfree.train.epilogues import graph as epilogues
-from padfree.train.epilogues.support import has_epilogues
-from padfree.train.gated.graph import overwrite, replace_gated
-from padfree.train.norms.graph import gather, replace_norms
-from padfree.train.offload import HostMemory
+from padfree.layers.offload import HostMemory
+from padfree.layers.ops.quack_support import has_epilogues
+from padfree.layers.passes import matmul_epilogues as epilogues
+from padfree.layers.passes import nodes
+from padfree.layers.passes.norms import gather, replace_norms
+from padfree.layers.passes.swiglu import overwrite, replace_gated
 
 Kept = Literal["none", "input", "selective", "host"]
 

@@ -13,11 +13,11 @@ from models import build, row
 from torch import Tensor, fx, nn
 
 from padfree.cp.shard import shard
+from padfree.layers.compile import PRODUCTS, Kept, compile_layers
+from padfree.layers.ops.swiglu import swiglu, swiglu_backward
+from padfree.layers.passes.swiglu import replace_gated
 from padfree.model import attach, hidden_states
-from padfree.train.compiled import PRODUCTS, Kept, compile_layers
-from padfree.train.gated import swiglu, swiglu_backward
-from padfree.train.gated.graph import replace_gated
-from padfree.train.parallelize import layers_of
+from padfree.model.structure import layers_of
 
 OPS = torch.ops.padfree
 
@@ -114,8 +114,8 @@ def gradients(module: nn.Module, rows: int) -> list[Tensor]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the pass, of layers that are narrow and on a CPU."""
-    monkeypatch.setattr("padfree.train.compiled._pays", lambda row: True)
-    with graphs_after("padfree.train.compiled.overwrite") as seen:
+    monkeypatch.setattr("padfree.layers.compile._pays", lambda row: True)
+    with graphs_after("padfree.layers.compile.overwrite") as seen:
         yield seen
 
 
@@ -157,7 +157,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 5, 700), (0, 8)], ids=str)
 def test_kernels_against_plain_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from padfree.train.gated import kernels
+    from padfree.layers.ops import triton_swiglu as kernels
 
     dact, gate, up = (random(*shape, seed=seed, dtype=dtype).to(DEVICE) for seed in range(3))
     act, (dgate, dup) = swiglu(gate, up), swiglu_backward(dact, gate, up)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padfree.train.norms import norm_backward
-from padfree.train.precision import has_kernels, wide_type
+from padfree.layers.ops.precision import has_kernels, wide_type
+from padfree.layers.ops.rms_norm import norm_backward
 
 ROTATED = "padfree::rotated_rms_norm"
 BACKWARD = "padfree::rotated_rms_norm_backward"
@@ -54,9 +54,9 @@ def rotated_norm_backward(
 def _rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
         return rotated_norm(x, weight, cos, sin, eps)
-    from padfree.train.norms import rotated_kernels
+    from padfree.layers.ops import triton_qk_norm_rope
 
-    return rotated_kernels.forward(x, weight, cos, sin, eps)
+    return triton_qk_norm_rope.forward(x, weight, cos, sin, eps)
 
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
@@ -66,9 +66,9 @@ def _rotated_backward(
     if not has_kernels(x):
         dx, dweight = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
         return dx, dweight if weight_gradient else weight.new_empty(0)
-    from padfree.train.norms import rotated_kernels
+    from padfree.layers.ops import triton_qk_norm_rope
 
-    return rotated_kernels.backward(dy, x, weight, rstd, cos, sin, weight_gradient=weight_gradient)
+    return triton_qk_norm_rope.backward(dy, x, weight, rstd, cos, sin, weight_gradient=weight_gradient)
 
 
 @torch.library.register_fake(ROTATED)  # type: ignore[untyped-decorator]

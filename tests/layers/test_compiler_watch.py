@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.train.compiler_watch import CompilerWatch
+from padfree.layers.compiler_watch import CompilerWatch
 
 
 def test_compilations_are_counted_and_announced() -> None:
