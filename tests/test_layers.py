@@ -25,6 +25,7 @@ ABOVE_TRAIN = {
     "losses",
     "rollout",
     "layers",
+    "checkpoint",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "warning": set(),
@@ -40,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"warning", "attention"},
     "head": {"arrays", "batch"},
     "losses": {"arrays", "batch", "config"},
+    "checkpoint": {"distributed", "model"},
     "rollout": {"batch", "config", "data"},
     "train": ABOVE_TRAIN | {"warning"},
     "compat": ABOVE_TRAIN | {"train"},

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from train_cases import LOSSES, LR, alone, make_engine, make_samples, small_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.export import export_model
 from padfree.model.load import load_model, named_tensors
-from padfree.train.checkpoint import Checkpointer
 from padfree.train.optimizer import gradient_norm, scale_gradients
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.setup import build_engine

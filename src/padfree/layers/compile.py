@@ -2,8 +2,8 @@
 
 Attention is one operator in a layer's graph (over context ranks: a break in it). On a GPU so are the norms and the
 gated activation of wide layers: see `layers.ops.rms_norm` and `layers.ops.swiglu`. On Hopper the matmuls around
-the activation compute it as well: `layers.ops.matmul_epilogues`. The numbers of tokens and of samples are variables from the first row
-on; what never changes stays constant. Of a decoder layer
+the activation compute it as well: `layers.ops.matmul_epilogues`. The numbers of tokens and of samples are
+variables from the first row on; what never changes stays constant. Of a decoder layer
 
     x -> norm -> q k v -> norm, rotation -> attention -> o -> (+ x) -> norm -> gate, up -> activation -> down -> (+)
 

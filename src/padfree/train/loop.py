@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from padfree.batch import Sample
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import PolicySettings, ReinforceSettings
 from padfree.model.load import raise_together
-from padfree.train.checkpoint import Checkpointer
 from padfree.train.credit import signal_of, with_advantages
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep

@@ -12,8 +12,8 @@ gradients of y that come from several products: their sum is never written. Nor 
 that passes by the norm, is added to it. Each of `dys` may have the rows of x in another shape, such as [T, D] for
 [1, T, D].
 
-On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere what is below. `qk_norm_rope` has the norms of heads, and
-`passes.norms` puts them all into compiled layers.
+On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere what is below. `qk_norm_rope` has the norms of heads,
+and `passes.norms` puts them all into compiled layers.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from padfree.checkpoint import checkpointer as checkpoint
+from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.manifest import CheckpointError, write_safetensors
 from padfree.distributed.collectives import PeerLostError
-from padfree.train import checkpoint
-from padfree.train.checkpoint import Checkpointer
-from padfree.train.manifest import CheckpointError, write_safetensors
 
 
 class Tiny(nn.Module):

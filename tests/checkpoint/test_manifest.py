@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from padfree.train.manifest import DTYPES, Reader, describe_optimizer, join_manifest, state_tensors, write_safetensors
+from padfree.checkpoint.manifest import (
+    DTYPES,
+    Reader,
+    describe_optimizer,
+    join_manifest,
+    state_tensors,
+    write_safetensors,
+)
 
 
 def test_written_files_are_safetensors(tmp_path: Path) -> None:

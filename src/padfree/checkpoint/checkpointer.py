@@ -49,10 +49,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from padfree.distributed.collectives import watching
-from padfree.model.export import sync
-from padfree.model.load import local_part, local_region
-from padfree.train.manifest import (
+from padfree.checkpoint.manifest import (
     DTYPES,
     FORMAT,
     MANIFEST,
@@ -76,6 +73,9 @@ from padfree.train.manifest import (
     write_safetensors,
     write_text,
 )
+from padfree.distributed.collectives import watching
+from padfree.model.export import sync
+from padfree.model.load import local_part, local_region
 
 LATEST = "latest"
 NAME = re.compile(r"step-\d{8,}(\.\d+)?")

@@ -9,7 +9,7 @@
 A model with adapters is saved without the weights below them, which every start reads from where they came from; what
 is kept of them is a fingerprint, so that the adapters are not put on other weights.
 
-Nothing here talks to other ranks; `padfree.train.checkpoint` does.
+Nothing here talks to other ranks; `padfree.checkpoint.checkpointer` does.
 """
 
 from __future__ import annotations
