@@ -26,6 +26,7 @@ ABOVE_TRAIN = {
     "rollout",
     "layers",
     "checkpoint",
+    "estimate",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "warning": set(),
@@ -41,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"warning", "attention"},
     "head": {"arrays", "batch"},
     "losses": {"arrays", "batch", "config"},
+    "estimate": {"config", "head", "layers", "model", "packing"},
     "checkpoint": {"distributed", "model"},
     "rollout": {"batch", "config", "data"},
     "train": ABOVE_TRAIN | {"warning"},

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from padfree.config import Config
 from padfree.distributed import Mesh
+from padfree.estimate.memory import estimate_memory
 from padfree.train import settle as module
-from padfree.train.memory import estimate_memory
 from padfree.train.settle import USABLE, settle, settle_on
 
 GIB = 1 << 30

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.cp.shard import shard
+from padfree.estimate.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, token_bytes
 from padfree.head import fused_loss
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import SAVED_MATMULS, recompute_layers
 from padfree.model import attach, hidden_states
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, skeleton
-from padfree.train.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, token_bytes
 from padfree.train.optimizer import make_optimizer
 
 TOKENS = (130, 126)
