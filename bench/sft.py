@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from padfree.batch import Sample
 from padfree.check.padded import padded_loss
 from padfree.data import SFTDataSettings, load_sft
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 from padfree.losses import SFTSettings
 from padfree.packing import FixedSizeBatcher
 from padfree.train.engine import Engine, LossSettings

@@ -51,7 +51,7 @@ from step_ways import (
 )
 
 from padfree.attention import choose_backend
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
 from padfree.train.engine import PendingStep

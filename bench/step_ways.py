@@ -24,7 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from padfree.batch import Sample
 from padfree.check.padded import padded_rows
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
 from padfree.packing import collate

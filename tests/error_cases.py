@@ -53,7 +53,7 @@ from padfree.data import (
     number_after_hashes,
     read_rollouts,
 )
-from padfree.dist.mesh import distributed
+from padfree.distributed.mesh import distributed
 from padfree.head import fused_loss, score
 from padfree.model import attach
 from padfree.model.export import export_model

@@ -20,7 +20,7 @@ from transformers import MambaConfig
 from padfree.batch import PackedBatch, Sample
 from padfree.check import CheckReport, check_model, random_samples
 from padfree.check.packed import Variation
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.train.microbatch import RowSettings
 
 ALONE, REVERSED = "every sample in a row alone", "a few rows, samples reversed"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from padfree.batch import AttnContext, Segments
 from padfree.cp import attend, communication_bytes, gather_tokens, make_layout
-from padfree.dist import PeerLostError
+from padfree.distributed import PeerLostError
 
 METHODS = ("allgather", "ring", "ulysses")
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import LoraConfig
 from padfree.cp.shard import shard
-from padfree.dist import make_mesh
+from padfree.distributed import make_mesh
 from padfree.head import score
 from padfree.model import attach, hidden_states
 from padfree.model.export import export_adapters, export_model

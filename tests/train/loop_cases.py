@@ -11,7 +11,7 @@ from train_cases import VOCABULARY, make_samples
 
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.train.loop import Loop
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.sources import make_batcher

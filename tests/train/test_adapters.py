@@ -15,13 +15,13 @@ from distributed import run_ranks
 from torch import Tensor
 from train_cases import LOSSES, LR, VOCABULARY, alone, make_engine, make_samples, small_model, two_steps
 
+from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.manifest import CheckpointError
 from padfree.config import Config, LoraConfig, config_from_dict
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import clean_name
 from padfree.model.lora import is_adapter
-from padfree.train.checkpoint import Checkpointer
 from padfree.train.engine import Engine
-from padfree.train.manifest import CheckpointError
 from padfree.train.setup import build_engine, export
 
 LORA = LoraConfig(rank=2, alpha=4.0)

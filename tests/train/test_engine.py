@@ -14,7 +14,7 @@ from torch import Tensor
 from train_cases import LOSSES, LR, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 from padfree.batch import Sample
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.losses import SFTSettings
 from padfree.train.engine import LossSettings, NonFiniteError, StepReport
 

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 from train_cases import LOSSES, make_engine, make_samples, small_model, two_steps
 
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import padfree
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 from padfree.train.events import Events, environment
 
 

@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from train_cases import alone as alone_mesh
 from train_cases import weights_of
 
-import padfree.dist.collectives as collectives
+import padfree.distributed.collectives as collectives
 from padfree.batch import Sample
+from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.manifest import CheckpointError
 from padfree.cli.main import main
 from padfree.config import Config
-from padfree.dist import Mesh, failing_together, make_mesh
-from padfree.train.checkpoint import Checkpointer
+from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from padfree.train.manifest import CheckpointError
 from padfree.train.metrics import MetricsFile
 from padfree.train.signals import SAME
 from padfree.train.sources import make_batcher

@@ -19,7 +19,7 @@ from train_cases import alone, weights_of
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.train.determinism import deterministic
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.loop import Loop, RunResult

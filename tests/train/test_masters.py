@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from train_cases import LOSSES, MAX_TOKENS, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 from padfree.config import LoraConfig
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.train.masters import computing
 from padfree.train.parallelize import inside
 

@@ -12,9 +12,9 @@ import torch
 from train_cases import make_samples, small_model
 
 from padfree.data import read_rollouts
+from padfree.estimate.flops import Flops, peak_tflops
 from padfree.packing import CostModel, plan_step
 from padfree.train.engine import StepReport
-from padfree.train.flops import Flops, peak_tflops
 from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
 
 CPU = torch.device("cpu")

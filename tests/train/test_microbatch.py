@@ -13,7 +13,7 @@ import torch.distributed as dist
 from train_cases import alone, make_samples
 
 from padfree.batch import IGNORE, Sample
-from padfree.dist import Axis, Mesh
+from padfree.distributed import Axis, Mesh
 from padfree.train.microbatch import RowSettings, filler, make_micro_batch
 
 SETTINGS = RowSettings(layout="balanced")

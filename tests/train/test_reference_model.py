@@ -13,13 +13,13 @@ import torch.distributed as dist
 from distributed import run_ranks
 from train_cases import LR, alone, make_samples, small_model
 
+from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.manifest import CheckpointError
 from padfree.config import Config, config_from_dict
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import named_tensors
 from padfree.model.lora import is_adapter
-from padfree.train.checkpoint import Checkpointer
 from padfree.train.engine import Engine
-from padfree.train.manifest import CheckpointError
 from padfree.train.reference import AdapterReference, ModelReference, Reference
 from padfree.train.setup import build_engine, build_reference
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from padfree.batch import TOKEN_ARRAYS, Sample
-from padfree.train.checkpoint import Checkpointer
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
 
 COURSE: dict[str, int] = {"epochs": 2, "mini_batches": 2, "seed": 3, "number": 5}

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from padfree.batch import Sample
 from padfree.config import Config, LoraConfig, config_from_dict
-from padfree.dist import Mesh, distributed, make_mesh
+from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
 from padfree.train.parallelize import parallelize, transformations

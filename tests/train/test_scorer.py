@@ -13,7 +13,7 @@ from distributed import run_ranks
 from train_cases import alone, make_samples, small_model
 from transformers import PreTrainedModel
 
-from padfree.dist import Mesh, make_mesh
+from padfree.distributed import Mesh, make_mesh
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 

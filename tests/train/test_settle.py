@@ -10,9 +10,9 @@ from train_cases import alone
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from padfree.config import Config
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
+from padfree.estimate.memory import estimate_memory
 from padfree.train import settle as module
-from padfree.train.memory import estimate_memory
 from padfree.train.settle import USABLE, settle, settle_on
 
 GIB = 1 << 30

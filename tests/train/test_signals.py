@@ -11,7 +11,7 @@ import time
 import pytest
 from distributed import run_ranks
 
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 from padfree.train.signals import StopSignals, agreed
 
 

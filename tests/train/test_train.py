@@ -13,7 +13,7 @@ from models import save_with_tokenizer
 from transformers import AutoModelForCausalLM
 
 from padfree.config import Config, LossConfig, SequenceTISConfig, config_from_dict
-from padfree.dist import distributed, make_mesh
+from padfree.distributed import distributed, make_mesh
 from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
 from padfree.train.run import train
 from padfree.train.setup import build_engine, loss_settings

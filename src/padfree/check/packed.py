@@ -28,7 +28,7 @@ from padfree.batch import IGNORE, LayoutKind, Sample
 from padfree.check.compare import Extent, extent
 from padfree.check.source import ModelSource
 from padfree.cp import gather_tokens, shard
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import clean_name, load_model
 from padfree.train.engine import Engine, LossSettings, PreparedStep

@@ -39,7 +39,7 @@ from padfree.check.reference import Outcome, one_at_a_time, padded_pairs
 from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
 from padfree.check.samples import LONGEST, random_samples
 from padfree.check.source import ModelSource, model_source
-from padfree.dist import Mesh, distributed, make_mesh
+from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model
 from padfree.train.decide import check_fits
 

@@ -256,7 +256,7 @@ def make_data(demo: Demo) -> dict[str, Any]:
 
 def make_plan(demo: Demo) -> dict[str, Any]:
     from padfree import planner
-    from padfree.train.memory import skeleton
+    from padfree.model.structure import skeleton
     from padfree.train.settle import device_memory, settle
 
     here = torch.device("cpu")

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from padfree.attention import varlen_attention
 from padfree.cp.keys import KeyPlan, prepare_keys
 from padfree.cp.plan import ContextPlan
-from padfree.dist import exchange_rows
+from padfree.distributed import exchange_rows
 
 __all__ = ["attend_allgather", "local_attention", "prepare_keys"]
 

@@ -34,7 +34,7 @@ from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varl
 from padfree.batch import Segments
 from padfree.cp.plan import ContextPlan
 from padfree.cp.rows import Rows, concatenated, segments_of, select, to_device
-from padfree.dist import Ring
+from padfree.distributed import Ring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 class Passing(Protocol):
-    """What a ring can do: see `padfree.dist.Ring`."""
+    """What a ring can do: see `padfree.distributed.Ring`."""
 
     def post(self, *tensors: Tensor) -> None: ...
     def collect(self) -> tuple[Tensor, ...]: ...

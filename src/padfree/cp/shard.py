@@ -22,7 +22,7 @@ from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.plan import ContextPlan
 from padfree.cp.ring import prepare_steps
-from padfree.dist import all_gather_rows, reduce_scatter_rows
+from padfree.distributed import all_gather_rows, reduce_scatter_rows
 
 METHODS = ("allgather", "ring", "ulysses")
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
 from padfree.cp.plan import ContextPlan
-from padfree.dist import exchange_rows
+from padfree.distributed import exchange_rows
 
 
 def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:

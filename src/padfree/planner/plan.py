@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from padfree.batch import LayoutKind
+from padfree.estimate.memory import MemoryEstimate
 from padfree.planner.clock import Clock
 from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance, long_row
 from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnStep, Shape, plan_epoch
@@ -20,7 +21,6 @@ from padfree.planner.memory import GIBIBYTE, DeviceMemory
 from padfree.planner.padding import ROWS as PADDED_ROWS
 from padfree.planner.padding import USUAL_ROWS, Padded, padded
 from padfree.planner.steps import Lengths, Steps
-from padfree.train.memory import MemoryEstimate
 
 OTHER_CONTEXTS = (2, 4, 8)
 """For these numbers of context ranks a long row is laid out, whatever was asked for."""

@@ -20,7 +20,7 @@ metrics        what is written of each step; flops finds part of it, trackers pa
 events         what happened to a run besides its steps
 """
 
-from padfree.train.checkpoint import Checkpointer
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.train.engine import Engine, LossSettings, NonFiniteError, StepReport
 from padfree.train.loop import Loop, RunResult
 from padfree.train.optimizer import make_optimizer

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.dist import Mesh
-from padfree.train.parallelize import layers_of
+from padfree.distributed import Mesh
+from padfree.model.structure import layers_of
 
 
 class BusyClock:

@@ -32,12 +32,12 @@ from padfree.config.outputs import check_folder
 from padfree.data import TokenizedDataset
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
+from padfree.estimate.cost_file import read_cost
 from padfree.model import attach, lm_head_of
 from padfree.model.files import Init, open_model
 from padfree.model.load import raise_together
+from padfree.model.structure import skeleton
 from padfree.rollout import Prompt, stop_tokens
-from padfree.train.costs import read_cost
-from padfree.train.memory import skeleton
 from padfree.train.reference import check_same_tensors
 from padfree.train.resume import check_newest
 from padfree.train.run_folder import check_not_in_use, check_run_folder

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 import padfree
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.train.run_folder import writing
 
 FILE = "events.jsonl"

@@ -30,16 +30,16 @@ from typing import Any
 import torch
 
 from padfree.batch import Sample
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config
+from padfree.estimate.flops import Flops
+from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import PolicySettings, ReinforceSettings
 from padfree.model.load import raise_together
-from padfree.train.checkpoint import Checkpointer
-from padfree.train.compiler_watch import CompilerWatch
 from padfree.train.credit import signal_of, with_advantages
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.events import Events, environment
-from padfree.train.flops import Flops
 from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
 from padfree.train.reference import ModelReference, Reference
 from padfree.train.resume import KEY as MADE_WITH

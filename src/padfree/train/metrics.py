@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.estimate.flops import Flops
 from padfree.train.engine import StepReport
-from padfree.train.flops import Flops
 
 FILE = "metrics.jsonl"
 

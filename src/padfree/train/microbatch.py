@@ -21,7 +21,7 @@ from torch import Tensor
 
 from padfree.batch import IGNORE, LayoutKind, LocalBatch, PackedBatch, Sample
 from padfree.cp import shard
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.packing import collate
 
 Floats = NDArray[np.floating[Any]]

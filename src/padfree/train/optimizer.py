@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 
 
 def make_optimizer(

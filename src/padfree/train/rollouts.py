@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import load_reward
-from padfree.dist import Mesh, watching
+from padfree.distributed import Mesh, watching
 from padfree.model.export import whole_tensors
 from padfree.model.load import load_model, named_tensors
 from padfree.rollout import Prompt, Request, Response, stop_tokens, write_responses

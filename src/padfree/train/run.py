@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from padfree.config import Config
 from padfree.data.prepare import Progress
-from padfree.dist import Mesh, distributed, make_mesh
+from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import raise_together
 from padfree.rollout import stop_tokens
 from padfree.train.decide import Decided, check_free, decide

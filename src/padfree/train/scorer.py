@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.cp.shard import gather_tokens
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.outputs import LmHead, unchecked_head

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from padfree.dist import Mesh
+from padfree.distributed import Mesh
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0

@@ -1,0 +1,183 @@
+"""Starting the processes of a run, and the groups they form.
+
+    8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
+
+    context    who share one packed row          0 1 | 2 3 | 4 5 | 6 7
+    data       who hold different samples        0 2 4 6 | 1 3 5 7
+    fsdp       who share one set of weights      0 1 2 3 | 4 5 6 7        (2-dimensional with `replicate`, else flat)
+    loss       whose sums make one loss          0 1 2 3 4 5 6 7
+
+Groups are asked for by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`.
+Neighbouring ranks share a row, because context parallelism talks in every layer and machines hold neighbouring ranks.
+Weights are sharded over data and context together, so that the gradients of context ranks are summed as well.
+
+One process needs no launcher: without torchrun's environment `init_distributed` makes a group of one, and everything
+downstream is the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from padfree.distributed.collectives import PeerLostError, failing_together
+
+DEFAULT_TIMEOUT = 600.0
+"""Seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Axis:
+    """One group of processes, and this process's place in it."""
+
+    rank: int
+    size: int
+    group: ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Mesh:
+    """The groups of this process, by purpose."""
+
+    device: torch.device
+    data: Axis
+    context: Axis
+    loss: Axis
+    fsdp: DeviceMesh
+
+
+def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
+    """Join the other processes of the run; this process's device.
+
+    `timeout` is in seconds, for one collective: that long a lost peer can go unnoticed. `device` is "cpu", "cuda" or
+    "auto". Does nothing but choose the device if the processes have met before.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: {device!r}; choose auto, cpu or cuda")
+    if timeout <= 0:
+        raise ValueError(f"timeout: {timeout} s; give more than 0")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: 'cuda', but torch sees no GPU; choose cpu, or install a CUDA build of torch")
+    cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK: {local_rank} on a machine of {torch.cuda.device_count()} GPUs; start one process per GPU"
+        )
+    chosen = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(chosen)
+    if dist.is_initialized():
+        return chosen
+    # Host tensors travel as well (metrics, checkpoints), so gloo is always there.
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    limit = timedelta(seconds=timeout)
+    if "WORLD_SIZE" in os.environ:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+            store.set_timeout(limit)
+            store = fresh_store(store, rank, world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    else:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
+    return chosen
+
+
+def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
+    """A part of the store with nothing in it of an earlier start of the processes. Every process calls it.
+
+    torchrun keeps its store when it starts the processes again (PyTorch's issue 135712), and the new ones would wait
+    for the addresses of dead ones. So nothing is believed that does not answer a word that was chosen just now:
+
+        rank r   says its word, waits for the answer to it, the name of this start, and confirms the name
+        rank 0   answers whatever word each rank has said last, again and again, until all have confirmed
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"padfree/word/{rank}", word)
+        name = store.get(f"padfree/answer/{word}").decode()
+        store.set(f"padfree/confirmed/{name}/{rank}", "")
+        return PrefixStore(name, store)
+    missing, deadline = set(range(1, world)), time.monotonic() + timeout
+    while missing:
+        if time.monotonic() > deadline:
+            raise PeerLostError(f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s")
+        for other in sorted(missing):
+            if store.check([f"padfree/confirmed/{word}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"padfree/word/{other}"]):
+                store.set(f"padfree/answer/{store.get(f'padfree/word/{other}').decode()}", word)
+        time.sleep(0.05)
+    return PrefixStore(word, store)
+
+
+def make_mesh(
+    device: torch.device | str, *, context: int = 1, replicate: int = 1, timeout: float = DEFAULT_TIMEOUT
+) -> Mesh:
+    """The groups of a run of data × context processes, in which `replicate` sets of processes hold all weights each.
+
+    `timeout` is that of a collective of these groups, as in `init_distributed`.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for name, size in (("context", context), ("replicate", replicate)):
+        if size < 1:
+            raise ValueError(f"{name}: {size}; give 1 or more")
+    if world % (context * replicate):
+        raise ValueError(
+            f"context {context} x replicate {replicate}: does not divide {world} processes; start a multiple of "
+            f"{context * replicate} processes, or lower one of them"
+        )
+    device = torch.device(device)
+    rows = np.arange(world).reshape(-1, context)
+    sets = np.arange(world).reshape(replicate, -1)
+    everybody = _axis(np.arange(world)[None], timeout)
+    data, shared = _axis(rows.T, timeout), _axis(rows, timeout)
+    if replicate == 1:
+        fsdp = DeviceMesh.from_group(everybody.group, device.type, mesh_dim_names=("fsdp",))
+    else:
+        groups = [_axis(sets.T, timeout).group, _axis(sets, timeout).group]
+        fsdp = DeviceMesh.from_group(groups, device.type, mesh=sets.tolist(), mesh_dim_names=("replicate", "fsdp"))
+    assert rank == everybody.rank
+    return Mesh(device=device, data=data, context=shared, loss=everybody, fsdp=fsdp)
+
+
+def _axis(groups: NDArray[np.int64], timeout: float) -> Axis:
+    """The one of these groups [number, size] that this process belongs to. Every process must call this alike."""
+    number, size = groups.shape
+    if number == 1:
+        group = dist.group.WORLD
+    else:
+        # Not init_device_mesh: its groups would wait for a lost peer as long as the backend's own default.
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            groups.tolist(), timeout=timedelta(seconds=timeout)
+        )
+    assert group is not None
+    return Axis(rank=group.rank(), size=size, group=group)
+
+
+@contextmanager
+def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
+    """`init_distributed` for the length of a block; the group is taken down at the end. Ranks fail together in it."""
+    already = dist.is_initialized()
+    chosen = init_distributed(device=device, timeout=timeout)
+    try:
+        with failing_together():
+            yield chosen
+    finally:
+        if not already:
+            dist.destroy_process_group()
