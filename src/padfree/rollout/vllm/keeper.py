@@ -1,7 +1,8 @@
 """A process between a run and a server that it has started: the server does not outlive the run.
 
     run ──pipe──▶ keeper ──▶ server and its workers, in a session of their own
-    the run ends, even by kill -9: the pipe closes  ->  SIGTERM to the session, after GRACE seconds SIGKILL
+    the run ends, even by kill -9: the pipe closes,
+    and the keeper has another parent               ->  SIGTERM to the session, after GRACE seconds SIGKILL
     the server ends                                 ->  the keeper ends with its exit status
 
     python keeper.py COMMAND ...        standard input is the pipe; standard output and error are the server's
@@ -26,15 +27,16 @@ POLL = 0.2
 
 
 def main(command: list[str]) -> int:
+    parent = os.getppid()
     os.setsid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through `finally` below
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        while server.poll() is None:
+        while server.poll() is None and os.getppid() == parent:
             readable, _, _ = select.select([sys.stdin], [], [], POLL)
             if readable and not os.read(sys.stdin.fileno(), 1024):
                 return 0
-        return server.returncode
+        return server.returncode or 0
     finally:
         _end(server)
 

@@ -41,10 +41,10 @@ ALIGNMENT = 64
 
 def register() -> None:
     """Called by vLLM in each of its processes, at their start."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in factory._registry:
-        factory.register_engine(BACKEND, _engine_class())
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
 
 
 # The form of a bucket, which both sides must know
@@ -160,7 +160,12 @@ def _engine_class() -> type[Any]:
             rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
             limit = timedelta(seconds=init_info.timeout)
             store = dist.TCPStore(
-                init_info.address, init_info.port, init_info.world, is_master=False, timeout=limit, wait_for_workers=False
+                init_info.address,
+                init_info.port,
+                init_info.world,
+                is_master=False,
+                timeout=limit,
+                wait_for_workers=False,
             )
             self._backend = init_info.backend
             self._group = join_group(
@@ -197,7 +202,9 @@ def _engine_class() -> type[Any]:
 
         def _received(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
             if self._group is None:
-                raise RuntimeError("padfree: a bucket by broadcast, but no process group; call /init_weight_transfer_engine")
+                raise RuntimeError(
+                    "padfree: a bucket by broadcast, but no process group; call /init_weight_transfer_engine"
+                )
             place = self.device if self._backend == "nccl" else torch.device("cpu")
             # A buffer of its own: the reload keeps views of it until their layer is complete.
             buffer = torch.empty(form.num_bytes, dtype=torch.uint8, device=place)
@@ -229,7 +236,7 @@ def _read(form: BucketForm, device: torch.device) -> Iterator[tuple[str, Tensor]
 
 
 def process_tied(model: nn.Module) -> None:
-    """Let heads and embeddings that share a weight derive from it again what they keep beside it (on the CPU a pack)."""
+    """Let heads and embeddings that share a weight derive again what they keep beside it (on the CPU a pack)."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}
