@@ -1,6 +1,6 @@
 """Rollouts from vLLM servers, over HTTP.
 
-    trainer, rank 0     weights ──process group, or files──▶ server 0, server 1, ...    a canary checks that they arrived
+    trainer, rank 0     weights ──process group, or files──▶ server 0, server 1, ...   a canary checks that they arrived
     trainer, all ranks  prompts (token ids) ──HTTP──▶ the least loaded server ──▶ token ids, log-probabilities, version
 
 http       one server: its routes, and a line for everything that can be wrong with an answer

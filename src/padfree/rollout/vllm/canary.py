@@ -90,12 +90,12 @@ class Canary:
         if not found["canary_difference"] <= self.limit:
             raise ValueError(
                 f"{what}, but its log-probabilities differ from the trainer's by {found['canary_difference']:.3g} a "
-                f"token ({server.given.mean():.4f} instead of {trainer.given.mean():.4f}), more than {self.limit:g}; {cure}"
+                f"token ({server.given.mean():.4f} instead of {trainer.given.mean():.4f}), over {self.limit:g}; {cure}"
             )
         if not drawn_apart <= self.limit:
             raise ValueError(
                 f"{what}, but the log-probabilities of drawn tokens differ by {drawn_apart:.3g} from the trainer's at "
-                f"the temperature of the run, more than {self.limit:g}; start it with --logprobs-mode processed_logprobs"
+                f"the temperature of the run, over {self.limit:g}; start it with --logprobs-mode processed_logprobs"
             )
         followed = self._followed(url, server, trainer)
         if followed is not None:

@@ -216,8 +216,8 @@ class Launcher(threading.Thread):
                 return
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"rollout.launch: {missing[0].server.url} did not answer within {seconds:g} s; raise rollout.timeout, "
-                    f"or see its output in {missing[0].log}"
+                    f"rollout.launch: {missing[0].server.url} did not answer within {seconds:g} s; raise "
+                    f"rollout.timeout, or see its output in {missing[0].log}"
                 )
             time.sleep(0.1)
 
