@@ -27,6 +27,7 @@ ABOVE_TRAIN = {
     "layers",
     "checkpoint",
     "estimate",
+    "record",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "warning": set(),
@@ -43,12 +44,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head": {"arrays", "batch"},
     "losses": {"arrays", "batch", "config"},
     "estimate": {"config", "head", "layers", "model", "packing"},
+    "record": {"batch", "config", "distributed", "model"},
     "checkpoint": {"distributed", "model"},
     "rollout": {"batch", "config", "data"},
     "train": ABOVE_TRAIN | {"warning"},
     "compat": ABOVE_TRAIN | {"train"},
     "page": set(),
-    "report": {"config", "page"},
+    "report": {"config", "page", "record"},
     "planner": ABOVE_TRAIN | {"train", "page"},
     "check": ABOVE_TRAIN | {"train"},
     "cli": ABOVE_TRAIN | {"warning", "train", "page", "report", "planner", "check"},

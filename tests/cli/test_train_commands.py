@@ -57,7 +57,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_missing_tracker_is_said_before_anything_is_loaded(
     overrides: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("padfree.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("padfree.record.trackers.find_spec", lambda name: None)
     changes = ["track.wandb=mine", "model.attention=fast"]
     assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes]) == 1
     assert "track.wandb: 'mine', but the package wandb is missing; pip install" in capsys.readouterr().err

@@ -33,8 +33,8 @@ from padfree.checkpoint.manifest import CheckpointError
 from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
+from padfree.record.metrics import MetricsFile
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from padfree.train.metrics import MetricsFile
 from padfree.train.signals import SAME
 from padfree.train.sources import make_batcher
 

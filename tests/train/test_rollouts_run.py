@@ -23,10 +23,10 @@ from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
+from padfree.record.run_folder import mark_run_folder
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rollouts import FILE, Rollouts, _Examples, copy_weights
 from padfree.train.run import train
-from padfree.train.run_folder import mark_run_folder
 from padfree.train.setup import build_engine
 from padfree.train.sources import load_source, load_tokenizer, make_batcher
 

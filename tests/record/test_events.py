@@ -13,7 +13,7 @@ import torch
 
 import padfree
 from padfree.distributed import distributed, make_mesh
-from padfree.train.events import Events, environment
+from padfree.record.events import Events, environment
 
 
 def test_lines_are_appended_also_after_half_a_line(tmp_path: Path) -> None:

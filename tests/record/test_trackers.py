@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from padfree.config import TrackConfig
-from padfree.train.trackers import FILE, Trackers, _name_of, require_trackers
+from padfree.record.trackers import FILE, Trackers, _name_of, require_trackers
 
 # Files and sockets that the packages leave open.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -64,7 +64,7 @@ def test_wandb_that_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         raise RefusalError("No API key\nconfigured")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=RefusalError, init=init))  # type: ignore[arg-type]
-    monkeypatch.setattr("padfree.train.trackers.require_trackers", lambda config: None)
+    monkeypatch.setattr("padfree.record.trackers.require_trackers", lambda config: None)
     with pytest.raises(
         ValueError, match=r"^track.wandb: 'p' cannot be used \(No API key configured\); log in .*offline"
     ):
@@ -116,7 +116,7 @@ def test_a_missing_package_is_named_before_anything_starts(
     name: str, origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = None if origin == "missing" else SimpleNamespace(origin=None)
-    monkeypatch.setattr("padfree.train.trackers.find_spec", lambda _: spec)
+    monkeypatch.setattr("padfree.record.trackers.find_spec", lambda _: spec)
     config = TrackConfig(**{name: True if name == "tensorboard" else "project"})  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=rf"^track.{name}: .* package {name} is missing; pip install 'padfree\[track\]'"

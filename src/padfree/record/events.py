@@ -25,9 +25,8 @@ import transformers
 
 import padfree
 from padfree.distributed import Mesh
-from padfree.train.run_folder import writing
-
-FILE = "events.jsonl"
+from padfree.record.files import EVENTS
+from padfree.record.run_folder import writing
 
 Kind = Literal["start", "settled", "resume", "compile", "stop", "end", "nonfinite"]
 
@@ -36,7 +35,7 @@ class Events:
     """`events.jsonl` in the run folder; ranks other than the first write nothing."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
-        self.path = folder / FILE
+        self.path = folder / EVENTS
         self._writes = rank == 0
         if self._writes:
             with writing(folder):

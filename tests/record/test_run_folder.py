@@ -21,9 +21,8 @@ from models import save_with_tokenizer
 
 from padfree.config import Config
 from padfree.model.export import RECORD
-from padfree.train import run_folder
-from padfree.train.run import train
-from padfree.train.run_folder import (
+from padfree.record import run_folder
+from padfree.record.run_folder import (
     HOLDER,
     LOCK,
     MARKER,
@@ -32,6 +31,7 @@ from padfree.train.run_folder import (
     mark_run_folder,
     read_identity,
 )
+from padfree.train.run import train
 
 
 def written(folder: Path, name: str, text: str = "precious") -> Path:
@@ -185,7 +185,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from test_run_folder import config_of
-from padfree.train.run_folder import held_run_folder
+from padfree.record.run_folder import held_run_folder
 try:
     with held_run_folder(config_of(Path({folder!r}))):
         print("held", flush=True)

@@ -34,12 +34,9 @@ from filelock import FileLock, Timeout
 
 import padfree
 from padfree.config import Config
+from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
-from padfree.model.load import raise_together
-
-MARKER, LOCK, HOLDER = "run.json", "run.lock", "run.holder.json"
-CHECKPOINTS, MODEL = "checkpoints", "model"
-"""Where in the folder checkpoints are, and where the trained model is exported to."""
+from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
 
 LOGS = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
@@ -232,7 +229,7 @@ def _read_holder(folder: Path) -> Holder | None:
 
 def _from_before_markers(folder: Path) -> bool:
     """Whether a version of padfree that wrote no marker has made this folder."""
-    settings = _read(folder / "config.json") or {}
+    settings = _read(folder / CONFIG) or {}
     if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
         return False
     return "folder" in settings["run"] and "path" in settings["data"] and "max_tokens" in settings["batch"]
