@@ -60,7 +60,7 @@ from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
 from padfree.page import Page
-from padfree.train.credit import with_advantages
+from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
 
 ROOT = Path(__file__).parents[1]

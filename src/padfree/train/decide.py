@@ -40,8 +40,8 @@ from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
-from padfree.train.reference import check_same_tensors
 from padfree.train.resume import check_newest
+from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
 from padfree.train.sources import Samples, Source, check_rollouts, load_source, load_tokenizer, make_batcher
 

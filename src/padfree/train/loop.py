@@ -12,7 +12,7 @@ never waits for the host. Its numbers come one update later then, and a checkpoi
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
-`padfree.train.rollout_batch`); the schedule follows from the step. So a resumed run makes the steps that an undisturbed
+`padfree.train.rl.update_batch`); the schedule follows from the step. So a resumed run makes the steps that an undisturbed
 one would have made, on any number of ranks.
 """
 
@@ -41,11 +41,9 @@ from padfree.record.files import CHECKPOINTS, CONFIG, NONFINITE
 from padfree.record.metrics import MetricsFile, write_samples
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
-from padfree.train.credit import signal_of, with_advantages
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
 from padfree.train.metrics import peak_memory_gib, reward_metrics, step_metrics
-from padfree.train.reference import ModelReference, Reference
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -54,7 +52,9 @@ from padfree.train.resume import (
     made_with,
     model_fields,
 )
-from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
+from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.reference_model import ModelReference, Reference
+from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.sources import Batcher

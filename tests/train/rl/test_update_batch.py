@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
+from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 
 COURSE: dict[str, int] = {"epochs": 2, "mini_batches": 2, "seed": 3, "number": 5}
 

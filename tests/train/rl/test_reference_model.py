@@ -20,7 +20,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import named_tensors
 from padfree.model.lora import is_adapter
 from padfree.train.engine import Engine
-from padfree.train.reference import AdapterReference, ModelReference, Reference
+from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.setup import build_engine, build_reference
 
 SAMPLES = make_samples()
