@@ -7,7 +7,7 @@ import torch
 from check_cases import make_samples
 from models import build
 
-from padfree.check.reference import one_at_a_time, padded_pairs
+from padfree.check.one_at_a_time import one_at_a_time, padded_pairs
 
 
 def test_one_at_a_time_is_the_loss_of_transformers() -> None:

@@ -9,7 +9,7 @@ import torch
 from check_cases import save_model
 from models import build
 
-from padfree.check.source import default_layers, first_layers, layer_number, model_source
+from padfree.check.model_source import default_layers, first_layers, layer_number, model_source
 from padfree.model.load import load_model
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from padfree.packing.cost import CostModel
-from padfree.packing.plan import StepPlan, plan_step
+from padfree.packing.step_plan import StepPlan, plan_step
 
 QWEN3_4B = {
     "hidden_size": 2560,

@@ -16,7 +16,7 @@ from padfree.packing import CostModel
 from padfree.planner.clock import Clock
 from padfree.planner.epoch import Shape
 from padfree.planner.page import fill_figure, lengths_figure, packs_figure, padded_figure, write_page
-from padfree.planner.plan import Plan, make_plan
+from padfree.planner.run_plan import Plan, make_plan
 from padfree.planner.steps import sft_steps
 from padfree.planner.suggest import Suggestion
 

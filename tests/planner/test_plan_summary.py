@@ -11,7 +11,7 @@ from planner_cases import config_of, log_normal
 from padfree.packing import CostModel
 from padfree.planner.clock import Clock
 from padfree.planner.epoch import Shape
-from padfree.planner.plan import device_tokens, make_plan
+from padfree.planner.run_plan import device_tokens, make_plan
 from padfree.planner.steps import Steps, sft_steps
 
 COST = CostModel(linear=1.0, quadratic=0.001)

@@ -12,8 +12,8 @@ never waits for the host. Its numbers come one update later then, and a checkpoi
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
-`padfree.train.rl.update_batch`); the schedule follows from the step. So a resumed run makes the steps that an undisturbed
-one would have made, on any number of ranks.
+`padfree.train.rl.update_batch`); the schedule follows from the step. So a resumed run makes the steps that an
+undisturbed one would have made, on any number of ranks.
 """
 
 from __future__ import annotations
