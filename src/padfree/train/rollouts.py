@@ -34,11 +34,11 @@ from padfree.data import load_reward
 from padfree.distributed import Mesh, watching
 from padfree.model.export import whole_tensors
 from padfree.model.load import load_model, named_tensors
+from padfree.record.files import ROLLOUTS
+from padfree.record.metrics import line_number
 from padfree.rollout import Prompt, Request, Response, stop_tokens, write_responses
 from padfree.rollout.noise import response_keys
-from padfree.train.metrics import line_number
 
-FILE = "rollouts.jsonl"
 NUM_SHOWN = 4
 """How many groups of a batch show their first response in the file."""
 
@@ -70,7 +70,7 @@ class Rollouts:
         )
         self.copy.train(False).requires_grad_(False)
         self.stops = stop_tokens(tokenizer, self.copy)
-        self._examples = _Examples(Path(config.run.folder) / FILE) if mesh.loss.rank == 0 else None
+        self._examples = _Examples(Path(config.run.folder) / ROLLOUTS) if mesh.loss.rank == 0 else None
 
     def samples(self, groups: Sequence[Sequence[Prompt]], batch: int) -> list[Sample]:
         """The samples of global batch number `batch`; every rank calls this alike and gets them all."""

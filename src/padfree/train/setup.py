@@ -41,7 +41,7 @@ from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
-from padfree.train.reference import AdapterReference, ModelReference, Reference
+from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.scorer import Scorer
 from padfree.train.settle import settle_on
 
