@@ -45,7 +45,7 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
     """Of ordinary text, where the tokenizer makes enough of it; else of token ids from all of the vocabulary."""
     length = max(2, min(LENGTH, longest - DRAWN))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
-    unknown = getattr(tokenizer, "unk_token_id", None)
+    unknown: Any = getattr(tokenizer, "unk_token_id", None)
     if len(ids) < length or max(ids) >= vocabulary or ids.count(unknown) > len(ids) // 4:
         ids = np.random.default_rng(0).integers(0, vocabulary, NUM_SEQUENCES * length).tolist()
     starts = np.linspace(0, len(ids) - length, NUM_SEQUENCES).astype(int) if len(ids) > length else [0]

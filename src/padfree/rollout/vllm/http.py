@@ -82,6 +82,11 @@ class Server:
         with self._connected(timeout) as connection:
             return self._version(connection)
 
+    def need_version(self, version: int, *, timeout: float) -> None:
+        """Nothing, where the server answers in time and has these weights."""
+        with self._connected(timeout) as connection:
+            self._need_version(connection, version)
+
     def complete(self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str) -> Response:
         """One response, by the weights of this version and no others."""
         body = {

@@ -26,14 +26,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 BACKEND = "padfree"
 ALIGNMENT = 64
@@ -92,7 +90,7 @@ def join_group(
         options._timeout = limit
         torch.cuda.set_device(device)
         return dist.ProcessGroupNCCL(store, rank, world, options)
-    kind: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+    kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._timeout = limit
     options._devices = [kind.create_device(hostname=address)]  # not what the host's name may stand for
@@ -159,7 +157,7 @@ def _engine_class() -> type[Any]:
             parallel = self.parallel_config
             rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
             limit = timedelta(seconds=init_info.timeout)
-            store = dist.TCPStore(
+            store = TCPStore(
                 init_info.address,
                 init_info.port,
                 init_info.world,
@@ -246,4 +244,5 @@ def process_tied(model: nn.Module) -> None:
             sharing.setdefault(weight.data_ptr(), []).append(module)
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else ():
-            module.quant_method.process_weights_after_loading(module)
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)

@@ -35,7 +35,7 @@ from padfree.model.load import raise_together
 from padfree.rollout.base import OnProgress, Response, SamplingRequest
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_server
-from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, RestartedError, Server, ServerLostError
+from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, Server, ServerLostError
 from padfree.rollout.vllm.launch import PROBE, Launcher
 from padfree.rollout.vllm.pool import POLL, Pool
 from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, Way, each
@@ -319,9 +319,7 @@ class VllmSampler:
         return server.complete(request, self._drawing, model=self._name(), version=self._version, salt=self._salt)
 
     def _probe(self, server: Server) -> None:
-        found = server.version(timeout=min(PROBE, self.config.rollout.timeout / 4))
-        if found != str(self._version):
-            raise RestartedError(f"rollout.servers: {server.url} has restarted, it has none of the run's weights")
+        server.need_version(self._version, timeout=min(PROBE, self.config.rollout.timeout / 4))
 
     # The rest
 

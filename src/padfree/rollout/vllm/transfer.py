@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -119,7 +119,7 @@ class GroupWay:
         world = 1 + int(server.call("GET", "/get_world_size")["world_size"])
         address = address_towards(server.host, server.port)
         limit = timedelta(seconds=self._timeout)
-        store = dist.TCPStore(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
+        store = TCPStore(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
         told = {
             "way": "group",
             "backend": self._backend,
