@@ -76,7 +76,7 @@ class BucketForm:
         """The tensors of a buffer [num_bytes] uint8, each a view of it."""
         for name, dtype, shape, begin in zip(self.names, self.dtypes, self.shapes, self._ends()[:-1], strict=True):
             kind = getattr(torch, dtype)
-            yield name, buffer[begin : begin + prod(shape) * kind.itemsize].view(kind).view(*shape)
+            yield name, buffer[begin : begin + prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
 
 
 def join_group(
