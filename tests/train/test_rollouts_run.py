@@ -23,8 +23,11 @@ from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
+from padfree.rollout.engines import make_sampler
+from padfree.rollout.examples import FILE, ExamplesFile
+from padfree.rollout.weights import copy_weights
+from padfree.rollout.writer import RolloutWriter
 from padfree.train.parallelize import parallelize, transformations
-from padfree.train.rollouts import FILE, Rollouts, _Examples, copy_weights
 from padfree.train.run import train
 from padfree.train.run_folder import mark_run_folder
 from padfree.train.setup import build_engine
@@ -89,7 +92,9 @@ def first_samples(config: Config) -> list[Sample]:
     tokenizer = load_tokenizer(config)
     batcher = make_batcher(config, load_source(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)
-    return Rollouts(config, mesh, build_engine(config, mesh).model, tokenizer).samples(groups, batcher.step)
+    model = build_engine(config, mesh).model
+    writer = RolloutWriter(config, mesh, make_sampler(config, mesh, model, tokenizer), tokenizer)
+    return writer.samples(model, groups, batch=batcher.step, version=0)
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:
@@ -188,8 +193,8 @@ def test_examples_of_earlier_batches_are_kept_whatever_they_hold(tmp_path: Path)
     path = tmp_path / "run" / FILE
     texts = ["plain", "two\nlines\r\x0b\x85\u2028 東京 \ufffd", ""]
     for batch, text in enumerate(texts, start=1):
-        _Examples(path).write(batch, [{"response": text}])
-    _Examples(path).write(3, [{"response": "again"}])
+        ExamplesFile(path).write(batch, [{"response": text}])
+    ExamplesFile(path).write(3, [{"response": "again"}])
     with path.open(encoding="utf-8", newline="\n") as file:
         found = [json.loads(line) for line in file]
     assert found == [

@@ -11,7 +11,6 @@ scorer         log-probabilities without gradient: old policy and reference
 reference      the model that the KL term compares with, and its refreshes
 engine         one optimizer step over a global batch
 credit         rewards to advantages
-rollouts       responses of the present model to prompts, as samples
 rollout_batch  a batch between its updates, and in a checkpoint
 loop           train, and Loop: batches, updates, metrics, checkpoints
 checkpoint     Checkpointer: complete or not there; manifest has the files of one

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.data.records import line_number
 from padfree.train.engine import StepReport
 from padfree.train.flops import Flops
 
@@ -118,19 +119,6 @@ class MetricsFile:
         if self._writes:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(metrics) + "\n")
-
-
-def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """The whole number that a line of a run's own file has under `field`."""
-    try:
-        value = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError):
-        value = None
-    if not isinstance(value, int):
-        raise ValueError(
-            f"run.folder: line {number} of {path} has no {field!r}, a run did not write it; move the file away"
-        )
-    return value
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
