@@ -184,6 +184,14 @@ class Decoder:
             )
         return found
 
+    @torch.no_grad()
+    def prepare(self, requests: Sequence[SamplingRequest]) -> None:
+        """Take the memory for such requests, and capture all steps, so that `sample` does not have to."""
+        self._buffers = self._fitting_buffers(requests)
+        for count in lane_counts(self.num_lanes) if self.captured else ():
+            if count not in self._graphs:
+                self._capture(count)
+
     # Memory
 
     def _fitting_buffers(self, requests: Sequence[SamplingRequest]) -> _Buffers:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 PROMPT, STORED, OWN, WRITTEN, ACTIVE = range(5)
+NUM_ROWS = 5
 """The rows of `lanes` that attention reads."""
 
 

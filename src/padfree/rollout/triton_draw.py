@@ -40,6 +40,22 @@ def _mixed(values):
 
 
 @triton.jit
+def _noise(key, position, token):
+    """Of the tokens at one position of one response, float32."""
+    at_position = _mixed((key ^ position).to(tl.uint64))
+    bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
+    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    return -(tl.log(-tl.log(uniform)).to(tl.float32))
+
+
+@triton.jit
+def _noise_kernel(keys, positions, out, vocabulary, N: tl.constexpr):
+    lane, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
+    noise = _noise(tl.load(keys + lane), tl.load(positions + lane), token)
+    tl.store(out + lane * vocabulary + token, noise, mask=token < vocabulary)
+
+
+@triton.jit
 def _draw_kernel(
     logits, bias, keys, positions, peaks, totals, bests, choices, chosen, vocabulary, num_blocks, temperature,
     logit_scale, softcap, N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -57,20 +73,23 @@ def _draw_kernel(
         x = tl.where(x < 0.0, -magnitude, magnitude)
     x = tl.where(inside, tl.div_rn(x, temperature), float("-inf"))
 
-    at_position = _mixed((tl.load(keys + lane) ^ tl.load(positions + lane)).to(tl.uint64))
-    bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
-    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
-    noise = -(tl.log(-tl.log(uniform)).to(tl.float32))
-
-    peak = tl.max(x, axis=0)
-    sums = x + noise
+    comparable = tl.where(x == x, x, float("-inf"))  # a NaN is in the sum, and so in the log-probability
+    peak = tl.max(comparable, axis=0)
+    sums = comparable + _noise(tl.load(keys + lane), tl.load(positions + lane), token)
     choice = tl.argmax(sums, axis=0)
     place = lane * num_blocks + block
     tl.store(peaks + place, peak)
-    tl.store(totals + place, tl.sum(tl.exp(x - peak), axis=0))
+    tl.store(totals + place, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), axis=0))
     tl.store(bests + place, tl.max(sums, axis=0))
     tl.store(choices + place, block * N + choice)
-    tl.store(chosen + place, tl.sum(tl.where(tl.arange(0, N) == choice, x, 0.0), axis=0))
+    tl.store(chosen + place, tl.sum(tl.where(tl.arange(0, N) == choice, comparable, 0.0), axis=0))
+
+
+def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """[L, V] float32: what the kernel adds to its logits, to be compared with `noise.gumbel_noise`."""
+    out = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=keys.device)
+    _noise_kernel[(len(keys), triton.cdiv(vocabulary, BLOCK))](keys, positions, out, vocabulary, N=BLOCK)
+    return out
 
 
 def draw(
