@@ -416,7 +416,7 @@ def bare_flash4(inputs: Inputs) -> Callable[[], list[Tensor]] | None:
 
 def context_section(total: int, layouts: Sequence[LayoutKind]) -> list[Row]:
     from padfree.cp import make_layout
-    from padfree.cp.plan import ContextPlan
+    from padfree.cp.context_plan import ContextPlan
 
     rows: list[Row] = []
     for mix, lengths in long_rows(total).items():

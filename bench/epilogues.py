@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python bench/epilogues.py [--tiles]
 
-For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that `padfree.train.epilogues.kernels` takes are
-timed; with `--tiles` all that `quack-kernels` has. A GPU that computes for a second lowers its clock, and products take
+For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that
+`padfree.layers.ops.quack_matmul_epilogues` takes are timed; with `--tiles` all that `quack-kernels`
+has. A GPU that computes for a second lowers its clock, and products take
 turns here so that all of them meet the same: times are medians of turns of `TURN` seconds.
 """
 
@@ -19,8 +20,8 @@ import torch
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from padfree.train.epilogues import kernels
-from padfree.train.gated import kernels as gated
+from padfree.layers.ops import quack_matmul_epilogues as kernels
+from padfree.layers.ops import triton_swiglu as gated
 
 T, D, F = 14_918, 2560, 9728
 TURN = 0.2

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from padfree.batch import Layout, LayoutKind, Segments
 from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
+from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import key_traffic, prepare_keys
-from padfree.cp.plan import ContextPlan
 
 TOKENS = (32768, 131072)
 WORLDS = (2, 4, 8, 16, 32)

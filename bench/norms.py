@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padfree.train.norms import norm, norm_backward, rotated_kernels
-from padfree.train.norms.kernels import Choice, Configuration, backward, choose, forward
-from padfree.train.norms.rotated import rotated_norm, rotated_norm_backward
+from padfree.layers.ops import triton_qk_norm_rope
+from padfree.layers.ops.qk_norm_rope import rotated_norm, rotated_norm_backward
+from padfree.layers.ops.rms_norm import norm, norm_backward
+from padfree.layers.ops.triton_rms_norm import Choice, Configuration, backward, choose, forward
 
 SHAPES = {(14_918, 2560): 18.0, (14_918, 1024): 11.0, (8192, 4096): 11.0}
 """T and D, and the seconds after which nothing but what is chosen is timed: most of them are the compiler's."""
@@ -57,7 +58,7 @@ ROTATED_BACKWARD = [
     Configuration(8, 2, 1, 8), Configuration(8, 2, 1, 10), Configuration(16, 4, 1, 4), Configuration(16, 4, 1, 6),
     Configuration(16, 4, 2, 4), Configuration(16, 4, 3, 4), Configuration(16, 8, 1, 4), Configuration(32, 8, 1, 3),
 ]  # fmt: skip
-ROTATED_CHOICE = Choice(rotated_kernels.FORWARD, rotated_kernels.BACKWARD)
+ROTATED_CHOICE = Choice(triton_qk_norm_rope.FORWARD, triton_qk_norm_rope.BACKWARD)
 
 
 @dataclass
@@ -153,14 +154,14 @@ def rotated_lines(heads: Heads) -> list[Line]:
             "rotated forward",
             2 * size + angles,
             partial(rotated_norm, *heads.forward_arguments),
-            partial(rotated_kernels.forward, *heads.forward_arguments),
+            partial(triton_qk_norm_rope.forward, *heads.forward_arguments),
             is_forward=True,
         ),
         Line(
             "rotated backward",
             3 * size + angles,
             partial(rotated_norm_backward, *heads.backward_arguments),
-            partial(rotated_kernels.backward, *heads.backward_arguments),
+            partial(triton_qk_norm_rope.backward, *heads.backward_arguments),
         ),
     ]
 
@@ -281,13 +282,13 @@ def check_rotated(shape: tuple[int, int, int]) -> None:
     exact = heads.double()
     check_configurations(
         "rotated forward",
-        lambda by: rotated_kernels.forward(*heads.forward_arguments, by=by)[:1],
+        lambda by: triton_qk_norm_rope.forward(*heads.forward_arguments, by=by)[:1],
         rotated_norm(*exact.forward_arguments)[:1],
         [ROTATED_CHOICE.forward, *ROTATED_FORWARD],
     )
     check_configurations(
         "rotated backward",
-        lambda by: rotated_kernels.backward(*heads.backward_arguments, by=by),
+        lambda by: triton_qk_norm_rope.backward(*heads.backward_arguments, by=by),
         rotated_norm_backward(*exact.backward_arguments),
         [ROTATED_CHOICE.backward, *ROTATED_BACKWARD],
     )

@@ -47,7 +47,7 @@ from padfree.packing.balance import balance
 from padfree.packing.collate import pack
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
-from padfree.packing.plan import plan_step
+from padfree.packing.step_plan import plan_step
 
 T = TypeVar("T")
 Lengths = NDArray[np.int64]

@@ -26,11 +26,12 @@ import torch
 from padfree.batch import Sample
 from padfree.config import Config, load_config
 from padfree.distributed import distributed, make_mesh
+from padfree.estimate.memory import estimate_memory
 from padfree.losses import PolicySettings
+from padfree.model.structure import skeleton
 from padfree.train import train
-from padfree.train.credit import with_advantages
 from padfree.train.engine import Engine, PendingStep
-from padfree.train.memory import estimate_memory, skeleton
+from padfree.train.rl.advantages import with_advantages
 from padfree.train.settle import device_memory, settle
 from padfree.train.setup import build_engine
 from padfree.train.sources import load_source, load_tokenizer, make_batcher

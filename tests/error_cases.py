@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import build, row, save_with_tokenizer
 from torch import Tensor
 
 import padfree
@@ -60,8 +59,9 @@ from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
 from padfree.page import Page
-from padfree.train.credit import with_advantages
+from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
+from tests.models import build, row, save_with_tokenizer
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

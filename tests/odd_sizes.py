@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from padfree.head import fused_loss, score
-from padfree.train.gated import kernels as gated
-from padfree.train.norms import kernels as norms
-from padfree.train.norms import rotated_kernels as rotated
+from padfree.layers.ops import triton_qk_norm_rope as rotated
+from padfree.layers.ops import triton_rms_norm as norms
+from padfree.layers.ops import triton_swiglu as gated
 
 VOCABULARIES = (5, 129, 50257)
 ROWS = (1, 47)

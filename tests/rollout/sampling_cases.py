@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from models import VOCABULARY, build
 from transformers import PreTrainedModel
 
 from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.cached_model import CachedModel
 from padfree.rollout.noise import gumbel_noise, response_keys
 from padfree.rollout.weights import PolicyModel
+from tests.models import VOCABULARY, build
 
 STOPS = (2, 5, 11, 40)
 TEMPERATURE = 0.7

@@ -7,13 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import VOCABULARY
-from sampling_cases import STOPS, TEMPERATURE, assert_responses, build, by_definition, cached, group_requests
 
 from padfree.rollout import SamplingRequest, write_responses
 from padfree.rollout import decode as decode_module
 from padfree.rollout.cached_model import CachedModel, can_be_captured, unsupported_reason
 from padfree.rollout.decode import Decoder, lane_counts
+from tests.models import VOCABULARY
+from tests.rollout.sampling_cases import (
+    STOPS,
+    TEMPERATURE,
+    assert_responses,
+    build,
+    by_definition,
+    cached,
+    group_requests,
+)
 
 
 def make_decoder(model: CachedModel, **changes: Any) -> Decoder:

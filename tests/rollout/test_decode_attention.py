@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
 from padfree.rollout.decode_attention import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN, decode_attention, reference
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 PLACES = 720
 STORED_KEYS = (0, 5, 5, 64, 130, 0, 3)

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import VOCABULARY, build
-from sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
 from transformers import PreTrainedModel
 
 from padfree.batch import Sample
@@ -17,6 +15,8 @@ from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.decode import Decoder
 from padfree.rollout.in_process import InProcessSampler
 from padfree.rollout.weights import PolicyModel
+from tests.models import VOCABULARY, build
+from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
 
 pytestmark = pytest.mark.gpu
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.model.outputs import LmHead
 from padfree.rollout.draw import products, reference
 from padfree.rollout.noise import gumbel_noise, response_keys
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 HEADS: list[dict[str, Any]] = [
     {},

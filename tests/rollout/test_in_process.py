@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
-from sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, group_requests
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
@@ -17,6 +15,8 @@ from padfree.rollout.in_process import InProcessSampler
 from padfree.rollout.weights import PolicyModel
 from padfree.rollout.writer import divided
 from padfree.train.masters import computing, keep_masters
+from tests.models import build
+from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, group_requests
 
 CPU = torch.device("cpu")
 

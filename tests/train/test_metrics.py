@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_cases import make_samples, small_model
 
 from padfree.data import read_rollouts
+from padfree.estimate.flops import Flops, peak_tflops
 from padfree.packing import CostModel, plan_step
+from padfree.record.metrics import MetricsFile, write_samples
 from padfree.train.engine import StepReport
-from padfree.train.flops import Flops, peak_tflops
-from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
+from padfree.train.metrics import peak_memory_gib, reward_metrics, step_metrics
+from tests.train.cases import make_samples, small_model
 
 CPU = torch.device("cpu")
 

@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from train_cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
 from transformers import PreTrainedModel
 
 from padfree.attention import cpu
 from padfree.distributed import Mesh, make_mesh
+from padfree.layers.recompute import recompute_layers
+from padfree.model.structure import layers_of
 from padfree.train.engine import StepReport
-from padfree.train.parallelize import checkpoint_layers, inside, layers_of, parallelize, transformations
+from padfree.train.parallelize import inside, parallelize, transformations
+from tests.ranks import run_ranks
+from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 CHANGES: dict[str, dict[str, Any]] = {
     "full": {"checkpointing": "full"},
@@ -186,7 +188,7 @@ def test_layers_that_cannot_be_recomputed_are_refused() -> None:
     layers = layers_of(model)
     layers[0] = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"parallel.checkpointing: 'full', but Linear"):
-        checkpoint_layers(model, "full")
+        recompute_layers(layers_of(model), "full")
 
 
 def test_a_model_without_a_list_of_layers_is_refused() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import Sample
-from padfree.train.parallelize import layers_of
+from padfree.model.structure import layers_of
 
 FLOOR = 0.01
 """The share of a part's largest gradient entry that a parameter is measured by at least."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from padfree.batch import IGNORE, LayoutKind, Sample
 from padfree.check.compare import Extent, extent
-from padfree.check.source import ModelSource
+from padfree.check.model_source import ModelSource
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings

@@ -34,11 +34,11 @@ from padfree.check.compare import (
     normaliser_gap,
     parts_of,
 )
+from padfree.check.model_source import ModelSource, model_source
+from padfree.check.one_at_a_time import Outcome, one_at_a_time, padded_pairs
 from padfree.check.packed import Logprobs, PackedPath, Variation, variations, with_other_tokens
-from padfree.check.reference import Outcome, one_at_a_time, padded_pairs
 from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
 from padfree.check.samples import LONGEST, random_samples
-from padfree.check.source import ModelSource, model_source
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model
 from padfree.train.decide import check_fits

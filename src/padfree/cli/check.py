@@ -78,7 +78,7 @@ def run(settings: argparse.Namespace) -> None:
 
     from padfree.check import check_model, chosen_samples
     from padfree.check.samples import has_tokenizer
-    from padfree.train.memory import skeleton
+    from padfree.model.structure import skeleton
 
     skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
 

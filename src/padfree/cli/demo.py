@@ -34,6 +34,7 @@ import torch
 
 from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import Config, config_from_dict
+from padfree.record.files import METRICS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,7 +133,7 @@ class Demo:
         if folder.exists() and not state.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"--folder: {folder} holds other things; give a new folder or an empty one")
         if state.exists():
-            from padfree.train.run_folder import check_not_in_use
+            from padfree.record.run_folder import check_not_in_use
 
             _read_state(state, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
@@ -256,7 +257,7 @@ def make_data(demo: Demo) -> dict[str, Any]:
 
 def make_plan(demo: Demo) -> dict[str, Any]:
     from padfree import planner
-    from padfree.train.memory import skeleton
+    from padfree.model.structure import skeleton
     from padfree.train.settle import device_memory, settle
 
     here = torch.device("cpu")
@@ -452,7 +453,7 @@ def _train(demo: Demo, config: Config, shown: Callable[[Mapping[str, Any]], str]
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
 
 
 @contextmanager

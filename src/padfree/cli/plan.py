@@ -187,7 +187,7 @@ def _config(settings: argparse.Namespace) -> Config:
 
 def _settled(config: Config, settings: argparse.Namespace) -> Config:
     """Without any `auto`: as a run on these devices would decide."""
-    from padfree.train.memory import skeleton
+    from padfree.model.structure import skeleton
     from padfree.train.settle import settle
 
     if config.model.path == NO_MODEL:
@@ -209,8 +209,8 @@ def _sees_gpu(config: Config) -> bool:
 
 
 def _calibrate(config: Config, settings: argparse.Namespace) -> None:
+    from padfree.model.structure import skeleton
     from padfree.planner import calibrate
-    from padfree.train.memory import skeleton
 
     model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)
     with _bar("measuring") as progress:
@@ -232,8 +232,8 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 
 
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[Plan, Suggestion | None]:
+    from padfree.model.structure import skeleton
     from padfree.planner import DeviceMemory, Shape, choose_clock, load_steps, make_plan, suggest
-    from padfree.train.memory import skeleton
 
     shape = Shape(
         ranks=settings.ranks,

@@ -18,7 +18,7 @@ from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
-    from padfree.train.memory import MemoryEstimate
+    from padfree.estimate.memory import MemoryEstimate
 
 HELP = {
     "sft": "fine-tune on chat, prompt/response or plain text",
@@ -175,10 +175,11 @@ def description(config: Config) -> Iterator[str]:
     """The settings as a recipe, the layout, the memory a device needs, and the plan of the first step."""
     import torch
 
+    from padfree.estimate.cost_file import read_cost
+    from padfree.estimate.memory import estimate_memory
+    from padfree.model.structure import skeleton
     from padfree.packing import CostModel, plan_step
-    from padfree.train.costs import read_cost
     from padfree.train.decide import decide
-    from padfree.train.memory import estimate_memory, skeleton
     from padfree.train.settle import device_memory, settle
     from padfree.train.sources import make_batcher
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
+from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import KeyPlan, prepare_keys
-from padfree.cp.plan import ContextPlan
 from padfree.distributed import exchange_rows
 
 __all__ = ["attend_allgather", "local_attention", "prepare_keys"]

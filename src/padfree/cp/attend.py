@@ -24,8 +24,8 @@ from padfree.arrays import need_whole
 from padfree.attention import varlen_attention
 from padfree.batch import AttnContext, Layout, Segments, need_tensor
 from padfree.cp.allgather import attend_allgather
+from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.keys import key_traffic
-from padfree.cp.plan import ContextPlan, Pieces
 from padfree.cp.ring import attend_ring
 from padfree.cp.rows import Indices
 from padfree.cp.shard import METHODS, need_group

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.batch import Segments
-from padfree.cp.plan import ContextPlan, Pieces
+from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.rows import Indices, Rows, concatenated, segments_of, select, to_device
 
 

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 
 from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varlen_forward
 from padfree.batch import Segments
-from padfree.cp.plan import ContextPlan
+from padfree.cp.context_plan import ContextPlan
 from padfree.cp.rows import Rows, concatenated, segments_of, select, to_device
 from padfree.distributed import Ring
 

@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 
 from padfree.arrays import need_whole
 from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch, need_tensor
+from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
-from padfree.cp.plan import ContextPlan
 from padfree.cp.ring import prepare_steps
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
 

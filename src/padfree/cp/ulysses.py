@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
-from padfree.cp.plan import ContextPlan
+from padfree.cp.context_plan import ContextPlan
 from padfree.distributed import exchange_rows
 
 

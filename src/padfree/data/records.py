@@ -185,16 +185,3 @@ def token_ids(record: Mapping[str, Any], field: str) -> list[int]:
         if type(value) is not int or not 0 <= value < 2**31:
             raise RowError(f"{field}[{index}] is {shown(value)}; expected a token id (an integer of 0 or more)")
     return ids
-
-
-def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """The whole number that a line of a run's own file has under `field`."""
-    try:
-        value = json.loads(line)[field]
-    except (ValueError, KeyError, TypeError):
-        value = None
-    if not isinstance(value, int):
-        raise ValueError(
-            f"run.folder: line {number} of {path} has no {field!r}, a run did not write it; move the file away"
-        )
-    return value

@@ -6,6 +6,7 @@ from padfree.distributed.collectives import (
     all_gather_rows,
     exchange_rows,
     failing_together,
+    raise_together,
     reduce_scatter_rows,
     watching,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "failing_together",
     "init_distributed",
     "make_mesh",
+    "raise_together",
     "reduce_scatter_rows",
     "watching",
 ]

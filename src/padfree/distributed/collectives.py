@@ -147,6 +147,17 @@ class _Listener(threading.Thread):
             return
 
 
+def raise_together(error: str | None, group: ProcessGroup | None = None) -> None:
+    """`ValueError` on every rank if any has an error, so that nobody goes on and waits for a rank that ended."""
+    errors: list[str | None] = [error]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group=group)
+    for message in errors:
+        if message is not None:
+            raise ValueError(message)
+
+
 def all_gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
     """[n, ...] -> [world * n, ...]. Every rank gives as many rows."""
     gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])

@@ -37,7 +37,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import padfree
-from padfree.model.load import clean_name, keep_in_float32, named_tensors, raise_together
+from padfree.distributed import raise_together
+from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 
 RECORD = "padfree_export.json"

@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -48,6 +47,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from padfree.distributed import raise_together
 from padfree.model.files import Init, one_line, open_model, opened
 from padfree.model.lora import initial_values, is_adapter
 
@@ -188,17 +188,6 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of the tensor, sharing its memory."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def raise_together(error: str | None, group: ProcessGroup | None = None) -> None:
-    """`ValueError` on every rank if any has an error, so that nobody goes on and waits for a rank that ended."""
-    errors: list[str | None] = [error]
-    if dist.is_initialized():
-        errors = [None] * dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group=group)
-    for message in errors:
-        if message is not None:
-            raise ValueError(message)
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:

@@ -4,7 +4,7 @@ from padfree.packing.balance import balance
 from padfree.packing.collate import collate, pack, unpack
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
-from padfree.packing.plan import StepPlan, plan_step
+from padfree.packing.step_plan import StepPlan, plan_step
 from padfree.packing.stream import FixedSizeBatcher, TokenBudgetBatcher
 
 __all__ = [

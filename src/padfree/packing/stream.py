@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, get_args
 
 from padfree.arrays import need_whole
-from padfree.packing.plan import Overlong
 from padfree.packing.source import Source
+from padfree.packing.step_plan import Overlong
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from padfree.planner.clock import Clock, choose_clock
 from padfree.planner.epoch import EpochPlan, Shape, plan_epoch
 from padfree.planner.memory import DeviceMemory
 from padfree.planner.page import write_page
-from padfree.planner.plan import Plan, make_plan
+from padfree.planner.run_plan import Plan, make_plan
 from padfree.planner.steps import Steps, load_steps
 from padfree.planner.suggest import Suggestion, suggest
 

@@ -31,11 +31,11 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.outputs import check_output
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.estimate.cost_file import check_grows
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.packing import CostModel
 from padfree.planner.clock import cost_path, device_name
-from padfree.train.costs import check_grows
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations

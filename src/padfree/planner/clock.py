@@ -20,10 +20,10 @@ import torch
 from padfree.config import Config
 from padfree.data import default_cache_folder
 from padfree.data.store import hash_of
+from padfree.estimate.cost_file import read_cost
+from padfree.estimate.flops import peak_tflops
 from padfree.packing import CostModel
 from padfree.packing.cost import FORWARD_AND_BACKWARD
-from padfree.train.costs import read_cost
-from padfree.train.flops import peak_tflops
 
 SHARE = 0.4
 """Of a GPU's peak, what training a dense model reaches without much effort."""

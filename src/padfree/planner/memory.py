@@ -1,6 +1,6 @@
 """About how much memory a device needs for a shape of devices and micro-batches, and the largest that fits.
 
-The count is `padfree.train.memory`'s, from the skeleton of the model: shapes and no numbers.
+The count is `padfree.estimate.memory`'s, from the skeleton of the model: shapes and no numbers.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig
+from padfree.estimate.memory import MemoryEstimate, estimate_memory
+from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
 from padfree.planner.epoch import Shape
-from padfree.train.memory import MemoryEstimate, estimate_memory
-from padfree.train.parallelize import Checkpointing
 from padfree.train.settle import USABLE
 
 GIBIBYTE = 1 << 30

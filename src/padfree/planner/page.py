@@ -10,7 +10,7 @@ import numpy as np
 
 from padfree.page import COLOURS, Page
 from padfree.planner.context import ContextBalance
-from padfree.planner.plan import Plan
+from padfree.planner.run_plan import Plan
 from padfree.planner.suggest import Suggestion
 
 Figure = dict[str, Any]

@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.record.files import CHECKPOINTS, CONFIG, EVENTS, METRICS, NONFINITE, ROWS
+
 Record = dict[str, Any]
 
 SAMPLES_SHOWN = 10
@@ -83,7 +85,7 @@ def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None)
 
 
 def read_run(folder: Path, name: str) -> Run:
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS
     if not path.is_file():
         what = "no such folder" if not folder.exists() else "there is no metrics.jsonl in it"
         raise ValueError(f"RUN: {folder}: {what}; give the run.folder of a run that has begun")
@@ -94,12 +96,12 @@ def read_run(folder: Path, name: str) -> Run:
         folder=folder,
         num_steps=num_steps,
         metrics=metrics,
-        config=_read_config(folder / "config.json", notes),
-        events=_read_lines(folder / "events.jsonl", notes),
-        rows=_read_lines(folder / "rows.jsonl", notes),
-        nonfinite=[_read_nonfinite(path, notes) for path in sorted(folder.glob("nonfinite-step-*.jsonl"))],
+        config=_read_config(folder / CONFIG, notes),
+        events=_read_lines(folder / EVENTS, notes),
+        rows=_read_lines(folder / ROWS, notes),
+        nonfinite=[_read_nonfinite(path, notes) for path in sorted(folder.glob(NONFINITE.format(step="*")))],
         checkpoints=sorted(
-            path.name for path in (folder / "checkpoints").glob("step-*") if not path.name.endswith(".partial")
+            path.name for path in (folder / CHECKPOINTS).glob("step-*") if not path.name.endswith(".partial")
         ),
         notes=notes,
     )

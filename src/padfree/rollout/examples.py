@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from padfree.data.records import line_number
-
-FILE = "rollouts.jsonl"
+from padfree.record.metrics import line_number
 
 
 class ExamplesFile:

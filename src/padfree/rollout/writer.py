@@ -28,8 +28,9 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import load_reward
 from padfree.distributed import Mesh, watching
+from padfree.record.files import ROLLOUTS
 from padfree.rollout.base import Response, Sampler, SamplingRequest
-from padfree.rollout.examples import FILE, ExamplesFile
+from padfree.rollout.examples import ExamplesFile
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
 
@@ -54,7 +55,7 @@ class RolloutWriter:
         assert config.rollout.reward is not None
         self.config, self.mesh, self.sampler, self.tokenizer = config, mesh, sampler, tokenizer
         self.reward = load_reward(config.rollout.reward)
-        self._examples = ExamplesFile(Path(config.run.folder) / FILE) if mesh.loss.rank == 0 else None
+        self._examples = ExamplesFile(Path(config.run.folder) / ROLLOUTS) if mesh.loss.rank == 0 else None
 
     def samples(
         self, trained: PreTrainedModel, groups: Sequence[Sequence[Prompt]], *, batch: int, version: int

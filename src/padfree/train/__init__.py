@@ -1,25 +1,25 @@
 """Training: one loop for SFT and RL, on any number of processes.
 
 sources        tokenizer, samples, and the global batches they come in
+decide         what cannot be run is refused, before anything is written or loaded
+settle         what the settings that are `auto` stand for on this device
 setup          settings to loss, models and engine
-memory         what a run needs on each device, before any weight is loaded
-parallelize    activation checkpointing, compile and sharding, applied to a plain model from outside
+parallelize    adapters, recompute, compile and sharding, applied to a plain model from outside
+masters        float32 weights behind bfloat16 ones in a single process
 optimizer      AdamW, gradient norm and clipping over shards
-schedule       the course of the learning rate
+schedule       the learning rate of each step
 microbatch     samples to one rank's rows
 scorer         log-probabilities without gradient: old policy and reference
-reference      the model that the KL term compares with, and its refreshes
 engine         one optimizer step over a global batch
-credit         rewards to advantages
-rollout_batch  a batch between its updates, and in a checkpoint
-loop           train, and Loop: batches, updates, metrics, checkpoints
-checkpoint     Checkpointer: complete or not there; manifest has the files of one
+rl             rewards to advantages, the reference model, a batch between its updates
+metrics        the numbers of a step, by name
+loop           Loop: batches, updates, metrics, checkpoints
+resume         what may change between a checkpoint and the run that goes on from it
+run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
-metrics        what is written of each step; flops finds part of it, trackers pass it on
-events         what happened to a run besides its steps
 """
 
-from padfree.train.checkpoint import Checkpointer
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.train.engine import Engine, LossSettings, NonFiniteError, StepReport
 from padfree.train.loop import Loop, RunResult
 from padfree.train.optimizer import make_optimizer

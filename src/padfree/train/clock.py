@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
-from padfree.train.parallelize import layers_of
+from padfree.model.structure import layers_of
 
 
 class BusyClock:

@@ -32,18 +32,18 @@ from padfree.config.outputs import check_folder
 from padfree.data import TokenizedDataset
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
+from padfree.distributed import raise_together
+from padfree.estimate.cost_file import read_cost
 from padfree.model import attach, lm_head_of
 from padfree.model.files import Init, open_model
-from padfree.model.load import raise_together
+from padfree.model.structure import skeleton
+from padfree.record.run_folder import check_not_in_use, check_run_folder
+from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
-from padfree.train.costs import read_cost
-from padfree.train.memory import skeleton
-from padfree.train.reference import check_same_tensors
 from padfree.train.resume import check_newest
-from padfree.train.run_folder import check_not_in_use, check_run_folder
+from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
 from padfree.train.sources import Samples, Source, check_rollouts, load_source, load_tokenizer, make_batcher
-from padfree.train.trackers import require_trackers
 
 TABLE_MARGIN = 8
 """A table of positions may have a few rows more than the config says (OPT: two)."""

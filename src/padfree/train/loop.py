@@ -12,8 +12,8 @@ never waits for the host. Its numbers come one update later then, and a checkpoi
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
-`padfree.train.rollout_batch`); the schedule follows from the step. So a resumed run makes the steps that an undisturbed
-one would have made, on any number of ranks.
+`padfree.train.rl.update_batch`); the schedule follows from the step. So a resumed run makes the steps that an
+undisturbed one would have made, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from typing import Any
 import torch
 
 from padfree.batch import Sample
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import Config
+from padfree.distributed import raise_together
+from padfree.estimate.flops import Flops
+from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import PolicySettings, ReinforceSettings
-from padfree.model.load import raise_together
-from padfree.train.checkpoint import Checkpointer
-from padfree.train.compiler_watch import CompilerWatch
-from padfree.train.credit import signal_of, with_advantages
+from padfree.record.events import Events, environment
+from padfree.record.files import CHECKPOINTS, CONFIG, NONFINITE
+from padfree.record.metrics import MetricsFile, write_samples
+from padfree.record.run_folder import mark_run_folder, writing
+from padfree.record.trackers import Trackers
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
-from padfree.train.events import Events, environment
-from padfree.train.flops import Flops
-from padfree.train.metrics import MetricsFile, peak_memory_gib, reward_metrics, step_metrics, write_samples
-from padfree.train.reference import ModelReference, Reference
+from padfree.train.metrics import peak_memory_gib, reward_metrics, step_metrics
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -50,12 +52,12 @@ from padfree.train.resume import (
     made_with,
     model_fields,
 )
-from padfree.train.rollout_batch import KEY, RolloutBatch, update_parts
-from padfree.train.run_folder import CHECKPOINTS, mark_run_folder, writing
+from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.reference_model import ModelReference, Reference
+from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.sources import Batcher
-from padfree.train.trackers import Trackers
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
 """Options of the optimizer that are settings; the learning rate is set anew in every step."""
@@ -144,7 +146,7 @@ class Loop:
         with writing(self.folder):
             self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
             if self.mesh.loss.rank == 0:
-                (self.folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
+                (self.folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
             self.events = Events(self.folder, rank=self.mesh.loss.rank)
             self.events.write("start", step=self.step, **environment(self.mesh, replicate=config.parallel.replicate))
             if newest is not None:
@@ -290,7 +292,7 @@ class Loop:
         try:
             report = begun.pending.finish()
         except NonFiniteError as error:
-            path = self.folder / f"nonfinite-step-{begun.step:08d}.jsonl"
+            path = self.folder / NONFINITE.format(step=f"{begun.step:08d}")
             if self.mesh.loss.rank == 0:
                 with suppress(OSError):  # a full disk must not hide what went wrong
                     write_samples(path, error.samples)

@@ -1,27 +1,17 @@
-"""What is written of each step: one line of JSON, by the first rank alone.
-
-    {"step": 3, "loss": 2.1, "gradient_norm": 0.8, "lr": 1e-05, "tokens": 4096, "tokens_per_second": 9100.0, ...}
-
-A resumed run drops the lines of steps that will be done again, so that the file is that of an undisturbed run.
-"""
+"""The numbers of a step, by name: what `padfree.record.metrics` writes, and what progress lines and trackers show."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from padfree.batch import TOKEN_ARRAYS, Sample
-from padfree.data.records import line_number
+from padfree.batch import Sample
+from padfree.estimate.flops import Flops
 from padfree.train.engine import StepReport
-from padfree.train.flops import Flops
-
-FILE = "metrics.jsonl"
 
 
 def step_metrics(
@@ -91,49 +81,3 @@ def reward_metrics(samples: Sequence[Sample], *, end_tokens: Collection[int] = (
     if end_tokens:
         found["response_cut"] = sum(int(sample.tokens[-1]) not in end_tokens for sample in samples) / len(samples)
     return found
-
-
-class MetricsFile:
-    """`metrics.jsonl` in the run folder; ranks other than the first write nothing."""
-
-    def __init__(self, folder: Path, *, rank: int, step: int = 0) -> None:
-        self.path = folder / FILE
-        self._writes = rank == 0
-        if self._writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._keep_before(step)
-
-    def _keep_before(self, step: int) -> None:
-        """Only whole lines of earlier steps; the rest is of a run that did not save them."""
-        kept = []
-        if self.path.exists():
-            for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-                if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
-                    break
-                kept.append(line)
-        beside = self.path.with_suffix(".writing")
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(self.path)
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        if self._writes:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics) + "\n")
-
-
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Samples as rollout rows, one line each, to look at them or to train on them alone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for sample in samples:
-            arrays = {name: array.tolist() for name in TOKEN_ARRAYS if (array := getattr(sample, name)) is not None}
-            row = {
-                "uid": sample.uid,
-                "group": sample.group,
-                "source": sample.source,
-                "reward": sample.reward,
-                "tokens": sample.tokens.tolist(),
-                "loss_mask": sample.mask.astype(int).tolist(),
-                **arrays,
-            }
-            file.write(json.dumps(row) + "\n")

@@ -28,10 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -40,26 +39,22 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh
+from padfree.layers.compile import Kept, compile_layers
+from padfree.layers.recompute import Checkpointing, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
-from padfree.train.compiled import Kept, compile_layers
+from padfree.model.structure import layers_of
 from padfree.train.masters import computing, keep_masters
 
-Checkpointing = Literal["none", "full", "selective", "host"]
 Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
 """The method that FSDP2 treats as another forward of the model."""
-
-KEPT = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""Without the compiler, selective checkpointing keeps the results of matrix products and computes the rest again."""
 
 
 def transformations(
@@ -88,7 +83,7 @@ def transformations(
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
         steps.append(partial(_compile, backend=compile, kept=kept))
     if checkpointing != "none" and not by_compiler:
-        steps.append(partial(checkpoint_layers, mode=checkpointing))
+        steps.append(partial(_recompute, mode=checkpointing))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_masters, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
@@ -100,15 +95,6 @@ def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
     """Apply them. The model may be on the meta device and get its weights later."""
     for step in steps:
         step(model)
-
-
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's layers."""
-    wanted = int(model.config.num_hidden_layers)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
-            return module
-    raise ValueError(f"model: {type(model).__name__} has no list of its {wanted} layers; train it on one process")
 
 
 def _attach(model: PreTrainedModel, attention: str) -> None:
@@ -123,27 +109,12 @@ def _compile(model: PreTrainedModel, backend: str, kept: Kept) -> None:
     compile_layers(layers_of(model), backend, kept)
 
 
+def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
+    recompute_layers(layers_of(model), mode)
+
+
 def _keep_masters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     keep_masters(model, dtype, layers_of(model))
-
-
-def checkpoint_layers(model: PreTrainedModel, mode: Checkpointing) -> None:
-    """Forget each layer's activations and compute them again in backward."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    for layer in layers_of(model):
-        if not isinstance(layer, GradientCheckpointingLayer):
-            raise ValueError(
-                f"parallel.checkpointing: {mode!r}, but {type(layer).__name__} cannot be recomputed; set it to none"
-            )
-        layer.gradient_checkpointing = True
-        # A plain attribute of the class: nn.Module's own setattr is typed for tensors and modules.
-        object.__setattr__(layer, "_gradient_checkpointing_func", partial(checkpoint, **options))
-
-
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard_model(

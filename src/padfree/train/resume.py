@@ -25,13 +25,13 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.checkpoint.checkpointer import latest_in
+from padfree.checkpoint.manifest import CheckpointError, hash_of, read_manifest
 from padfree.config import Config, config_from_dict
 from padfree.data import TokenizedDataset
+from padfree.record.files import CHECKPOINTS
 from padfree.rollout import Prompt
-from padfree.train.checkpoint import latest_in
-from padfree.train.manifest import CheckpointError, hash_of, read_manifest
-from padfree.train.rollout_batch import KEY as ROLLOUTS
-from padfree.train.run_folder import CHECKPOINTS
+from padfree.train.rl.update_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
 """Where the record is among what a checkpoint keeps."""

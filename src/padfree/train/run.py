@@ -15,8 +15,10 @@ from typing import Any
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data.prepare import Progress
-from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.model.load import raise_together
+from padfree.distributed import Mesh, distributed, make_mesh, raise_together
+from padfree.record.files import MODEL, ROWS
+from padfree.record.run_folder import held_run_folder, writing
+from padfree.record.trackers import require_trackers
 from padfree.rollout import stop_tokens
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.writer import RolloutWriter
@@ -26,11 +28,9 @@ from padfree.train.engine import Engine
 from padfree.train.loop import Loop, OnNote, OnStep, RunResult, refusal
 from padfree.train.masters import computing
 from padfree.train.resume import data_record
-from padfree.train.run_folder import MODEL, held_run_folder, writing
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.sources import longest_of, make_batcher
-from padfree.train.trackers import require_trackers
 
 
 def train(
@@ -100,7 +100,7 @@ def _train(
             loop.rollout_metrics = writer.metrics
         if mesh.loss.rank == 0:
             with writing(loop.folder):
-                source.report.write(loop.folder / "rows.jsonl")  # every row that was skipped, dropped or cut
+                source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
         result = loop.run()
     if config.checkpoint.export and not result.stopped:
         export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)

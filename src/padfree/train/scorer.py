@@ -26,7 +26,7 @@ from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.outputs import LmHead, unchecked_head
 from padfree.packing import CostModel, StepPlan, plan_step
-from padfree.packing.plan import Overlong
+from padfree.packing.step_plan import Overlong
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, ParallelConfig
 from padfree.distributed import Mesh
+from padfree.estimate.memory import MemoryEstimate, estimate_memory
+from padfree.layers.compile import WIDE_ROW
+from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
-from padfree.train.compiled import WIDE_ROW
-from padfree.train.memory import MemoryEstimate, estimate_memory, skeleton
-from padfree.train.parallelize import Checkpointing
+from padfree.model.structure import skeleton
 
 USABLE = 0.9
 """Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config, LossConfig
 from padfree.distributed import Mesh
+from padfree.estimate.cost_file import read_cost
 from padfree.losses import (
     CISPOSettings,
     ClipSettings,
@@ -36,12 +37,11 @@ from padfree.losses import (
 from padfree.model.export import export_adapters, export_model
 from padfree.model.files import Init, base_dtype
 from padfree.model.load import load_model, opened_together
-from padfree.train.costs import read_cost
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
-from padfree.train.reference import AdapterReference, ModelReference, Reference
+from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.scorer import Scorer
 from padfree.train.settle import settle_on
 

@@ -30,7 +30,7 @@ from padfree.data.prepare import Progress
 from padfree.data.records import shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
-from padfree.train.credit import check_signal
+from padfree.train.rl.advantages import check_signal
 
 Samples = Sequence[Sample | Prompt] | TokenizedDataset
 Group = Sequence[Sample | Prompt]

@@ -1,0 +1,95 @@
+"""The norms of heads and the rotation of positions after them, as one operator.
+
+    rotated_rms_norm            x [.., T, H, d], weight [d], cos, sin [.., T, d]   -> y [.., T, H, d], rstd [.., T, H]
+    rotated_rms_norm_backward   dy, x, weight, rstd, cos, sin                      -> dx [.., T, H, d], dweight [d]
+
+    n = weight · x · rstd                 of each head by itself
+    y = n · cos + (-n₂, n₁) · sin         n₁ and n₂ are the halves of n
+
+All in float32, and rounded once. The angles are the same for all heads of a token, and get no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padfree.layers.ops.precision import has_kernels, wide_type
+from padfree.layers.ops.rms_norm import norm_backward
+
+ROTATED = "padfree::rotated_rms_norm"
+BACKWARD = "padfree::rotated_rms_norm_backward"
+
+torch.library.define(ROTATED, "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor)")
+torch.library.define(
+    BACKWARD,
+    "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor cos, Tensor sin, bool weight_gradient) "
+    "-> (Tensor, Tensor)",
+)
+
+
+def rotated_norm(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """In plain torch."""
+    wide = x.to(wide_type(x))
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    normal = weight * (wide * rstd)
+    low, high = normal.chunk(2, dim=-1)
+    y = normal * cos[..., None, :] + torch.cat((-high, low), dim=-1) * sin[..., None, :]
+    return y.to(x.dtype).contiguous(), rstd[..., 0]
+
+
+def rotated_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """In plain torch."""
+    dy = dy.to(wide_type(x))
+    low, high = (dy * sin[..., None, :]).chunk(2, dim=-1)
+    dnormal = dy * cos[..., None, :] + torch.cat((high, -low), dim=-1)
+    return norm_backward([dnormal], x, weight, rstd, None)
+
+
+@torch.library.impl(ROTATED, ("cpu", "cuda"))
+def _rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not has_kernels(x):
+        return rotated_norm(x, weight, cos, sin, eps)
+    from padfree.layers.ops import triton_qk_norm_rope
+
+    return triton_qk_norm_rope.forward(x, weight, cos, sin, eps)
+
+
+@torch.library.impl(BACKWARD, ("cpu", "cuda"))
+def _rotated_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor, weight_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    if not has_kernels(x):
+        dx, dweight = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
+        return dx, dweight if weight_gradient else weight.new_empty(0)
+    from padfree.layers.ops import triton_qk_norm_rope
+
+    return triton_qk_norm_rope.backward(dy, x, weight, rstd, cos, sin, weight_gradient=weight_gradient)
+
+
+@torch.library.register_fake(ROTATED)  # type: ignore[untyped-decorator]
+def _rotated_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide_type(x))
+
+
+@torch.library.register_fake(BACKWARD)  # type: ignore[untyped-decorator]
+def _backward_shapes(dy: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape if rest[-1] else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, cos, sin, _ = inputs
+    ctx.save_for_backward(x, weight, output[1], cos, sin)
+
+
+def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    needs_weight = ctx.needs_input_grad[1]
+    dx, dweight = torch.ops.padfree.rotated_rms_norm_backward(dy, *ctx.saved_tensors, needs_weight)
+    return dx, dweight if needs_weight else None, None, None, None
+
+
+torch.library.register_autograd(ROTATED, _gradients, setup_context=_save)

@@ -1,0 +1,1 @@
+"""Passes over the graph of a compiled layer, in the order in which they run."""

@@ -1,0 +1,33 @@
+"""What a model is made of, known without its weights: its shapes, and the list of its layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+
+def skeleton(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
+    """The model of a folder, a Hub id or a config file, on the meta device: shapes and no numbers."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # a config may hold anything, and each class finds out in its own way
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{setting}: the config of {path!r} cannot be used ({reason}); give a folder, a Hub id or a config file"
+        ) from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of the model's layers."""
+    wanted = int(model.config.num_hidden_layers)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return module
+    raise ValueError(f"model: {type(model).__name__} has no list of its {wanted} layers; train it on one process")

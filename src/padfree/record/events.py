@@ -1,0 +1,69 @@
+"""What happened to a run besides its steps: `events.jsonl` in the run folder, one line of JSON each, never rewritten.
+
+    {"time": "2026-03-01T12:00:00+00:00", "kind": "start", "step": 0, "python": "3.11.9", "torch": "2.13.0", ...}
+    {"time": "2026-03-01T12:00:01+00:00", "kind": "settled", "step": 0, "parallel.checkpointing": "none", ...}
+    {"time": "2026-03-01T12:00:30+00:00", "kind": "compile", "step": 0, "graphs": 2, "seconds": 21.3}
+    {"time": "2026-03-01T12:10:00+00:00", "kind": "stop", "step": 40}
+    {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
+    {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040"}
+
+`step` is the number of optimizer steps done before the event. `settled` says what became of the settings that were
+`auto`, and why; `compile` that layers were compiled in this step. `metrics.jsonl` reads as that of an undisturbed run;
+this file is where the disturbances are.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+
+import padfree
+from padfree.distributed import Mesh
+from padfree.record.files import EVENTS
+from padfree.record.run_folder import writing
+
+Kind = Literal["start", "settled", "resume", "compile", "stop", "end", "nonfinite"]
+
+
+class Events:
+    """`events.jsonl` in the run folder; ranks other than the first write nothing."""
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self.path = folder / EVENTS
+        self._writes = rank == 0
+        if self._writes:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
+        """One line at the end. A line that a killed run left unfinished stays, and is ended first."""
+        if not self._writes:
+            return
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = json.dumps({"time": now, "kind": kind, "step": step, **fields}) + "\n"
+        with writing(self.path), self.path.open("ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                line = line if file.read(1) == b"\n" else "\n" + line
+            file.write(line.encode())
+
+
+def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
+    """The fields of a start: versions, the device, the number of processes and how they are laid out."""
+    device = mesh.device
+    shard = mesh.data.size // replicate
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "padfree": padfree.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processes": mesh.loss.size,
+        "layout": f"{replicate} replicate x {shard} shard x {mesh.context.size} context",
+    }

@@ -1,0 +1,25 @@
+"""Names of the files of a run folder.
+
+run.json                 that padfree made the folder, and which run it is
+run.lock                 locked by the process that writes
+run.holder.json          which process that is
+config.json              the settings
+metrics.jsonl            one line a step
+events.jsonl             starts, resumes, stops
+rows.jsonl               rows of the data that were skipped, dropped or cut
+rollouts.jsonl           a few responses of each batch that was sampled
+nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number
+checkpoints/step-*       what can be resumed from
+model/                   the trained model, exported
+"""
+
+from __future__ import annotations
+
+MARKER, LOCK, HOLDER = "run.json", "run.lock", "run.holder.json"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+ROWS = "rows.jsonl"
+ROLLOUTS = "rollouts.jsonl"
+NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
+CHECKPOINTS, MODEL = "checkpoints", "model"

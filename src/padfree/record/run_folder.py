@@ -1,0 +1,284 @@
+"""The folder that a run writes to: whose it is, and who writes there now.
+
+    run.json           that padfree made the folder: {"made_by": "padfree", "run": ..., "padfree": ..., "created": ...}
+    run.lock           locked by the process that writes; the system unlocks it when that process ends, however it ends
+    run.holder.json    which process that is: {"pid": ..., "host": ..., "since": ...}
+
+A run takes a folder that is new, empty, or has `run.json`. Whatever else is there is somebody's, and the run is refused
+before it writes anything: a model folder, a data folder, the folder above a model that the export would replace. Logs
+(`.log`, `.out`, `.err`), which launchers open before a run begins, do not count. A folder from before there was a
+`run.json` is known by its `config.json`, which has the sections of a run's settings, and gets one.
+
+One process at a time: the lock is the system's, so that a killed run leaves nothing behind that refuses the next one.
+Of the ranks of one run only the first takes it. Where a file system knows no locks, `run.holder.json` is all there is:
+a process that it names on this machine and that is still alive is a refusal, and one on another machine as well, until
+somebody removes the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+
+import padfree
+from padfree.config import Config
+from padfree.distributed import raise_together
+from padfree.model.export import not_an_export
+from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
+
+LOGS = (".log", ".out", ".err")
+SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
+"""Sections that every `config.json` of a run has had."""
+
+WAIT = 1.0
+"""Seconds to wait for the lock: a process that was killed just now may take a moment to end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Which run a folder belongs to."""
+
+    run: str
+    padfree: str
+    created: str
+    made_by: str = "padfree"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """The process that writes to a folder."""
+
+    pid: int
+    host: str
+    since: str
+
+
+def check_run_folder(config: Config) -> None:
+    """Refuse a folder that a run must not write to. Nothing is written."""
+    folder = Path(config.run.folder)
+    _check_inputs(config, folder)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"run.folder: {folder} is a file; give a folder, a new or an empty one")
+    if (folder / MARKER).exists():
+        read_identity(folder)
+    elif not _from_before_markers(folder):
+        own = {MARKER, LOCK, HOLDER}
+        foreign = sorted(
+            path.name for path in folder.iterdir() if path.name not in own and path.suffix not in (*LOGS, ".writing")
+        )
+        if foreign:
+            raise ValueError(
+                f"run.folder: {folder} has {foreign[0]} and is no run of padfree (no {MARKER}); give a new or an empty "
+                "folder"
+            )
+    if config.checkpoint.export and (reason := not_an_export(folder / MODEL)):
+        raise ValueError(
+            f"run.folder: {folder / MODEL}, where the trained model goes, {reason}; move it away, give another "
+            "run.folder, or set checkpoint.export=false"
+        )
+
+
+def _check_inputs(config: Config, folder: Path) -> None:
+    """Nothing that the run reads may lie where it writes, nor may it read what it writes."""
+    place = folder.resolve()
+    inputs = [
+        ("model.path", config.model.path),
+        ("model.tokenizer", config.model.tokenizer),
+        ("reference.path", config.reference.path),
+        ("batch.cost", config.batch.cost),
+        *(("data.path", path) for path in config.data.path),
+    ]
+    for setting, value in inputs:
+        if value is None or not Path(value).exists():
+            continue
+        read = Path(value).resolve()
+        if read == place or place in read.parents:
+            raise ValueError(f"run.folder: {folder} holds {setting}, {value}; give another folder, new or empty")
+        if setting == "data.path" and read in place.parents:
+            raise ValueError(
+                f"run.folder: {folder} lies in data.path, {value}, all files of which are read; give a folder outside"
+            )
+
+
+def mark_run_folder(config: Config) -> Identity:
+    """Make the folder and say that it is a run's, if that is not said yet; whose it is."""
+    check_run_folder(config)
+    folder = Path(config.run.folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / MARKER).exists():
+            identity = Identity(run=uuid.uuid4().hex, padfree=padfree.__version__, created=_now())
+            _write(folder / MARKER, asdict(identity))
+            return identity
+    return read_identity(folder)
+
+
+def read_identity(folder: Path) -> Identity:
+    path = folder / MARKER
+    found = _read(path)
+    names = Identity.__slots__
+    if (
+        found is None
+        or found.get("made_by") != "padfree"
+        or not all(isinstance(found.get(name), str) for name in names)
+    ):
+        raise ValueError(f"run.folder: {path} is not what padfree writes there; give a new or an empty folder")
+    return Identity(**{name: found[name] for name in names})
+
+
+@contextmanager
+def held_run_folder(config: Config) -> Iterator[Identity]:
+    """The run folder, which nobody else writes to for the length of a block. Every rank calls this alike."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    identity, lock, error = None, None, None
+    if first:
+        try:
+            identity, lock = _take(config)
+        except ValueError as caught:
+            error = str(caught)
+    raise_together(error)
+    try:
+        yield _from_first(identity)
+    finally:
+        if lock is not None:
+            with suppress(OSError):
+                (Path(config.run.folder) / HOLDER).unlink(missing_ok=True)
+            lock.release()
+
+
+def _take(config: Config) -> tuple[Identity, FileLock]:
+    check_run_folder(config)  # before anything is written, the lock included
+    folder = Path(config.run.folder)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK)
+        try:
+            lock.acquire(timeout=WAIT, poll_interval=0.1)
+        except Timeout:
+            raise _in_use(folder, _read_holder(folder)) from None
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise
+            holder = _read_holder(folder)
+            if holder is not None and _may_be_alive(holder):
+                raise _in_use(folder, holder, f", or remove {folder / HOLDER} if that process is gone") from None
+        try:
+            identity = mark_run_folder(config)
+            _write(folder / HOLDER, asdict(Holder(pid=os.getpid(), host=socket.gethostname(), since=_now())))
+        except BaseException:
+            lock.release()
+            raise
+    return identity, lock
+
+
+def check_not_in_use(folder: Path) -> None:
+    """Refuse a folder that a run writes to now."""
+    if not (folder / LOCK).exists():
+        return
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=WAIT, poll_interval=0.1)
+    except Timeout:
+        raise _in_use(folder, _read_holder(folder)) from None
+    except (OSError, NotImplementedError):
+        return
+    lock.release()
+
+
+def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> ValueError:
+    who = "another process" if holder is None else f"process {holder.pid} on {holder.host} since {holder.since}"
+    return ValueError(
+        f"run.folder: {folder} is in use by {who}; wait for it, give another folder, or start the processes of one run "
+        f"with torchrun{otherwise}"
+    )
+
+
+def _may_be_alive(holder: Holder) -> bool:
+    if holder.host != socket.gethostname():
+        return True
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return holder.pid != os.getpid()
+
+
+def _read_holder(folder: Path) -> Holder | None:
+    found = _read(folder / HOLDER)
+    try:
+        return Holder(pid=int(found["pid"]), host=str(found["host"]), since=str(found["since"])) if found else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _from_before_markers(folder: Path) -> bool:
+    """Whether a version of padfree that wrote no marker has made this folder."""
+    settings = _read(folder / CONFIG) or {}
+    if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
+        return False
+    return "folder" in settings["run"] and "path" in settings["data"] and "max_tokens" in settings["batch"]
+
+
+def _from_first(identity: Identity | None) -> Identity:
+    """The first rank's, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        assert identity is not None
+        return identity
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, identity)
+    found: Identity = told[0]
+    return found
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """One line for what a disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"run.folder: {error.filename or folder} cannot be written ({error.strerror or error}); free space or give "
+            "another folder"
+        ) from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Whoever finds the file finds it whole."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(values, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

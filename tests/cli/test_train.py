@@ -1,0 +1,300 @@
+"""`padfree sft` and `padfree rl`: every recipe, at a tiny size, from the command line to an exported model."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from padfree.cli.main import main
+from padfree.cli.train import Bars, progress
+from padfree.config import config_from_dict, load_config
+from tests.models import save_with_tokenizer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What makes each recipe small enough for here."""
+    folder = tmp_path_factory.mktemp("data")
+    model = save_with_tokenizer(tmp_path_factory.mktemp("model"))
+    rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rollouts = [
+        {"prompt": row["prompt"], "response": answer, "reward": float(answer == row["response"]), "group": group}
+        for group, row in enumerate(rows)
+        for answer in (row["response"], "1", "22")
+    ]
+    (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    questions = [{"question": row["prompt"], "answer": f"#### {row['response']}"} for row in rows]
+    (folder / "rl-local.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
+    short = {"rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"]}
+    return {
+        name: [
+            *small,
+            *short.get(name, []),
+            f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
+            "run.device=cpu",
+        ]
+        for name in ("sft", "rl", "rl-local")
+    }
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a Hub id that is not there, without asking
+
+
+def test_a_missing_tracker_is_said_before_anything_is_loaded(
+    overrides: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("padfree.record.trackers.find_spec", lambda name: None)
+    changes = ["track.wandb=mine", "model.attention=fast"]
+    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes]) == 1
+    assert "track.wandb: 'mine', but the package wandb is missing; pip install" in capsys.readouterr().err
+
+
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def test_every_recipe_is_tried_and_named_after_its_command(overrides: dict[str, list[str]]) -> None:
+    assert sorted(overrides) == NAMES
+    for name in NAMES:
+        kind = load_config(RECIPES / f"{name}.toml").loss.kind
+        assert name.partition("-")[0] == ("sft" if kind == "sft" else "rl")
+
+
+def test_every_setting_is_in_the_docs() -> None:
+    page = (RECIPES.parent / "docs" / "training.md").read_text()
+    for section, values in load_config(RECIPES / "sft.toml").to_dict().items():
+        for name in values:
+            assert f"`{section}.{name}`" in page, f"{section}.{name}"
+    for name in NAMES:
+        assert f"`recipes/{name}.toml`" in page
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_runs_and_exports(
+    name: str, overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    arguments = [name.partition("-")[0], str(RECIPES / f"{name}.toml"), *overrides[name], f"run.folder={run}"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "step 1  loss" in shown
+    assert "done after 2 steps" in shown
+    assert ("reward" in shown) == (name != "sft")
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [0, 1]
+    AutoModelForCausalLM.from_pretrained(run / "model")
+    # Once more: the run is done, and says so without a further step.
+    assert main(arguments) == 0
+    assert "done after 2 steps" in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["rl", str(RECIPES / "rl.toml"), *overrides["rl"], f"run.folder={run}", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    settings, _, rest = shown.partition("\nlayout: ")
+    asked = load_config(RECIPES / "rl.toml", [*overrides["rl"], f"run.folder={run}"])
+    assert config_from_dict(tomllib.loads(settings)) == asked, "the settings are shown as a recipe"
+    assert rest.startswith("1 processes = 1 replicate x 1 shard x 1 context\nauto: parallel.compile=none: ")
+    assert "\nauto: parallel.checkpointing=none: needs about " in rest
+    assert "\nmemory: about " in rest
+    assert "first step: 6 samples, " in rest
+    assert not run.exists()
+
+
+def test_a_dry_run_of_rollouts_shows_the_sampler_and_the_longest_responses(
+    overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["lora.rank=2", "parallel.offload=true", "rollout.max_new_tokens=20", "run.device=cuda"]
+    assert main(["rl", str(RECIPES / "rl-local.toml"), *overrides["rl-local"], *changes, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "sampler" in shown
+    assert "cache" in shown
+    assert "of the CPU's memory" in shown
+    assert "data: 16 prompts" in shown
+    first = shown[shown.index("first step, if every response is as long as it may be: 6 samples") :]
+    assert int(first.split(" tokens")[0].rsplit(" ", 1)[1]) >= 6 * 21
+
+
+def test_bad_rows_are_skipped_when_the_flag_says_so(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "response": "2"}\n{"prompt": "1+2="}\n{"prompt": "2+2=", "response": "4"}\n')
+    arguments = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"data.path={file}", "--dry-run"]
+    assert main(arguments) == 1
+    assert "rows.jsonl line 2: no 'response'" in capsys.readouterr().err
+    assert main([*arguments, "--on-bad-row", "skip"]) == 0
+    assert "data: 2 samples; 1 rows are skipped or dropped" in capsys.readouterr().out
+
+
+METRICS = {"step": 4, "loss": 1.5, "gradient_norm": 0.5, "lr": 1e-5, "tokens_per_second": 1234.5}
+
+
+def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(10, shown=True) as shown:
+        for done in range(0, 101, 5):
+            shown.tokenising(done, 100)
+        shown.step({**METRICS, "reward": 0.25, "mfu": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [f"tokenising {tenth} %" for tenth in range(10, 101, 10)]
+    assert lines[-1] == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  reward 0.250  1,234 tokens/s  mfu 50.0%"
+    with progress(10, shown=False) as shown:
+        shown.tokenising(100, 100)
+        shown.step(METRICS)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("steps", "count"), [(10, "5/10"), (None, "5")])
+def test_progress_bars_on_a_terminal(
+    steps: int | None, count: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with progress(steps, shown=True) as shown:
+        assert isinstance(shown, Bars)
+        shown.tokenising(50, 100)
+        shown.step(METRICS)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert re.search(r"tokenising 50% ", text)
+    assert re.search(rf"step +{count} .*loss 1.5000  norm 0.500  lr 1.00e-05  1,234 tokens/s", text)
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "message"),
+    [
+        ("sft", ["loss.kind=clip"], "loss.kind: 'clip' for padfree sft; use padfree rl for it"),
+        (
+            "rl",
+            ["loss.kind=sft"],
+            "loss.kind: 'sft' for padfree rl; use padfree sft",
+        ),
+        ("sft", ["optimizer.rl=1"], "optimizer.rl"),
+        (
+            "sft",
+            ["parallel.context=2", "--dry-run"],
+            "parallel.context: 2 times parallel.replicate 1 does not divide 1",
+        ),
+        ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
+        ("sft", ["lora.rank=4", "lora.targets=no_proj", "--dry-run"], "lora.targets: the model has no 'no_proj'"),
+        ("sft", ["batch.max_tokens=2", "--dry-run"], "batch.max_tokens: 2, but sft.jsonl:1 has "),
+        ("sft", ["batch.cost=nowhere.json", "--dry-run"], "batch.cost: nowhere.json cannot be read"),
+        ("sft", ["model.path=no/where"], "model.path: 'no/where' is not on this disk, and the Hub is not asked"),
+        ("sft", ["model.path=no/where", "--dry-run"], "model.path: 'no/where' is not on this disk, and the Hub is"),
+    ],
+)
+def test_mistakes_are_one_line(
+    command: str,
+    changes: list[str],
+    message: str,
+    overrides: dict[str, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*overrides[command], f"run.folder={tmp_path / 'run'}", *changes]
+    assert main([command, str(RECIPES / f"{command}.toml"), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_groups_without_a_signal_are_said_at_the_start_and_in_every_step(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rollouts(rewards: list[list[float]]) -> list[str]:
+        rows = [
+            {"prompt": "1+1=", "response": str(number), "reward": reward, "group": number}
+            for number, group in enumerate(rewards)
+            for reward in group
+        ]
+        (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes = [f"data.path={json.dumps([str(tmp_path / 'rollouts.jsonl')])}", f"run.folder={tmp_path / 'run'}"]
+        return ["rl", str(RECIPES / "rl.toml"), *overrides["rl"], *changes, "run.steps=1"]
+
+    for refused in ([[1.0], [0.0]], [[1.0, 1.0], [0.0, 0.0]]):
+        assert main(rollouts(refused)) == 1
+        assert "data.path: " in capsys.readouterr().err
+        assert main([*rollouts(refused), "--dry-run"]) == 1
+        (cure,) = re.findall(r"loss\.advantage=[a-z+]+", capsys.readouterr().err)
+        assert main([*rollouts(refused), cure, f"run.folder={tmp_path / str(len(refused[0]))}"]) == 0
+    assert main(rollouts([[1.0, 0.0], [1.0, 1.0], [0.0]])) == 0
+    printed = capsys.readouterr().out
+    assert "data.path: 2 of 3 groups with nothing to compare (1 of one sample, 1 with equal rewards) teach" in printed
+    assert "no signal 2/3" in printed
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["groups_without_signal"] == 2
+    assert main(rollouts([[1.0, 0.0], [1.0, 0.0], [0.0]])) == 1, "other rewards, the same tokens"
+    assert capsys.readouterr().err.startswith("padfree rl: data.path: ")
+
+
+def dtypes_of(folder: Path) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+
+
+def test_an_export_has_the_dtype_of_the_base_model_and_a_resume_says_what_has_changed(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = save_with_tokenizer(tmp_path / "half")
+    AutoModelForCausalLM.from_pretrained(half).bfloat16().save_pretrained(half)
+    line = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"model.path={half}", f"run.folder={tmp_path / 'run'}"]
+    assert main(line) == 0
+    assert "resuming" not in capsys.readouterr().out
+    assert dtypes_of(tmp_path / "run" / "model") == {torch.bfloat16}
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert main([*line, "checkpoint.export_dtype=float32", "run.steps=3"]) == 0
+    assert dtypes_of(tmp_path / "run" / "model") == {torch.float32}
+    printed = capsys.readouterr().out
+    assert 'with other settings: run.steps 3 (was 2), checkpoint.export_dtype "float32" (was "base")\n' in printed
+
+
+def test_random_weights_are_trained_where_they_are_asked_for(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_with_tokenizer(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    line = [
+        "sft",
+        str(RECIPES / "sft.toml"),
+        *overrides["sft"],
+        f"model.path={folder}",
+        f"run.folder={tmp_path / 'run'}",
+    ]
+    assert main(line) == 1
+    message = capsys.readouterr().err
+    assert f"padfree sft: model.path: {folder} has no weights" in message
+    assert not (tmp_path / "cache").exists(), "said before the data is tokenised"
+    (cure,) = re.findall(r"model\.init=\w+", message)
+    assert main([*line, cure]) == 0
+    assert not (tmp_path / "run" / "model" / "model.safetensors.index.json").exists()
+    assert load_file(tmp_path / "run" / "model" / "model.safetensors")
+
+
+def test_the_cures_of_a_refused_resume_work(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"run.folder={tmp_path / 'run'}"]
+    assert main(line) == 0
+    assert main([*line, "run.seed=1"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("padfree sft: run.seed: 1, but ")
+    (cure,) = re.findall(r"checkpoint\.resume=\w+", message)
+    assert main([*line, "run.seed=1", cure]) == 0
+    assert [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == [0, 1]
+    assert main([*line, "run.seed=1", "run.steps=3"]) == 0, "the newest checkpoint is that of the new run"
+    assert main([*line, "run.steps=3"]) == 1
+    assert main([*line, "run.steps=3", f"run.folder={tmp_path / 'another'}"]) == 0

@@ -1,0 +1,341 @@
+"""Settings: what is given is what is meant, or one line says what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import padfree
+from padfree import losses
+from padfree.config import OptimizerConfig, config_from_dict, load_config
+
+NEEDED: dict[str, Any] = {
+    "model": {"path": "m"},
+    "data": {"path": ["d.jsonl"]},
+    "batch": {"samples": 4, "max_tokens": 100},
+    "run": {"folder": "f"},
+}
+
+
+def with_changes(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**NEEDED, **{name: {**NEEDED.get(name, {}), **changes} for name, changes in sections.items()}}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+RECIPE = """
+[model]
+path = "Qwen/Qwen3-0.6B"
+dtype = "bfloat16"
+[data]
+path = "train.jsonl"
+columns = {question = "prompt", answer = "response"}
+[batch]
+samples = 64
+max_tokens = 8192
+[optimizer]
+lr = 1
+betas = [0.9, 0.99]
+[run]
+folder = "runs/a"
+"""
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path / "recipe.toml", RECIPE)
+    config = load_config(path, ["optimizer.lr=1e-5", "data.shuffle=false", "run.folder=runs/b", "optimizer.lr=2e-5"])
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+    assert config.data.path == ("train.jsonl",)
+    assert config.data.columns == {"question": "prompt", "answer": "response"}
+    assert config.optimizer == OptimizerConfig(lr=2e-5, betas=(0.9, 0.99))
+    assert config.data.shuffle is False
+    assert config.run.folder == "runs/b"
+
+
+def test_overrides_alone_and_none_and_lists() -> None:
+    config = load_config(
+        None,
+        [
+            "model.path=m",
+            'data.path=["a", "b"]',
+            "batch.tokens=1000",
+            "batch.max_tokens=100",
+            "run.folder=f",
+            "optimizer.max_grad_norm=none",
+            "parallel.compile=none",
+            "data.columns.question=prompt",
+        ],
+    )
+    assert config.data.path == ("a", "b")
+    assert config.batch.samples is None
+    assert config.optimizer.max_grad_norm is None
+    assert config.parallel.compile == "none"
+    assert config.data.columns == {"question": "prompt"}
+
+
+def test_whole_numbers_serve_as_numbers_but_not_the_other_way_round() -> None:
+    lr = config_from_dict(with_changes(optimizer={"lr": 1})).optimizer.lr
+    assert (lr, type(lr)) == (1.0, float)
+    with pytest.raises(ValueError, match=r"^run.seed: 1.5; give a whole number$"):
+        config_from_dict(with_changes(run={"seed": 1.5}))
+
+
+def test_a_config_is_plain_and_comes_back() -> None:
+    config = config_from_dict(with_changes(loss={"kind": "gspo", "corrections": ["opsm"]}))
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": {"lrr": 1}}, "optimizer.lrr: no such setting; did you mean optimizer.lr?"),
+        ({"optimiser": {"lr": 1}}, "optimiser: no such setting; did you mean optimizer?"),
+        ({"run": {"zzzzz": 1}}, "run.zzzzz: no such setting; there are run.folder, run.steps"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr: 'fast'; give a number"),
+        ({"optimizer": {"lr": True}}, "optimizer.lr: True; give a number"),
+        ({"optimizer": {"lr": -1.0}}, "optimizer.lr: -1.0; give 0 or more"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: [0.9]; give a list, each a number"),
+        ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm: 0.0; give more than 0"),
+        ({"data": {"shuffle": 1}}, "data.shuffle: 1; give true or false"),
+        ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
+        ({"data": {"path": []}}, "data.path: []; give one file"),
+        ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, clip"),
+        (
+            {"loss": {"kind": "gspo", "dual": 3}},
+            "loss.dual: 3.0; set loss.dual=none, loss.kind 'gspo' has no such bound",
+        ),
+        ({"loss": {"corrections": ["tokentis"]}}, "loss.corrections: ['tokentis']; give a list, each one of token_tis"),
+        ({"loss": {"entropy_coefficient": 0.1}}, "loss.entropy_coefficient: 0.1; leave it out, SFT has no such term"),
+        ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient: 0.1; leave it out, SFT has no such term"),
+        ({"loss": {"weights": "group-mean"}}, "loss.weights: 'group-mean'; choose another, SFT has no groups"),
+        ({"loss": {"weights": "constant"}}, "loss.constant: None; give it, as in loss.constant=4096"),
+        ({"loss": {"constant": 3}}, "loss.constant: 3.0; set loss.constant=none, loss.weights 'token-mean' has no"),
+        ({"loss": {"kind": "clip", "low": 5}}, "loss.low: 5.0; give 0 up to 1"),
+        (
+            {"loss": {"kind": "clip"}, "data": {"loss_on": "last"}},
+            "data.loss_on: 'last'; leave it out, what is trained",
+        ),
+        (
+            {
+                "loss": {"kind": "clip", "kl_coefficient": 0.1},
+                "rollout": {"reward": "exact_match", "group": 4},
+            },
+            "reference.path: None; set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0",
+        ),
+        (
+            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 1}},
+            "rollout.group: 1; set rollout.group=8, or loss.advantage=reinforce++: 'grpo' compares",
+        ),
+        ({"optimizer": {"lr": math.inf}}, "optimizer.lr: inf; give 0 or more"),
+        ({"loss": {"epochs": 2}}, "loss.epochs: 2; leave it out, SFT has data.epochs"),
+        ({"batch": {"tokens": 9}}, "batch.samples: 4; set batch.samples=none or batch.tokens=none"),
+        ({"batch": {"samples": None}}, "batch.samples: None; set batch.samples=64"),
+        ({"batch": {"max_tokens": 0}}, "batch.max_tokens: 0; give 1 or more"),
+        ({"data": {"epochs": None}}, "run.steps: None; set run.steps=1000, or data.epochs=1"),
+        ({"schedule": {"kind": "cosine"}}, "run.steps: None; set run.steps=1000, schedule.kind 'cosine' needs it"),
+        ({"schedule": {"warmup": 9}, "run": {"steps": 5}}, "schedule.warmup: 9; give at most run.steps, 5"),
+        ({"reference": {"path": "r"}}, "reference.path: 'r'; leave it out, or set loss.kl_coefficient"),
+        ({"reference": {"refresh": 2}}, "reference.path: None; give it, reference.offload and reference.refresh"),
+        ({"lora": {"rank": -1}}, "lora.rank: -1; give 0 (all weights are trained) or more"),
+        ({"lora": {"dropout": 1.0}}, "lora.dropout: 1.0; give 0 up to, but not including, 1"),
+        ({"loss": {"kind": "clip", "opsm": {"delta": 0.1}}}, "loss.opsm.delta: 0.1; leave it out, or add 'opsm' to"),
+        ({"rollout": {"reward": "exact_match"}}, "rollout.reward: 'exact_match'; leave it out, SFT has no rollouts"),
+        ({"rollout": {"group": 0}}, "rollout.group: 0; give 1 or more"),
+        (
+            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 3}},
+            "batch.samples: 4; give a multiple of rollout.group, 3",
+        ),
+        ({"track": {"wandb": ""}}, "track.wandb: ''; give a project's name"),
+        ({"model": {"path": ""}}, "model.path: ''; give a folder"),
+        ({"run": {"folder": ""}}, "run.folder: ''; give the folder"),
+        ({"parallel": {"context": 0}}, "parallel.context: 0; give 1 or more"),
+        ({"parallel": {"head_memory": 0}}, "parallel.head_memory: 0.0; give speed, low or GiB above 0"),
+        (
+            {"parallel": {"head_memory": "lo"}},
+            "parallel.head_memory: 'lo'; did you mean 'low'? give one of speed, low or a number",
+        ),
+        (
+            {"parallel": {"checkpointing": "host", "compile": "none"}},
+            "parallel.checkpointing: 'host'; it is for compiled layers",
+        ),
+        ({"checkpoint": {"every": 0}}, "checkpoint.every: 0; give 1 or more"),
+    ],
+)
+def test_one_line_names_the_setting_and_the_cure(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        config_from_dict(with_changes(**changes))
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_missing_is_named() -> None:
+    for section, name in (("model", "path"), ("data", "path"), ("batch", "max_tokens"), ("run", "folder")):
+        values = {key: dict(entries) for key, entries in NEEDED.items()}
+        del values[section][name]
+        with pytest.raises(ValueError, match=rf"^{section}.{name}: missing; give"):
+            config_from_dict(values)
+    with pytest.raises(ValueError, match=r"^model.path: missing; give a string"):
+        config_from_dict({})
+    with pytest.raises(ValueError, match=r"^optimizer: 3 is no table"):
+        config_from_dict({**NEEDED, "optimizer": 3})
+
+
+@pytest.mark.parametrize("override", ["lr=1", "optimizer.lr", "=1", "optimizer.=1", ""])
+def test_an_override_has_a_section_a_name_and_a_value(override: str) -> None:
+    with pytest.raises(ValueError, match=r"override: .*write section.name=value"):
+        load_config(None, [override])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config: .*none.toml cannot be read \(No such file or directory\)"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ValueError, match=r"config: .*bad.toml is not TOML: .*line 1"):
+        load_config(write(tmp_path / "bad.toml", "model = = 3"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config: .*binary.toml is not TOML"):
+        load_config(tmp_path / "binary.toml")
+    path = write(tmp_path / "flat.toml", "model = 3")
+    with pytest.raises(ValueError, match=r"override: 'model.path=m' goes into 'model', which is a value"):
+        load_config(path, ["model.path=m"])
+
+
+def test_needs_no_torch() -> None:
+    code = (
+        "import sys, types; parent = types.ModuleType('padfree'); parent.__path__ = [sys.argv[1]];"
+        "sys.modules['padfree'] = parent; import padfree.config; padfree.config.load_config;"
+        "assert 'torch' not in sys.modules"
+    )
+    file = padfree.__file__
+    assert file is not None
+    subprocess.run([sys.executable, "-c", code, str(Path(file).parent)], check=True)
+
+
+def test_memory_of_the_head() -> None:
+    for given, taken in (("speed", "speed"), ("low", "low"), (6, 6 << 30), (1.5, 3 << 29)):
+        assert config_from_dict(with_changes(parallel={"head_memory": given})).parallel.head_bytes == taken
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+KINDS: dict[str, type[Any]] = {
+    "clip": losses.ClipSettings,
+    "gspo": losses.GSPOSettings,
+    "cispo": losses.CISPOSettings,
+    "reinforce": losses.ReinforceSettings,
+}
+CORRECTIONS: dict[str, type[Any]] = {
+    "token_tis": losses.TokenTISSettings,
+    "sequence_tis": losses.SequenceTISSettings,
+    "icepop": losses.IcePopSettings,
+    "sequence_mask": losses.SequenceMaskSettings,
+    "opsm": losses.OPSMSettings,
+}
+
+
+@pytest.mark.parametrize("recipe", ["rl", "rl-local"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_loss_alone_can_be_changed_in_a_recipe(recipe: str, kind: str) -> None:
+    """The bounds of clip stay with clip: the others have those of the losses themselves."""
+    loss = load_config(RECIPES / f"{recipe}.toml", [f"loss.kind={kind}"]).loss
+    assert loss.bounds() == ({"low": 0.2, "high": 0.28} if kind == "clip" else {})
+    if kind != "clip":
+        assert KINDS[kind](**loss.bounds()) == KINDS[kind]()
+
+
+def test_bounds_of_a_kind_and_of_the_chosen_kind() -> None:
+    changes = ["loss.gspo.low=1e-4", "loss.gspo.high=2e-4", "loss.clip.dual=3"]
+    assert load_config(RECIPES / "rl.toml", changes).loss.bounds() == {"low": 0.2, "high": 0.28, "dual": 3.0}
+    chosen = ["loss.kind=gspo", *changes]
+    assert load_config(RECIPES / "rl.toml", chosen).loss.bounds() == {"low": 1e-4, "high": 2e-4}
+    assert load_config(RECIPES / "rl.toml", [*chosen, "loss.low=0.1"]).loss.bounds() == {"low": 0.1, "high": 2e-4}
+
+
+def test_bounds_beside_the_kind_do_not_reach_another_kind(tmp_path: Path) -> None:
+    recipe = write(
+        tmp_path / "own.toml",
+        'model.path="m"\ndata.path="d"\nrun.folder="f"\n[batch]\nsamples=4\nmax_tokens=8\n[loss]\nkind="clip"\nlow=0.2',
+    )
+    assert load_config(recipe).loss.bounds() == {"low": 0.2}
+    with pytest.raises(
+        ValueError, match=r"^loss.low: 0.2 in .* is for loss.kind 'clip', not 'gspo'; set loss.low=none"
+    ):
+        load_config(recipe, ["loss.kind=gspo"])
+    for cure, bounds in (("loss.low=none", {}), ("loss.low=0.001", {"low": 0.001})):
+        assert load_config(recipe, ["loss.kind=gspo", cure]).loss.bounds() == bounds
+
+
+VALUES = (None, -1.0, 0.0, 0.5, 1.0, 1.5, 5.0, math.inf, math.nan)
+
+
+def accepted(make: Callable[[], Any]) -> bool:
+    try:
+        make()
+    except ValueError:
+        return False
+    return True
+
+
+def loss_config(**changes: Any) -> Callable[[], Any]:
+    return lambda: config_from_dict(with_changes(loss={"kind": "clip", **changes}))
+
+
+def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
+    """The same rules twice: once where torch is not needed."""
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value is not None}
+
+    for low, high, dual in itertools.product(VALUES, VALUES, (None, 0.5, 1.0, 2.0)):
+        for kind in ("clip", "gspo", "cispo"):
+            bounds = given(low=low, high=high, **({"dual": dual} if kind == "clip" else {}))
+            right = accepted(functools.partial(KINDS[kind], **bounds))
+            assert accepted(loss_config(kind=kind, **bounds)) == right, (kind, bounds)
+            assert accepted(loss_config(kind=kind, **{kind: bounds})) == right, (kind, bounds)
+    for name, (low, high) in itertools.product(CORRECTIONS, itertools.product(VALUES, VALUES)):
+        bounds = given(delta=low) if name == "opsm" else given(low=low, high=high)
+        right = accepted(functools.partial(CORRECTIONS[name], **bounds))
+        assert accepted(loss_config(corrections=[name], **{name: bounds})) == right, (name, bounds)
+    sets = [list(names) for size in (0, 1, 2) for names in itertools.combinations_with_replacement(CORRECTIONS, size)]
+    for names, old in itertools.product(sets, ("trainer", "sampler", "current")):
+        chosen = tuple(CORRECTIONS[name]() for name in names)
+        right = accepted(functools.partial(losses.PolicySettings, corrections=chosen, old_policy=old))
+        assert accepted(loss_config(corrections=names, old_policy=old)) == right, (names, old)
+    for name, value in itertools.product(("kl_coefficient", "entropy_coefficient"), VALUES[1:]):
+        right = accepted(functools.partial(losses.PolicySettings, **{name: value}))
+        assert accepted(loss_config(**{name: value})) == right, (name, value)
+    masks = [np.array([False, True])]
+    for mode, constant in itertools.product(("token-mean", "constant"), VALUES):
+        right = accepted(functools.partial(losses.token_weights, mode, masks, constant=constant))
+        assert accepted(loss_config(weights=mode, constant=constant)) == right, (mode, constant)
+
+
+def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    overrides = [
+        "model.path=~/model",
+        "model.tokenizer=~/tokenizer",
+        "reference.path=~/reference",
+        "loss.kl_coefficient=0.1",
+        'data.path=["~/a.jsonl", "b~.jsonl", "Some/hub-id"]',
+        "batch.cost=~/cost.json",
+        "run.folder=~/runs/first",
+    ]
+    config = load_config(Path(__file__).parents[2] / "recipes" / "rl.toml", overrides)
+    assert config.model.path == "/home/somebody/model"
+    assert config.model.tokenizer == "/home/somebody/tokenizer"
+    assert config.reference.path == "/home/somebody/reference"
+    assert config.data.path == ("/home/somebody/a.jsonl", "b~.jsonl", "Some/hub-id")
+    assert config.batch.cost == "/home/somebody/cost.json"
+    assert config.run.folder == "/home/somebody/runs/first"

@@ -1,0 +1,228 @@
+"""The memory estimate against what models, optimizers and autograd really hold."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from padfree.config import Config, LoraConfig, config_from_dict
+from padfree.cp.shard import shard
+from padfree.estimate.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, token_bytes
+from padfree.head import fused_loss
+from padfree.layers.compile import compile_layers
+from padfree.layers.recompute import SAVED_MATMULS, recompute_layers
+from padfree.model import attach, hidden_states
+from padfree.model.lora import add_adapters
+from padfree.model.structure import layers_of, skeleton
+from padfree.train.optimizer import make_optimizer
+from tests.models import ARCHITECTURES, build, row, save_with_tokenizer
+from tests.train.cases import small_model
+
+TOKENS = (130, 126)
+
+
+def settings(**sections: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "batch": {"samples": 8, "max_tokens": 64},
+        "run": {"folder": "f"},
+        "parallel": {"compile": "none", "checkpointing": "none", "reshard": True},  # settled
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return config_from_dict(values)
+
+
+def num_bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# What stands still
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_weights_gradients_and_moments_are_exact(rank: int) -> None:
+    model = small_model()
+    if rank:
+        add_adapters(model, LoraConfig(rank=rank))
+    optimizer = make_optimizer(model, lr=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    found = estimate_memory(settings(lora={"rank": rank}), small_model(), processes=1, device_type="cpu")
+    assert found.weights == num_bytes(model.parameters())
+    assert found.gradients == num_bytes(parameter.grad for parameter in trained)
+    assert found.optimizer == num_bytes(moments)
+    assert found.trained == sum(parameter.numel() for parameter in trained)
+    assert found.parameters == sum(parameter.numel() for parameter in small_model().parameters())
+
+
+def test_the_largest_shard_is_counted() -> None:
+    """FSDP2 cuts the first dimension as torch.chunk does."""
+    model = small_model(vocab_size=41)
+    found = estimate_memory(settings(), model, processes=3, device_type="cpu")
+    assert found.weights == num_bytes(torch.chunk(parameter, 3)[0] for parameter in model.parameters())
+    replicated = estimate_memory(settings(parallel={"replicate": 3}), model, processes=3, device_type="cpu")
+    assert replicated.weights == num_bytes(model.parameters())
+
+
+def test_frozen_weights_are_bfloat16_where_the_run_is() -> None:
+    config = settings(model={"dtype": "bfloat16"}, lora={"rank": 2})
+    found = estimate_memory(config, small_model(), processes=1, device_type="cpu")
+    assert found.weights == 2 * found.parameters + 4 * found.trained
+
+
+def test_offload_moves_the_states_to_the_host() -> None:
+    here = estimate_memory(settings(), small_model(), processes=2, device_type="cpu")
+    there = estimate_memory(settings(parallel={"offload": True}), small_model(), processes=2, device_type="cpu")
+    assert (here.host, there.host) == (0, here.states)
+    assert there.device == here.device - here.states
+
+
+def test_activations_are_those_of_the_longest_micro_batch() -> None:
+    model = small_model()
+    found = estimate_memory(settings(), model, processes=1, device_type="cpu")
+    assert (found.tokens, found.activations) == (64, 64 * token_bytes(model, 4, "none"))
+    longer = estimate_memory(settings(), model, processes=1, device_type="cpu", longest=100)
+    assert (longer.tokens, longer.activations) == (100, 100 * token_bytes(model, 4, "none"))
+
+
+def test_reference_and_sampler(tmp_path: Path) -> None:
+    folder = save_with_tokenizer(tmp_path)
+    model = skeleton(str(folder))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = settings(
+        loss={"kind": "clip", "kl_coefficient": 0.1},
+        reference={"path": str(folder), "offload": True},
+        rollout={"reward": "exact_match", "group": 4, "max_new_tokens": 10, "batch": 3},
+    )
+    found = estimate_memory(config, model, processes=1, device_type="cpu", prompt_tokens=6)
+    assert found.reference == found.host == 4 * parameters
+    assert found.sampler == 4 * parameters
+    assert found.cache == 3 * 16 * cache_bytes(model, 4)
+    text = model.config.get_text_config()
+    assert cache_bytes(model, 2) == 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2
+
+
+def test_a_path_without_a_config_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no such"}')
+    for path in (str(tmp_path / "nothing"), str(tmp_path)):
+        with pytest.raises(ValueError, match=r"^reference.path: the config of .* cannot be used") as error:
+            skeleton(path, setting="reference.path")
+        assert "\n" not in str(error.value)
+
+
+# Activations
+
+
+class Products(TorchDispatchMode):
+    """Bytes of the results that selective checkpointing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in SAVED_MATMULS:
+            self.kept += num_bytes([result])
+        return result
+
+
+def kept_bytes(model: PreTrainedModel, dtype: torch.dtype, checkpointing: str, *, compiled: bool = False) -> float:
+    """What forward keeps for backward, a token, weights and buffers excepted."""
+    attach(model)
+    if compiled:
+        compile_layers(layers_of(model), "aot_eager_decomp_partition", "selective")
+    elif checkpointing != "none":
+        recompute_layers(layers_of(model), checkpointing)  # type: ignore[arg-type]
+    model.to(dtype)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    products = Products()
+    counting = nullcontext() if compiled else products  # under such a mode nothing would be compiled
+    with counting, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden_states(model, shard(row(TOKENS)))
+    cached = products.kept if checkpointing == "selective" else 0
+    return (sum(seen.values()) + cached) / sum(TOKENS)
+
+
+SIZES: dict[torch.dtype, int] = {torch.float32: 4, torch.bfloat16: 2}
+TRIED = ["llama", "qwen3", "gemma3", "qwen3_moe", "deepseek_v3", "starcoder2", "gpt2", "phi3"]
+
+
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.parametrize("name", TRIED)
+def test_activations_of_many_architectures(name: str, dtype: torch.dtype) -> None:
+    assert name in ARCHITECTURES
+    changes = {"intermediate_size": 256 if name == "gpt2" else 160, "moe_intermediate_size": 48}
+    model = build(name, **changes)
+    found = token_bytes(model, SIZES[dtype], "none")
+    assert found == pytest.approx(kept_bytes(model, dtype, "none"), rel=0.3)
+
+
+@pytest.mark.parametrize("dtype", SIZES, ids=str)
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_activations_with_checkpointing(checkpointing: str, dtype: torch.dtype) -> None:
+    model = build("qwen3", num_hidden_layers=3, intermediate_size=160)
+    found = token_bytes(model, SIZES[dtype], checkpointing)  # type: ignore[arg-type]
+    assert found < token_bytes(model, SIZES[dtype], "none")
+    assert found == pytest.approx(kept_bytes(model, dtype, checkpointing), rel=0.1)
+
+
+def test_activations_of_compiled_layers() -> None:
+    model = build("qwen3", num_hidden_layers=3, intermediate_size=160)
+    found = token_bytes(model, 4, "selective", compiled=True)
+    assert found < token_bytes(model, 4, "selective")
+    assert found == pytest.approx(kept_bytes(model, torch.float32, "selective", compiled=True), rel=0.1)
+
+
+def test_a_layer_of_llama_by_hand() -> None:
+    """D 64, q 64, k v 32, 4 heads, I 64, bfloat16: norms 2 · 6 · 64, inputs 2 · 2 · 64, attention, MLP 4 · 2 · 64."""
+    model = build("llama")
+    expected = 2 * 6 * 64 + 2 * 2 * 64 + 2 * (64 + 32 + 32 + 64) + 4 * 4 + 4 * 2 * 64
+    assert layer_bytes(model.config, layers_of(model)[0], 2) == expected
+
+
+class Buffers(TorchDispatchMode):
+    """Bytes of the buffers that are made before they are filled: the head makes each of its own once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.name():
+            self.made += num_bytes([result])
+        return result
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 28])
+def test_the_head_holds_what_is_counted(budget: int) -> None:
+    tokens, hidden, vocabulary = 300, 64, 2000
+    states = torch.randn(tokens, hidden, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (tokens,))
+    with Buffers() as buffers:
+        fused_loss(states, weight, labels, lambda logprobs, entropy, rows: -logprobs, memory=budget)
+    found = head_bytes(tokens, hidden, vocabulary, size=4, device_type="cpu", budget=budget, weight_gradient=True)
+    assert found == pytest.approx(buffers.made, rel=0.3)
