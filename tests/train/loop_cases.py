@@ -23,6 +23,9 @@ RL: dict[str, Any] = {
 TIMES = (
     "seconds",
     "tokens_per_second",
+    "sampler/seconds",
+    "sampler/exchange_seconds",
+    "sampler/tokens_per_second",
     "tflops_per_device",
     "mfu",
     "memory_gib",

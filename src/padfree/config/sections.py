@@ -87,7 +87,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """In-process rollouts: `reward` names a built-in or `module:function`; None: `data.path` holds finished rollouts.
+    """Rollouts of the run itself: `reward` names a built-in or `module:function`; None: `data.path` has finished ones.
 
     With it `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
     """
@@ -95,8 +95,9 @@ class RolloutConfig:
     reward: str | None = None
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
-    batch: int = 64  # responses a device writes at a time
-    engine: Literal["in_process", "vllm"] = "in_process"
+    engine: Literal["in_process", "vllm"] = "in_process"  # who samples
+    batch: int = 256  # responses a device writes at a time
+    kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
     # Of vllm alone
     servers: tuple[str, ...] = ()  # addresses of servers that run
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -107,9 +108,17 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int | None = None
 
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes; None: auto."""
+        return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
+
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
             need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
+        if self.kv_cache_memory != "auto":
+            memory = self.kv_cache_memory
+            need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
         _expand(self, "transfer_folder")
         cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
         need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)

@@ -112,7 +112,7 @@ def estimate_memory(
         other = skeleton(config.reference.path, trust_remote_code=code, setting="reference.path")
         reference = _counts(other, shards).all * (size if sharded else FLOAT32)
     sampler = cache = 0
-    if config.rollout.reward is not None:
+    if config.rollout.reward is not None and config.rollout.engine == "in_process":
         sampler = counts.parameters * size
         responses = min(config.rollout.batch, -(-(config.batch.samples or 1) // processes))
         cache = responses * (prompt_tokens + config.rollout.max_new_tokens) * cache_bytes(model, size)

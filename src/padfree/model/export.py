@@ -212,6 +212,7 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same class and config on the meta device, without what was put around the modules of `model`."""
     # fully_shard gives a model a class of its own, made of FSDPModule and the model's class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+INCREMENT, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -28,8 +28,8 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
     return values.view(np.int64)
 
 
-def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
-    """[R, V] float32 for the token at this position of each response; `keys` [R] int64."""
+def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
+    """[R, V] float32 for the token at this position of each response, one for all or [R]; `keys` [R] int64."""
     at_position = _mixed_on_device(keys ^ position)
     tokens = torch.arange(vocabulary, dtype=torch.int64, device=keys.device)
     bits = _shifted(_mixed_on_device(at_position[:, None] ^ tokens), 32)  # [R, V] of 0 to 2**32 - 1
@@ -38,17 +38,17 @@ def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + np.uint64(_INCREMENT)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    values = values + np.uint64(INCREMENT)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(FIRST_FACTOR)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(SECOND_FACTOR)
     return values ^ (values >> np.uint64(31))
 
 
 def _mixed_on_device(values: Tensor) -> Tensor:
     """The same bits as `_mixed`: torch has no unsigned 64-bit multiplication, but signed ones wrap alike."""
-    values = values + _signed(_INCREMENT)
-    values = (values ^ _shifted(values, 30)) * _signed(_FIRST)
-    values = (values ^ _shifted(values, 27)) * _signed(_SECOND)
+    values = values + _signed(INCREMENT)
+    values = (values ^ _shifted(values, 30)) * _signed(FIRST_FACTOR)
+    values = (values ^ _shifted(values, 27)) * _signed(SECOND_FACTOR)
     return values ^ _shifted(values, 31)
 
 

@@ -12,7 +12,6 @@ microbatch     samples to one rank's rows
 scorer         log-probabilities without gradient: old policy and reference
 engine         one optimizer step over a global batch
 rl             rewards to advantages, the reference model, a batch between its updates
-rollouts       responses of the present model to prompts, as samples
 metrics        the numbers of a step, by name
 loop           Loop: batches, updates, metrics, checkpoints
 resume         what may change between a checkpoint and the run that goes on from it

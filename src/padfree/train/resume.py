@@ -62,7 +62,19 @@ RULES: dict[str, Rule] = {
     "rollout.reward": "may change within RL",
     "rollout.group": "must stay",
     "rollout.max_new_tokens": "may change",
+    "rollout.engine": "may change",
     "rollout.batch": "may change",
+    "rollout.kv_cache_memory": "may change",
+    "rollout.servers": "may change",
+    "rollout.launch.command": "may change",
+    "rollout.launch.devices": "may change",
+    "rollout.launch.environment": "may change",
+    "rollout.transfer": "may change",
+    "rollout.transfer_folder": "may change",
+    "rollout.timeout": "may change",
+    "rollout.canary": "may change",
+    "rollout.top_p": "may change",
+    "rollout.top_k": "may change",
     "data.path": "may change if the samples stay the same",
     "data.subset": "may change if the samples stay the same",
     "data.split": "may change if the samples stay the same",
@@ -147,7 +159,7 @@ def made_with(
 
 def flat_settings(config: Config) -> dict[str, Any]:
     """Every setting by its name, as JSON would give it back; the run folder, which may be moved, is none of them."""
-    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns",))
+    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns", "rollout.launch.environment"))
     del found["run.folder"]
     return found
 

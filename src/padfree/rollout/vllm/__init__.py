@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from padfree.config import Config
     from padfree.distributed import Mesh
-    from padfree.rollout.vllm.sampler import Score, VllmSampler
+    from padfree.rollout.base import Score
+    from padfree.rollout.vllm.sampler import VllmSampler
 
 
 def make_vllm_sampler(

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from padfree.batch import Sample
@@ -32,7 +31,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.model.export import export_adapters
 from padfree.model.load import raise_together
-from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_server
 from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, Server, ServerLostError
@@ -43,9 +42,6 @@ from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, Way, each
 PROBE_EVERY = 5.0
 """Seconds."""
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-
-Score = Callable[[Sequence[Sample], float], list[NDArray[np.float32]]]
-"""Samples and a temperature -> the trainer's log-probability of every token [n]. A collective of all ranks."""
 
 
 class VllmSampler:

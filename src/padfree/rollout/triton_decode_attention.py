@@ -1,0 +1,219 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
+"""`decode_attention` as a Triton kernel: every key of the cache that a lane sees is read once.
+
+    grid (lane, key head, split)     a program has the queries of one key head [G, d], G padded to 16 for tl.dot,
+                                     and goes through its part of the keys, BLOCK at a time
+
+    split 0   new token, keys  0 ..  63      A lane is split where there are too few lanes to fill the GPU; each split
+    split 1              keys 64 .. 127      leaves its maximum, sum and weighted values, and a second kernel joins them
+    split 2              keys 128 .. 140
+
+How many keys a lane has is read on the device. A program stops behind the last of its own, so that short lanes cost
+little beside long ones. The new token is not read back from the cache: split 0 begins with it, and stores it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from padfree.rollout.decode_attention import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+
+BLOCK = 64
+"""Keys at a time; half of them where heads are large."""
+
+SHARED_MEMORY = 96 << 10
+"""Bytes of a program at most: what the smaller GPUs have."""
+
+MAX_SPLITS = 16
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Lanes are split until there are about so many programs."""
+
+_PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
+
+
+def is_interpreted() -> bool:
+    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
+    return not isinstance(_attend_kernel, triton.JITFunction)
+
+
+@triton.jit
+def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    if HAS_SOFTCAP:
+        small = tl.exp(-2.0 * tl.abs(scores / softcap))
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
+        scores = tl.where(scores < 0.0, -magnitude, magnitude)
+    return scores
+
+
+@triton.jit
+def _with_sinks(peak, total, weighted, sinks, row, inside):
+    """A learned score for each head joins the softmax and carries no value."""
+    sink = tl.load(sinks + row, mask=inside, other=float("-inf")).to(tl.float32)
+    higher = tl.maximum(peak, sink)
+    faded = tl.exp(peak - higher)
+    return total * faded + tl.exp(sink - higher), weighted * faded[:, None]
+
+
+@triton.jit
+def _attend_kernel(
+    q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts, lane_stride, window, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    DV: tl.constexpr, DV_PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lane, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    active = tl.load(lanes + _ACTIVE * lane_stride + lane) != 0
+    prompt = tl.load(lanes + _PROMPT * lane_stride + lane)
+    own = tl.load(lanes + _OWN * lane_stride + lane)
+    stored = tl.where(active, tl.load(lanes + _STORED * lane_stride + lane), 0).to(tl.int32)
+    written = tl.where(active, tl.load(lanes + _WRITTEN * lane_stride + lane), 0).to(tl.int32)
+
+    group, column, value_column = tl.arange(0, ROWS), tl.arange(0, D_PADDED), tl.arange(0, DV_PADDED)
+    row = lane * HEADS * GROUP + head * GROUP + group
+    in_group, in_d, in_dv = group < GROUP, column < D, value_column < DV
+    query = tl.load(q + row[:, None] * D + column[None, :], mask=in_group[:, None] & in_d[None, :], other=0.0)
+
+    new = lane * HEADS + head
+    new_key = tl.load(k + new * D + column, mask=in_d, other=0.0)
+    new_value = tl.load(v + new * DV + value_column, mask=in_dv, other=0.0)
+    if split == 0:
+        place = (own + written) * HEADS + head
+        tl.store(keys + place * D + column, new_key, mask=in_d & active)
+        tl.store(values + place * DV + value_column, new_value, mask=in_dv & active)
+    score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
+    score = _capped(score, softcap, HAS_SOFTCAP)
+    is_first = split == 0
+    peak = tl.where(is_first, score, float("-inf"))  # [ROWS]
+    total = tl.where(is_first, tl.full((ROWS,), 1.0, tl.float32), 0.0)
+    weighted = tl.where(is_first, new_value.to(tl.float32), 0.0)[None, :] + tl.zeros((ROWS, DV_PADDED), tl.float32)
+
+    end = stored + written
+    first = tl.maximum(end + 1 - window, 0) if HAS_WINDOW else end * 0
+    blocks = tl.cdiv(tl.maximum(end - first, 0), N)
+    span = tl.cdiv(blocks, SPLITS) * N
+    start = first + split * span
+    end = tl.minimum(end, start + span)
+    for at in range(start, end, N):
+        number = at + tl.arange(0, N)
+        seen = number < end
+        place = tl.where(number < stored, prompt + number, own + number - stored)
+        place = tl.where(seen, place, 0) * HEADS + head
+        block = tl.load(keys + place[:, None] * D + column[None, :], mask=seen[:, None] & in_d[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scale  # [ROWS, N]
+        scores = _capped(scores, softcap, HAS_SOFTCAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        faded = tl.exp(peak - higher)
+        shares = tl.exp(scores - higher[:, None])
+        total = total * faded + tl.sum(shares, axis=1)
+        block = tl.load(
+            values + place[:, None] * DV + value_column[None, :], mask=seen[:, None] & in_dv[None, :], other=0.0
+        )
+        weighted = weighted * faded[:, None] + tl.dot(shares.to(block.dtype), block, input_precision=PRECISION)
+        peak = higher
+
+    inside = in_group[:, None] & in_dv[None, :]
+    if SPLITS == 1:
+        if HAS_SINKS:
+            total, weighted = _with_sinks(peak, total, weighted, sinks, head * GROUP + group, in_group)
+        result = weighted / total[:, None]
+        tl.store(out + row[:, None] * DV + value_column[None, :], result.to(out.dtype.element_ty), mask=inside)
+    else:
+        part = row * SPLITS + split
+        tl.store(peaks + part, peak, mask=in_group)
+        tl.store(totals + part, total, mask=in_group)
+        tl.store(parts + part[:, None] * DV + value_column[None, :], weighted, mask=inside)
+
+
+@triton.jit
+def _join_kernel(
+    peaks, totals, parts, sinks, out,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """One program for each lane and query head: `HEADS` are those."""
+    row = tl.program_id(0) * HEADS + tl.program_id(1)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, DV_PADDED)
+    peak = tl.load(peaks + row * SPLITS + split)
+    highest = tl.max(peak, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    faded = tl.exp(peak - highest)
+    total = tl.sum(tl.load(totals + row * SPLITS + split) * faded, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(sink - highest)
+    part = tl.load(
+        parts + (row * SPLITS + split)[:, None] * DV + column[None, :], mask=(column < DV)[None, :], other=0.0
+    )
+    result = tl.sum(part * faded[:, None], axis=0) / total
+    tl.store(out + row * DV + column, result.to(out.dtype.element_ty), mask=column < DV)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lanes: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    *,
+    splits: int | None = None,
+) -> Tensor:
+    """[L, H, dv]; stores k and v in the cache. `splits`, a power of two, is found from the number of lanes."""
+    num_lanes, num_heads, size = q.shape
+    heads, value_size = v.shape[1], v.shape[2]
+    assert lanes.stride(1) == 1
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    splits = _num_splits(num_lanes * heads, q.device) if splits is None else splits
+    out = q.new_empty(num_lanes, num_heads, value_size)
+    many = num_lanes * num_heads * splits if splits > 1 else 0
+    peaks, totals = (torch.empty(many, dtype=torch.float32, device=q.device) for _ in range(2))
+    parts = torch.empty(many * value_size, dtype=torch.float32, device=q.device)
+    block_bytes = BLOCK * (_padded(size) + _padded(value_size)) * q.element_size()
+    block = BLOCK if block_bytes <= SHARED_MEMORY else BLOCK // 2
+    padded = {"D_PADDED": _padded(size), "DV": value_size, "DV_PADDED": _padded(value_size)}
+    _attend_kernel[(num_lanes, heads, splits)](
+        q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts,
+        lanes.stride(0), window or 0, scale, softcap or 1.0,
+        HEADS=heads, GROUP=num_heads // heads, ROWS=_padded(num_heads // heads), D=size, **padded, N=block,
+        SPLITS=splits, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=max(1, min(3, SHARED_MEMORY // block_bytes)),
+    )  # fmt: skip
+    if splits > 1:
+        _join_kernel[(num_lanes, num_heads)](
+            peaks, totals, parts, sinks, out,
+            HEADS=num_heads, DV=value_size, DV_PADDED=padded["DV_PADDED"], SPLITS=splits,
+            HAS_SINKS=sinks is not None, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+def _padded(size: int) -> int:
+    """What `tl.dot` takes: a power of two, 16 or more."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def _num_splits(programs: int, device: torch.device) -> int:
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)
+    splits = 1
+    while splits < MAX_SPLITS and programs * splits * 2 <= wanted:
+        splits *= 2
+    return splits
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
