@@ -109,7 +109,7 @@ def test_a_run_on_a_server(transfer: str, model_folder: Path, tmp_path: Path) ->
     drawn = [body for body in fake.completed if "stop_token_ids" in body]
     assert len(drawn) == 3 * SAMPLES
     assert {body["cache_salt"].split()[1] for body in drawn} == {"0", "1", "2"}, "no cache of another version"
-    assert not (tmp_path / "run" / "weights").exists()
+    assert list((tmp_path / "run").glob("*weights*")) == [], "no copy of the model is left behind"
 
 
 def first_samples(config: Config) -> list[Sample]:
@@ -158,10 +158,12 @@ def test_the_canary_stops_a_run_whose_server_keeps_its_weights(model_folder: Pat
 
 def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
     fake = fake_of(model_folder)
+    fake.answer("/pause", {})
     fake.answer("/start_weight_update", {})
     with serving(fake) as (url,):
         train(make_config(tmp_path / "run", model_folder, servers=[url], steps=1))
     assert fake.version == "0"
+    assert not fake.paused
 
 
 def test_weights_are_given_again_to_a_server_that_comes_back(model_folder: Path, tmp_path: Path) -> None:

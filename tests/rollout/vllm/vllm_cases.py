@@ -48,6 +48,7 @@ class FakeVllm:
         self._lock, self._compute = threading.Lock(), threading.Lock()
         self._group: Any = None
         self._updating = False
+        self.paused = False
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """The status and the JSON of a route."""
@@ -78,8 +79,9 @@ class FakeVllm:
                 }
             },
             "/tokenize": lambda: {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]},
-            "/pause": lambda: {"status": "paused"},
-            "/resume": lambda: {"status": "resumed"},
+            "/pause": lambda: self._pause(True),
+            "/resume": lambda: self._pause(False),
+            "/is_paused": lambda: {"is_paused": self.paused},
             "/reset_prefix_cache": lambda: {"success": True},
             "/init_weight_transfer_engine": lambda: self._join(body["init_info"]),
             "/start_weight_update": lambda: self._start(),
@@ -94,6 +96,10 @@ class FakeVllm:
             return 500, {"error": {"message": str(error)}}
 
     # Weights
+
+    def _pause(self, paused: bool) -> dict[str, Any]:
+        self.paused = paused
+        return {}
 
     def _join(self, told: dict[str, Any]) -> dict[str, Any]:
         if told["way"] == "group":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from padfree.config import Config
@@ -12,6 +13,7 @@ from padfree.rollout.vllm.http import START, Server, ServerLostError
 def check_server(server: Server, config: Config, tokenizer: Any, vocabulary: int) -> str:
     """What the server calls its model; a line if it is a server of something else."""
     server.version()
+    _end_interrupted_update(server)
     answer = server.call("GET", "/v1/models", cure="give the address of a vLLM server")
     models = answer.get("data")
     if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
@@ -32,6 +34,16 @@ def check_server(server: Server, config: Config, tokenizer: Any, vocabulary: int
     _check_vocabulary(server, name, vocabulary)
     _check_tokenizer(server, options, tokenizer)
     return name
+
+
+def _end_interrupted_update(server: Server) -> None:
+    """A run that was killed while it handed weights over has left the server paused, with layers half loaded."""
+    if not server.call("GET", "/is_paused").get("is_paused"):
+        return
+    with suppress(ServerLostError):  # one is under way
+        server.call("POST", "/start_weight_update")
+    server.call("POST", "/finish_weight_update", {})
+    server.call("POST", "/resume")
 
 
 def _check_vocabulary(server: Server, name: str, vocabulary: int) -> None:

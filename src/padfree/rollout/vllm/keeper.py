@@ -13,6 +13,7 @@ an interrupt from a terminal, which the run answers by finishing its step, does 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -24,13 +25,14 @@ from contextlib import suppress
 GRACE = 10.0
 POLL = 0.2
 """Seconds."""
+_PR_SET_PDEATHSIG = 1
 
 
 def main(command: list[str]) -> int:
     parent = os.getppid()
     os.setsid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through `finally` below
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_keeper)
     try:
         while server.poll() is None and os.getppid() == parent:
             readable, _, _ = select.select([sys.stdin], [], [], POLL)
@@ -39,6 +41,12 @@ def main(command: list[str]) -> int:
         return server.returncode or 0
     finally:
         _end(server)
+
+
+def _die_with_keeper() -> None:
+    """Where the system can do that (Linux): a keeper that is killed takes its server along."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

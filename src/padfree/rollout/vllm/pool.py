@@ -24,7 +24,7 @@ from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.vllm.http import RestartedError, Server, ServerLostError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-POLL = 0.2
+POLL, PATIENCE = 0.2, 1.0
 """Seconds."""
 
 Ask = Callable[[Server, SamplingRequest], Response]
@@ -155,8 +155,7 @@ class _Work:
                     self._last_sign = time.monotonic()
                     self._on_response(response)
                     if len(self.round.found) == self._total:
-                        self.ended.set()
-                    self._change.notify_all()
+                        self._end()
 
     def _next(self) -> tuple[int, _State] | None:
         """A request and the server for it; None: there is nothing left to ask."""
@@ -167,15 +166,16 @@ class _Work:
                 if any(not state.failures for state in usable):
                     self._last_sign = now
                 if not usable and any(state.restarted for state in self._states):
-                    self.ended.set()  # whoever calls must hand the weights over again
+                    self._end()  # whoever calls must hand the weights over again
+                    break
                 elif now - self._last_sign > self._pool._timeout:
                     self._stop(self._nobody())
+                    break
                 elif usable and self.queue:
                     state = min(usable, key=lambda state: state.under_way)
                     state.under_way += 1
                     return self.queue.popleft(), state
-                self._change.wait(POLL)
-            self._change.notify_all()
+                self._change.wait(PATIENCE)
             return None
 
     def _nobody(self) -> ValueError:
@@ -211,6 +211,7 @@ class _Work:
         state.under_way -= 1
         self.round.retried += 1
         self.queue.appendleft(number)
+        self._change.notify()
 
     def _failed(self, state: _State, error: ServerLostError) -> None:
         now = time.monotonic()
@@ -220,9 +221,12 @@ class _Work:
             state.failures += 1
             state.not_before = now + min(FIRST_PAUSE * 2.0 ** (state.failures - 1), LONGEST_PAUSE)
             state.down, state.line = True, str(error)
-        self._change.notify_all()
+        self._change.notify()
 
     def _stop(self, error: ValueError) -> None:
         self.error = self.error or error
+        self._end()
+
+    def _end(self) -> None:
         self.ended.set()
         self._change.notify_all()

@@ -36,7 +36,7 @@ from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_se
 from padfree.rollout.vllm.checks import check_server
 from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, Server, ServerLostError
 from padfree.rollout.vllm.launch import PROBE, Launcher
-from padfree.rollout.vllm.pool import POLL, Pool
+from padfree.rollout.vllm.pool import Pool
 from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, Way, each
 
 PROBE_EVERY = 5.0
@@ -105,30 +105,37 @@ class VllmSampler:
         self._exchange()
 
     def _exchange(self) -> None:
-        """Give the present weights to every server that can take them; at least one must."""
+        """Give the present weights to every server that can take them, and see that they have; at least one must."""
         deadline = time.monotonic() + self.config.rollout.timeout
-        while True:
+        ready: list[Server] = []
+        while not ready:
+            raise_together(self._awaited(deadline) if self._first else None, self.mesh.loss.group)
             begin = time.perf_counter()
             failed, sent = self._handed_over()
+            failed = self._agreed(failed)
             seconds = time.perf_counter() - begin
-            taken = self._agreed([url for url in (server.url for server in self.servers) if url not in failed])
-            servers = [server for server in self.servers if server.url in taken]
-            if servers:
-                break
-            late = self._agreed(time.monotonic() > deadline)
-            if late:
-                raise ValueError(
-                    f"{next(iter(self._agreed(failed).values()))}, and no server took the weights for "
-                    f"{self.config.rollout.timeout:g} s; see that one runs, or raise rollout.timeout"
+            self._exchanges = {
+                "exchange_seconds": self._exchanges.get("exchange_seconds", 0.0) + seconds,
+                "exchange_bytes": self._exchanges.get("exchange_bytes", 0.0) + sent,
+            }
+            ready = self._checked([server for server in self.servers if server.url not in failed])
+        self._exchanges["servers"] = float(len(ready))
+        self._pool.reset(ready)
+
+    def _awaited(self, deadline: float) -> str | None:
+        """Wait until a server answers; a line if none does. On rank 0."""
+        while True:
+            if self._launcher is not None and self._launcher.hopeless is not None:
+                return self._launcher.hopeless
+            lines = each(self.servers, lambda server: server.version(timeout=PROBE))
+            if len(lines) < len(self.servers):
+                return None
+            if time.monotonic() > deadline:
+                return (
+                    f"{next(iter(lines.values()))}, and no server took the weights for {self.config.rollout.timeout:g} "
+                    "s; see that one runs, or raise rollout.timeout"
                 )
-            time.sleep(POLL)
-        self._exchanges = {
-            "exchange_seconds": self._exchanges.get("exchange_seconds", 0.0) + seconds,
-            "exchange_bytes": self._exchanges.get("exchange_bytes", 0.0) + sent,
-            "servers": float(len(servers)),
-        }
-        self._pool.reset(servers)
-        self._check(servers)
+            time.sleep(1.0)
 
     def _handed_over(self) -> tuple[dict[str, str], int]:
         """On rank 0 a line by address for each server that did not take the weights, and bytes; every rank calls it."""
@@ -195,6 +202,9 @@ class VllmSampler:
         """The adapters alone, as files: that is what vLLM's route takes."""
         name = self._name()
         folder = self._folder / name
+        if self._first and self._folder.is_dir():
+            for earlier in self._folder.iterdir():  # a server may read what it was given last once more
+                shutil.rmtree(earlier, ignore_errors=True)
         export_adapters(self._trained, folder, base=self.config.model.path)
         failed: dict[str, str] = {}
         error, sent = None, 0
@@ -206,7 +216,6 @@ class VllmSampler:
                     failed = {server.url: line for server, line in lines.items()}
                 except ValueError as wrong:
                     error = str(wrong)
-            shutil.rmtree(folder, ignore_errors=True)
         raise_together(error, self.mesh.loss.group)
         return failed, sent
 
@@ -226,30 +235,38 @@ class VllmSampler:
         """What the server calls the policy."""
         return f"{self._model}-step-{self._version}" if self.config.lora.rank else self._model
 
-    def _check(self, servers: Sequence[Server]) -> None:
-        """The canary: compare each server's log-probabilities with the trainer's. Every rank calls it."""
+    def _checked(self, servers: Sequence[Server]) -> list[Server]:
+        """The canary: those of the servers whose log-probabilities are the trainer's. Every rank calls it.
+
+        One that is lost meanwhile is none of them; one that has other weights ends the run.
+        """
         temperature = self.config.loss.temperature
         rows: dict[str, list[tuple[list[int], list[float]]]] = {}
         error = None
+
+        def score(server: Server) -> None:
+            rows[server.url] = server.score(
+                self._sequences,
+                drawn=DRAWN,
+                temperature=temperature,
+                model=self._name(),
+                salt=f"{self._salt} canary {self._version}",
+            )
+
         if self._first:
             try:
-                for server in servers:
-                    rows[server.url] = server.score(
-                        self._sequences,
-                        drawn=DRAWN,
-                        temperature=temperature,
-                        model=self._name(),
-                        salt=f"{self._salt} canary {self._version}",
-                    )
-            except (ValueError, ServerLostError) as wrong:
-                error = str(wrong) if isinstance(wrong, ValueError) else f"{wrong} in the canary; see that it runs"
+                each(servers, score)
+            except ValueError as wrong:
+                error = str(wrong)
         raise_together(error, self.mesh.loss.group)
         rows = self._agreed(rows)
         samples = [Sample(tokens=np.array(tokens)) for found in rows.values() for tokens, _ in found]
+        if not samples:
+            return []
         plain = self._score(samples, 1.0)
         heated = plain if temperature == 1.0 else self._score(samples, temperature)
+        place = 0
         try:
-            place = 0
             for url, found in rows.items():
                 part = slice(place, place + len(found))
                 place += len(found)
@@ -257,18 +274,15 @@ class VllmSampler:
                     [*cold[1 : len(cold) - DRAWN], *hot[len(hot) - DRAWN :]]
                     for cold, hot in zip(plain[part], heated[part], strict=True)
                 ]
-                numbers = self._canary.judge(
-                    url,
-                    Scores.of([logprobs for _, logprobs in found], DRAWN),
-                    Scores.of(trainer, DRAWN),
-                    self._version,
-                )
+                server_scores = Scores.of([logprobs for _, logprobs in found], DRAWN)
+                numbers = self._canary.judge(url, server_scores, Scores.of(trainer, DRAWN), self._version)
                 for name, value in numbers.items():  # the worst of all servers
                     worse = min if name == "canary_followed" else max
                     self._exchanges[name] = worse(self._exchanges.get(name, value), value)
         except ValueError as wrong:
             error = str(wrong)
         raise_together(error, self.mesh.loss.group)
+        return [server for server in servers if server.url in rows]
 
     # Responses
 
@@ -362,14 +376,16 @@ class VllmSampler:
 
 
 def transfer_folder(config: Config) -> Path:
-    """Where weights lie for the servers: in memory, where servers are started on this machine, unless it is said."""
-    if config.rollout.transfer_folder is not None:
-        return Path(config.rollout.transfer_folder)
-    memory = Path("/dev/shm")
+    """A folder of the run's own for weights: where it is said, or in memory for servers of this machine."""
     mark = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
-    if config.rollout.launch.command and memory.is_dir():
-        return memory / f"padfree-{mark}"
-    return Path(config.run.folder).resolve() / "weights"
+    memory = Path("/dev/shm")
+    if config.rollout.transfer_folder is not None:
+        parent = Path(config.rollout.transfer_folder).resolve()
+    elif config.rollout.launch.command and memory.is_dir():
+        parent = memory
+    else:
+        parent = Path(config.run.folder).resolve()
+    return parent / f"padfree-weights-{mark}"
 
 
 def _positions(model: PreTrainedModel) -> int:

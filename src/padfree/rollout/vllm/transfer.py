@@ -224,7 +224,7 @@ class FilesWay:
             self._file.unlink(missing_ok=True)
 
 
-def each(servers: Sequence[Server], act: Callable[[Server], None]) -> dict[Server, str]:
+def each(servers: Sequence[Server], act: Callable[[Server], Any]) -> dict[Server, str]:
     """Do it for all of them at once; a line for each that failed."""
     failed: dict[Server, str] = {}
 
