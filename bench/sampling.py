@@ -174,7 +174,7 @@ def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> di
 def milliseconds_of(function: Callable[[], Any]) -> float:
     for _ in range(3):
         function()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()  # type: ignore[no-untyped-call]
     for _ in range(20):
         function()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from padfree.batch import AttnContext, Segments
-from padfree.model.interface import NAME, attention
+from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import LmHead, base_of, unchecked_head
 from padfree.rollout.decode_attention import decode_attention
 from padfree.rollout.kv_cache import KVCache, LayerShape
@@ -66,8 +66,6 @@ class _Context:
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why this model cannot be decoded with a cache of ours; None if it can."""
-    from padfree.model.interface import position_limit
-
     if position_limit(model.config) is not None:
         return "its rotary frequencies depend on the longest response beside"
     if _layers(model) is None:
