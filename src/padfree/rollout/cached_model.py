@@ -37,6 +37,7 @@ class _DecodeLayer:
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
     lanes: Tensor  # [rows, L]
+    longest: int  # keys of a lane, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,10 +123,12 @@ class CachedModel:
         )
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, positions: Tensor, lanes: Tensor, cache: KVCache) -> Tensor:
-        """[L, D] last hidden states of one token for each lane [L]."""
+    def decode(self, tokens: Tensor, positions: Tensor, lanes: Tensor, cache: KVCache, longest: int) -> Tensor:
+        """[L, D] last hidden states of one token for each lane [L], none of which sees more than `longest` before."""
         return self._forward(
-            tokens, positions, _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], lanes))
+            tokens,
+            positions,
+            _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], lanes, longest)),
         )
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: _Context) -> Tensor:
@@ -197,7 +200,7 @@ def _cached_attention(
         q, k, v = (states.transpose(1, 2).squeeze(0).contiguous() for states in (query, key, value))
         scale = q.shape[2] ** -0.5 if scaling is None else scaling
         out = decode_attention(
-            q, k, v, context.keys, context.values, context.lanes, s_aux, scale, sliding_window, softcap
+            q, k, v, context.keys, context.values, context.lanes, s_aux, scale, sliding_window, softcap, context.longest
         )
         return out[None], None
     k, v = (states.transpose(1, 2).squeeze(0) for states in (key, value))
