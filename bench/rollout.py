@@ -103,6 +103,7 @@ def sampling(arguments: argparse.Namespace) -> None:
         tokens=arguments.tokens,
         prompt_tokens=arguments.prompt_tokens,
         longest=arguments.longest,
+        lanes=arguments.lanes or arguments.responses,
         with_hf=not arguments.no_hf,
     )
     about = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -119,7 +120,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--shape", choices=["tiny", "0.6b", "1.7b", "4b"], help="measure the sampler on a model of it")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--responses", type=int, default=256, help="lanes, and responses of equal length")
+    parser.add_argument("--responses", type=int, default=256, help="of equal length, all at a time")
+    parser.add_argument("--lanes", type=int, help="for responses of drawn lengths (default: --responses)")
     parser.add_argument("--tokens", type=int, default=256, help="of a response, or their mean")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--longest", type=int, default=2048, help="of the responses of drawn lengths")

@@ -36,7 +36,15 @@ ATTENTION = ("_attend_kernel", "_join_kernel")
 
 
 def measure(
-    shape: str, *, device: torch.device, responses: int, tokens: int, prompt_tokens: int, longest: int, with_hf: bool
+    shape: str,
+    *,
+    device: torch.device,
+    responses: int,
+    lanes: int,
+    tokens: int,
+    prompt_tokens: int,
+    longest: int,
+    with_hf: bool,
 ) -> dict[str, Any]:
     """All figures, printed as they come."""
     model = make_model(shape, device)
@@ -63,6 +71,8 @@ def measure(
         found["step"] = split_of_a_step(decoder, equal)
         parts = ", ".join(f"{name} {ms:.2f}" for name, ms in found["step"].items())
         print(f"  a step of {responses} lanes, ms:  {parts}", flush=True)
+    decoder.free()
+    decoder.num_lanes = lanes
     uneven = make_requests(drawn_lengths(4 * responses, tokens, longest), prompt_tokens, vocabulary)
     decoder.prepare(uneven)
     found["uneven"] = rate(decoder, uneven)
@@ -175,12 +185,12 @@ def milliseconds_of(function: Callable[[], Any]) -> float:
     for _ in range(3):
         function()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()  # type: ignore[no-untyped-call]
+    begin.record()
     for _ in range(20):
         function()
-    end.record()  # type: ignore[no-untyped-call]
+    end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 20  # type: ignore[no-untyped-call]
+    return float(begin.elapsed_time(end)) / 20
 
 
 def synchronize(device: torch.device) -> None:

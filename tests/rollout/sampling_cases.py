@@ -36,6 +36,7 @@ def by_definition(
     model: PreTrainedModel, request: SamplingRequest, *, temperature: float = TEMPERATURE, stops: Sequence[int] = STOPS
 ) -> tuple[list[int], list[float]]:
     """One token after the other, without a cache or a pad."""
+    model.set_attn_implementation("eager")  # sdpa of some versions leaves a soft cap out
     tokens, logprobs = [int(token) for token in request.tokens], []
     for position in range(request.room):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()

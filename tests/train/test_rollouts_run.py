@@ -34,7 +34,7 @@ from tests.ranks import run_ranks
 from tests.train.cases import alone
 from tests.train.loop_cases import TIMES
 
-HERE = "test_rollouts_run"
+HERE = "tests.train.test_rollouts_run"
 
 
 def share_of_digits(response: str, row: Mapping[str, Any]) -> float:

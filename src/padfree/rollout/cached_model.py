@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from padfree.batch import AttnContext, Segments
-from padfree.model.interface import NAME, attention
+from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import LmHead, base_of, unchecked_head
 from padfree.rollout.decode_attention import decode_attention
 from padfree.rollout.kv_cache import KVCache, LayerShape
@@ -37,6 +37,7 @@ class _DecodeLayer:
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
     lanes: Tensor  # [rows, L]
+    longest: int  # keys of a lane, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +67,6 @@ class _Context:
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why this model cannot be decoded with a cache of ours; None if it can."""
-    from padfree.model.interface import position_limit
-
     if position_limit(model.config) is not None:
         return "its rotary frequencies depend on the longest response beside"
     if _layers(model) is None:
@@ -124,10 +123,12 @@ class CachedModel:
         )
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, positions: Tensor, lanes: Tensor, cache: KVCache) -> Tensor:
-        """[L, D] last hidden states of one token for each lane [L]."""
+    def decode(self, tokens: Tensor, positions: Tensor, lanes: Tensor, cache: KVCache, longest: int) -> Tensor:
+        """[L, D] last hidden states of one token for each lane [L], none of which sees more than `longest` before."""
         return self._forward(
-            tokens, positions, _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], lanes))
+            tokens,
+            positions,
+            _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], lanes, longest)),
         )
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: _Context) -> Tensor:
@@ -199,7 +200,7 @@ def _cached_attention(
         q, k, v = (states.transpose(1, 2).squeeze(0).contiguous() for states in (query, key, value))
         scale = q.shape[2] ** -0.5 if scaling is None else scaling
         out = decode_attention(
-            q, k, v, context.keys, context.values, context.lanes, s_aux, scale, sliding_window, softcap
+            q, k, v, context.keys, context.values, context.lanes, s_aux, scale, sliding_window, softcap, context.longest
         )
         return out[None], None
     k, v = (states.transpose(1, 2).squeeze(0) for states in (key, value))

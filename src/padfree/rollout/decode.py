@@ -51,6 +51,10 @@ GROWTH = 1.1
 """A cache is made larger by this than what is asked for: the next batch may have longer prompts."""
 
 
+KEYS_STEP = 512
+"""What the longest response with its prompt is rounded up to: steps are captured for that many keys."""
+
+
 @dataclass(slots=True, eq=False)
 class _Prompt:
     """A prompt of one or more requests."""
@@ -84,6 +88,7 @@ class _Buffers:
     tokens: Tensor  # [N + 1, longest] int64; the last row is for lanes that are not active
     logprobs: Tensor  # [N + 1, longest] float32
     status: Tensor  # [2, N + 1] int64: tokens written, and whether that is all
+    most_keys: int  # that a lane can have before its newest
 
     @property
     def num_requests(self) -> int:
@@ -202,17 +207,16 @@ class Decoder:
         prompts = {id(request.tokens): len(request.tokens) - 1 for request in requests}
         wanted = min(self.num_lanes, len(requests)) * longest + sum(prompts.values())
         needed = max(len(request.tokens) - 1 + request.room for request in requests)
+        num_requests, most_keys, before = len(requests), rounded_up(needed, KEYS_STEP), 0
         old = self._buffers
-        if old is not None and len(requests) <= old.num_requests and longest <= old.longest:
-            if wanted <= old.cache.num_places:
+        if old is not None:
+            fits = num_requests <= old.num_requests and longest <= old.longest and most_keys <= old.most_keys
+            if fits and wanted <= old.cache.num_places:
                 return old
-            num_requests, longest = old.num_requests, old.longest
-        else:
-            num_requests = max(len(requests), 0 if old is None else old.num_requests)
-            longest = max(longest, 0 if old is None else old.longest)
-        before = 0 if old is None else old.cache.num_places
-        del old
-        self.free()
+            num_requests, longest = max(num_requests, old.num_requests), max(longest, old.longest)
+            most_keys, before = max(most_keys, old.most_keys), old.cache.num_places
+            del old
+            self.free()
         limit = self._most_places()
         if needed > limit:
             token_bytes = sum(shape.token_bytes for shape in self.shapes)
@@ -228,6 +232,7 @@ class Decoder:
             tokens=torch.zeros(num_requests + 1, longest, dtype=torch.int64, device=self.device),
             logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
+            most_keys=most_keys,
         )
 
     def _most_places(self) -> int:
@@ -303,7 +308,9 @@ class Decoder:
         buffers = self._buffers
         assert buffers is not None
         lanes = buffers.lanes[:, :count]
-        hidden = self.model.decode(lanes[TOKEN], lanes[STORED] + lanes[WRITTEN], lanes, buffers.cache)
+        hidden = self.model.decode(
+            lanes[TOKEN], lanes[STORED] + lanes[WRITTEN], lanes, buffers.cache, buffers.most_keys
+        )
         head = self.model.head()
         drawn = draw.draw(draw.products(hidden, head), head, lanes[KEY], lanes[WRITTEN], self.temperature)
         active = lanes[ACTIVE] != 0
@@ -337,6 +344,10 @@ class Decoder:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _Look(host, event)
+
+
+def rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def lane_counts(num_lanes: int) -> list[int]:

@@ -8,7 +8,8 @@
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
 `lanes` [5 or more, L] holds these numbers in its rows, on the device: a step needs nothing from the host, and one CUDA
-graph is right for all of them. A lane that is not active stores nothing and sees its own token alone.
+graph is right for all of them. A lane that is not active stores nothing and sees its own token alone. The host says
+only how many keys in front of the new one a lane can have at most (`longest`).
 
 `decode_attention` is an operator, so that a compiled layer around it stays one graph. On CUDA it is a Triton kernel
 (`triton_decode_attention`); elsewhere, and in float64, it is the reference below.
@@ -37,6 +38,7 @@ def reference(
     scale: float,
     window: int | None,
     softcap: float | None,
+    longest: int,
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache."""
     active = lanes[ACTIVE] != 0
@@ -85,13 +87,14 @@ def decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    longest: int,
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache."""
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.triton_decode_attention import attend
 
-        return attend(q, k, v, keys, values, lanes, sinks, scale, window, softcap)
-    return reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap)
+        return attend(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)
+    return reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)
 
 
 @decode_attention.register_fake
@@ -106,5 +109,6 @@ def _shapes(
     scale: float,
     window: int | None,
     softcap: float | None,
+    longest: int,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])

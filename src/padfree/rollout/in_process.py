@@ -67,8 +67,7 @@ class InProcessSampler:
         self._version = 0
         self._metrics: dict[str, float] = {}
         if not self._decodes:
-            model = policy.model
-            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+            policy.model.set_attn_implementation(_hf_attention(policy.model))
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         begin = time.perf_counter()
@@ -113,6 +112,12 @@ class InProcessSampler:
             stops=self.stops,
             cache_bytes=self._cache_bytes,
         )
+
+
+def _hf_attention(model: PreTrainedModel) -> str:
+    """Of transformers' own: there are versions of it whose sdpa leaves a soft cap out without a word."""
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
 def _decodes(policy: PolicyModel) -> bool:

@@ -3,19 +3,17 @@
 """`decode_attention` as a Triton kernel: every key of the cache that a lane sees is read once.
 
     grid (lane, key head, split)     a program has the queries of one key head [G, d], G padded to 16 for tl.dot,
-                                     and goes through its part of the keys, BLOCK at a time
+                                     and goes through `span` keys, BLOCK at a time
 
-    split 0   new token, keys  0 ..  63      A lane is split where there are too few lanes to fill the GPU; each split
-    split 1              keys 64 .. 127      leaves its maximum, sum and weighted values, and a second kernel joins them
-    split 2              keys 128 .. 140
+    split 0   new token, keys    0 ..  511     A long lane is many programs, so that none of them is the last to end by
+    split 1              keys  512 .. 1023     far. Each split leaves its maximum, sum and weighted values, and a second
+    split 2              keys 1024 .. 1100     kernel joins them. Where no lane can have more than one, there is none
 
-How many keys a lane has is read on the device. A program stops behind the last of its own, so that short lanes cost
-little beside long ones. The new token is not read back from the cache: split 0 begins with it, and stores it.
+How many keys a lane has is read on the device. A program behind the last of them ends at once. The new token is not
+read back from the cache: split 0 begins with it, and stores it.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -30,9 +28,11 @@ BLOCK = 64
 SHARED_MEMORY = 96 << 10
 """Bytes of a program at most: what the smaller GPUs have."""
 
-MAX_SPLITS = 16
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Lanes are split until there are about so many programs."""
+SPAN = 512
+"""Keys of a split; half of them where lanes are few."""
+
+FEW_PROGRAMS = 512
+"""Lanes times key heads below which they are few."""
 
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
@@ -62,7 +62,7 @@ def _with_sinks(peak, total, weighted, sinks, row, inside):
 
 @triton.jit
 def _attend_kernel(
-    q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts, lane_stride, window, scale, softcap,
+    q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts, lane_stride, window, span, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     DV: tl.constexpr, DV_PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
@@ -73,10 +73,18 @@ def _attend_kernel(
     own = tl.load(lanes + _OWN * lane_stride + lane)
     stored = tl.where(active, tl.load(lanes + _STORED * lane_stride + lane), 0).to(tl.int32)
     written = tl.where(active, tl.load(lanes + _WRITTEN * lane_stride + lane), 0).to(tl.int32)
+    end = stored + written
+    start = tl.maximum(end + 1 - window, 0) if HAS_WINDOW else end * 0
+    start += split * span
+    if SPLITS > 1:
+        end = tl.minimum(end, start + span)
 
     group, column, value_column = tl.arange(0, ROWS), tl.arange(0, D_PADDED), tl.arange(0, DV_PADDED)
     row = lane * HEADS * GROUP + head * GROUP + group
     in_group, in_d, in_dv = group < GROUP, column < D, value_column < DV
+    if (split > 0) & (start >= end):
+        tl.store(peaks + row * SPLITS + split, tl.full((ROWS,), float("-inf"), tl.float32), mask=in_group)
+        return
     query = tl.load(q + row[:, None] * D + column[None, :], mask=in_group[:, None] & in_d[None, :], other=0.0)
 
     new = lane * HEADS + head
@@ -93,12 +101,6 @@ def _attend_kernel(
     total = tl.where(is_first, tl.full((ROWS,), 1.0, tl.float32), 0.0)
     weighted = tl.where(is_first, new_value.to(tl.float32), 0.0)[None, :] + tl.zeros((ROWS, DV_PADDED), tl.float32)
 
-    end = stored + written
-    first = tl.maximum(end + 1 - window, 0) if HAS_WINDOW else end * 0
-    blocks = tl.cdiv(tl.maximum(end - first, 0), N)
-    span = tl.cdiv(blocks, SPLITS) * N
-    start = first + split * span
-    end = tl.minimum(end, start + span)
     for at in range(start, end, N):
         number = at + tl.arange(0, N)
         seen = number < end
@@ -134,22 +136,26 @@ def _attend_kernel(
 @triton.jit
 def _join_kernel(
     peaks, totals, parts, sinks, out,
-    HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program for each lane and query head: `HEADS` are those."""
     row = tl.program_id(0) * HEADS + tl.program_id(1)
-    split, column = tl.arange(0, SPLITS), tl.arange(0, DV_PADDED)
-    peak = tl.load(peaks + row * SPLITS + split)
+    split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
+    peak = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    used = peak > float("-inf")  # an unused split has left nothing else
     highest = tl.max(peak, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
         highest = tl.maximum(highest, sink)
     faded = tl.exp(peak - highest)
-    total = tl.sum(tl.load(totals + row * SPLITS + split) * faded, axis=0)
+    total = tl.sum(tl.load(totals + row * SPLITS + split, mask=used, other=0.0) * faded, axis=0)
     if HAS_SINKS:
         total += tl.exp(sink - highest)
     part = tl.load(
-        parts + (row * SPLITS + split)[:, None] * DV + column[None, :], mask=(column < DV)[None, :], other=0.0
+        parts + (row * SPLITS + split)[:, None] * DV + column[None, :],
+        mask=used[:, None] & (column < DV)[None, :],
+        other=0.0,
     )
     result = tl.sum(part * faded[:, None], axis=0) / total
     tl.store(out + row * DV + column, result.to(out.dtype.element_ty), mask=column < DV)
@@ -166,17 +172,19 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    longest: int,
     *,
-    splits: int | None = None,
+    span: int | None = None,
 ) -> Tensor:
-    """[L, H, dv]; stores k and v in the cache. `splits`, a power of two, is found from the number of lanes."""
+    """[L, H, dv]; stores k and v in the cache. `span`, a multiple of `BLOCK`, is found from the number of lanes."""
     num_lanes, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]
     assert lanes.stride(1) == 1
     assert keys.is_contiguous()
     assert values.is_contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    splits = _num_splits(num_lanes * heads, q.device) if splits is None else splits
+    span = span or (SPAN if num_lanes * heads >= FEW_PROGRAMS else SPAN // 2)
+    splits = max(1, triton.cdiv(longest if window is None else min(longest, window), span))
     out = q.new_empty(num_lanes, num_heads, value_size)
     many = num_lanes * num_heads * splits if splits > 1 else 0
     peaks, totals = (torch.empty(many, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -186,7 +194,7 @@ def attend(
     padded = {"D_PADDED": _padded(size), "DV": value_size, "DV_PADDED": _padded(value_size)}
     _attend_kernel[(num_lanes, heads, splits)](
         q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts,
-        lanes.stride(0), window or 0, scale, softcap or 1.0,
+        lanes.stride(0), window or 0, span, scale, softcap or 1.0,
         HEADS=heads, GROUP=num_heads // heads, ROWS=_padded(num_heads // heads), D=size, **padded, N=block,
         SPLITS=splits, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
@@ -196,7 +204,7 @@ def attend(
         _join_kernel[(num_lanes, num_heads)](
             peaks, totals, parts, sinks, out,
             HEADS=num_heads, DV=value_size, DV_PADDED=padded["DV_PADDED"], SPLITS=splits,
-            HAS_SINKS=sinks is not None, num_warps=2,
+            PADDED=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None, num_warps=2,
         )  # fmt: skip
     return out
 
@@ -204,16 +212,3 @@ def attend(
 def _padded(size: int) -> int:
     """What `tl.dot` takes: a power of two, 16 or more."""
     return max(16, int(triton.next_power_of_2(size)))
-
-
-def _num_splits(programs: int, device: torch.device) -> int:
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)
-    splits = 1
-    while splits < MAX_SPLITS and programs * splits * 2 <= wanted:
-        splits *= 2
-    return splits
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16

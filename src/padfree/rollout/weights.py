@@ -24,12 +24,12 @@ class PolicyModel:
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # "cuda" has the index of the present device
         restored = restored_buffers(self.model)
         for name, module in self.model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
                 if module._buffers[buffer_name] is not None:
-                    module._buffers[buffer_name] = restored[clean_name(f"{name}.{buffer_name}")].to(device)
+                    module._buffers[buffer_name] = restored[clean_name(f"{name}.{buffer_name}")].to(self.device)
         self.model.train(False).requires_grad_(False)
         self.is_shared: bool | None = None  # None: it has no weights yet
 
