@@ -101,7 +101,9 @@ class Launched:
         """Start it if it is not there, end it if it hangs; a line if there is no hope."""
         now = time.monotonic()
         if self._keeper is not None and self._keeper.poll() is not None:
-            ended, self._keeper = self._keeper.returncode, None
+            ended = self._keeper.returncode
+            self.sign_off()  # the pipe is ours to close
+            self._keeper = None
             self._fruitless = 0 if self._answered else self._fruitless + 1
             if self._fruitless >= FRUITLESS:
                 return (

@@ -28,9 +28,8 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.distributed import Mesh
+from padfree.distributed import Mesh, raise_together
 from padfree.model.export import export_adapters
-from padfree.model.load import raise_together
 from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_server
@@ -72,7 +71,7 @@ class VllmSampler:
             )
         opened = self._agreed(self._open(tokenizer) if self._first else None)
         if isinstance(opened, str):
-            raise ValueError(f"{opened}" if ";" in opened else f"{opened}; start it, or correct rollout.servers")
+            raise ValueError(opened if ";" in opened else f"{opened}; start it, or correct rollout.servers")
         urls, model = opened
         self.servers = [Server(url, config.rollout.timeout) for url in urls]
         self._model = model
