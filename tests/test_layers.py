@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "estimate": {"config", "head", "layers", "model", "packing"},
     "checkpoint": {"distributed", "model"},
     "record": {"batch", "config", "distributed", "model"},
-    "rollout": {"data"},
+    "rollout": {"arrays", "data"},
     "train": {
         "attention",
         "batch",

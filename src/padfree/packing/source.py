@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.arrays import need_whole
+from padfree.arrays import SPLITMIX64, need_whole, splitmix64
 from padfree.packing.fill import Indices
 
 T = TypeVar("T")
@@ -109,18 +109,15 @@ class Source(Generic[T]):
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
     """An order of `length` samples from seed and epoch alone: sorted by a 64-bit hash of (seed, epoch, index).
 
-    Written out (splitmix64) instead of taken from a library's generator, so that a resumed run on another version
-    sees the same order.
+    A resumed run sees the same order, on any version of any library.
     """
     hashes = np.arange(length, dtype=np.uint64)
     for part in (epoch, seed):
-        hashes += _mixed(np.array([part], np.uint64))
-        hashes = _mixed(hashes)
+        hashes += _hashed(np.array([part], np.uint64))
+        hashes = _hashed(hashes)
     return np.argsort(hashes, kind="stable")
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The number of each value in the sequence that splitmix64 begins with from 0."""
+    return splitmix64(values * np.uint64(SPLITMIX64[0]))
