@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from padfree.batch import Layout, LayoutKind, Segments
+from padfree.batch import Layout, Segments
+from padfree.config.choices import LayoutKind
 from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import key_traffic, prepare_keys

@@ -34,7 +34,7 @@ from padfree.train.engine import Engine, PendingStep
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.settle import device_memory, settle
 from padfree.train.setup import build_engine
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
 SET_UP = 5
 
@@ -78,7 +78,7 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
     """The updates of the run's first batches, one begun while the other is at work."""
     with distributed(device=config.run.device) as device:
         mesh = make_mesh(device)
-        batcher = make_batcher(config, load_source(config, load_tokenizer(config)).samples)
+        batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
         batches = [[sample for group in groups for sample in group] for groups in islice(batcher, num_steps)]
         model = skeleton(config.model.path)
         config = settle(config, model, processes=1, device_type=device.type, memory=device_memory(device)).config

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from padfree.losses import settings as module
 from padfree.losses.settings import (
     CISPOSettings,
     ClipSettings,
@@ -23,6 +21,8 @@ from padfree.losses.settings import (
     TokenTISSettings,
     ValueSettings,
 )
+
+from padfree.losses import settings as module
 
 NAN = float("nan")
 

@@ -10,7 +10,7 @@ from planner_cases import config_of, log_normal
 
 from padfree.batch import Sample
 from padfree.planner.steps import load_steps, read_lengths, rollout_steps, sft_steps
-from padfree.train.sources import make_batcher
+from padfree.train.training_data import make_batcher
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

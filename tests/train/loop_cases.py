@@ -14,7 +14,7 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.train.loop import Loop
 from padfree.train.setup import build_engine, build_reference
-from padfree.train.sources import make_batcher
+from padfree.train.training_data import make_batcher
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
 RL: dict[str, Any] = {

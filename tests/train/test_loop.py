@@ -23,7 +23,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.train.determinism import deterministic
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.loop import Loop, RunResult
-from padfree.train.sources import make_batcher
+from padfree.train.training_data import make_batcher
 
 
 @pytest.fixture(scope="module")

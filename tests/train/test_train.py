@@ -17,7 +17,7 @@ from padfree.distributed import distributed, make_mesh
 from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
 from padfree.train.run import train
 from padfree.train.setup import build_engine, loss_settings
-from padfree.train.sources import load_tokenizer
+from padfree.train.training_data import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -312,7 +312,7 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
     from padfree.check.padded import padded_loss
     from padfree.train.optimizer import make_optimizer, set_learning_rate
     from padfree.train.schedule import learning_rate_factor
-    from padfree.train.sources import load_source, load_tokenizer, make_batcher
+    from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
     device, lower = config.run.device, config.model.dtype != "float32"
     model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train().to(device)
@@ -320,7 +320,7 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
     optimizer = make_optimizer(
         model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
     )
-    batcher = make_batcher(config, load_source(config, load_tokenizer(config)).samples)
+    batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
     schedule: dict[str, Any] = asdict(config.schedule)  # kind, warmup, final
     losses, seconds = [], []
     with demo.bar(steps) as bar:

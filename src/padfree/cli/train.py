@@ -181,7 +181,7 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing import CostModel, plan_step
     from padfree.train.decide import decide
     from padfree.train.settle import device_memory, settle
-    from padfree.train.sources import make_batcher
+    from padfree.train.training_data import make_batcher
 
     processes, context, replicate = (
         int(os.environ.get("WORLD_SIZE", "1")),

@@ -22,7 +22,7 @@ from padfree.arrays import number_array
 from padfree.losses import checks
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
-from padfree.losses.policy import clipped_ratio
+from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.segments import segment_sum, spread
 from padfree.losses.settings import ClipSettings, KLEstimator
 

@@ -34,10 +34,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import Config
+from padfree.config.choices import Checkpointing
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.layers.compile import FIRST
 from padfree.layers.offload import AWAY
-from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, skeleton
 

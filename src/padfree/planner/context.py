@@ -16,7 +16,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import LayoutKind, Segments
+from padfree.batch import Segments
+from padfree.config.choices import LayoutKind
 from padfree.cp import key_rows, make_layout, modelled_cost
 from padfree.planner.steps import Lengths
 

@@ -35,7 +35,7 @@ from padfree.config import Config
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
-from padfree.losses import PolicySettings, ReinforceSettings
+from padfree.losses import PolicySettings, needs_old_logprobs
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, NONFINITE
 from padfree.record.metrics import MetricsFile, write_samples
@@ -57,7 +57,7 @@ from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher
+from padfree.train.training_data import Batcher
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
 """Options of the optimizer that are settings; the learning rate is set anew in every step."""
@@ -242,8 +242,7 @@ class Loop:
         if self.reference is not None:
             found = self.reference.logprobs(batch)
             batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
-        unasked = isinstance(settings.objective, ReinforceSettings) and not settings.corrections
-        old = self.engine.scorer.logprobs(batch) if settings.old_policy == "trainer" and not unasked else None
+        old = self.engine.scorer.logprobs(batch) if needs_old_logprobs(settings) else None
         return RolloutBatch(
             samples=batch,
             parts=update_parts(len(batch), **self._course()),

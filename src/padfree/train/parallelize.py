@@ -42,9 +42,10 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
+from padfree.config.choices import Checkpointing
 from padfree.distributed import Mesh
 from padfree.layers.compile import Kept, compile_layers
-from padfree.layers.recompute import Checkpointing, recompute_layers
+from padfree.layers.recompute import recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
@@ -68,14 +69,13 @@ def transformations(
     offload: bool = False,
     frozen: bool = False,
     lora: LoraConfig | None = None,
-    seed: int = 0,
 ) -> list[Transformation]:
-    """What is done to a model, in order; `seed` is for the adapters of a model that has its weights already."""
+    """What is done to a model, in order."""
     steps: list[Transformation] = [partial(_attach, attention=attention)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
-        steps.append(partial(add_adapters, settings=lora, seed=seed))
+        steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "there is no such checkpointing of layers as they come"
     # Compiled layers are told what to keep; else, and where all is forgotten, PyTorch's checkpointing is around them.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")

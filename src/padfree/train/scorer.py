@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
+from padfree.batch import Sample, at_tokens
+from padfree.config.choices import PackOverlong
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.outputs import LmHead, unchecked_head
 from padfree.packing import CostModel, StepPlan, plan_step
-from padfree.packing.step_plan import Overlong
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
@@ -43,7 +43,7 @@ class Scorer:
         max_tokens: int,
         rows: RowSettings | None = None,
         temperature: float = 1.0,
-        overlong: Overlong = "error",
+        overlong: PackOverlong = "error",
         cost: CostModel | None = None,
     ) -> None:
         lm_head_of(model)  # refused here rather than in the first step
@@ -75,8 +75,9 @@ class Scorer:
                 row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
-                for i, values in zip(indices, batch.packed.unpack(row), strict=True):
-                    found[starts[i] + 1 : starts[i + 1]] = values[:-1]
+                # The head scores exactly 0 where there is no label, so also at the last position of each sample.
+                for i, values in zip(indices, batch.packed.unpack(at_tokens(row)), strict=True):
+                    found[starts[i] : starts[i + 1]] = values
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
         host = found.cpu().numpy()

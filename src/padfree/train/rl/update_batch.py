@@ -22,15 +22,18 @@ import torch
 from torch import Tensor
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
-from padfree.packing.source import shuffled
 from padfree.train.microbatch import Floats
 
 KEY = "rollouts"
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
-    """The samples of each update of the `number`-th batch; with one mini-batch in their order, else shuffled."""
+    """The samples of each update with the `number`-th batch: in their own order, or shuffled for mini-batches.
+
+    Every pass over the batch has an order of its own. The plan of a run (`padfree.planner`) asks here, too.
+    """
     parts: list[Indices] = []
     for epoch in range(epochs):
         order = np.arange(num_samples)

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from padfree.packing.source import Source, shuffled
+from padfree.packing.epochs import EpochReader, shuffled
 
 
-def read(source: Source[str]) -> list[str]:
+def read(source: EpochReader[str]) -> list[str]:
     samples = []
     while not source.ended:
         assert source.peek() == source.peek()
@@ -17,8 +17,8 @@ def read(source: Source[str]) -> list[str]:
     return samples
 
 
-def make(source: Any, shuffle: bool = False, seed: int = 0, epochs: int | None = 1) -> Source[str]:
-    return Source(source, shuffle=shuffle, seed=seed, epochs=epochs)
+def make(source: Any, shuffle: bool = False, seed: int = 0, epochs: int | None = 1) -> EpochReader[str]:
+    return EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs)
 
 
 def test_reading_in_order() -> None:

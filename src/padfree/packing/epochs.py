@@ -23,7 +23,7 @@ from padfree.packing.fill import Indices
 T = TypeVar("T")
 
 
-class Source(Generic[T]):
+class EpochReader(Generic[T]):
     """A source read in order: `position` samples so far, over all epochs. The next one can be looked at first."""
 
     def __init__(self, source: Iterable[T], *, shuffle: bool, seed: int, epochs: int | None) -> None:

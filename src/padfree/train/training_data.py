@@ -1,7 +1,7 @@
 """What a run is trained on: the tokenizer, the samples, and the global batches they come in.
 
 Config -> load_tokenizer
-       -> load_source       samples (SFT), rollouts (RL), or prompts that rollouts are still to be written to
+       -> load_training_data       samples (SFT), rollouts (RL), or prompts that rollouts are still to be written to
        -> make_batcher      global batches of groups, the same on every rank
 """
 
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from padfree.batch import Sample
 from padfree.config import Config, DataConfig
 from padfree.config.hub import check_name
+from padfree.config.rules import shown_error
 from padfree.data import (
     DataReport,
     RolloutDataSettings,
@@ -27,7 +28,6 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.data.prepare import Progress
-from padfree.data.records import shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
 from padfree.train.rl.advantages import check_signal
@@ -38,7 +38,7 @@ Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Source:
+class TrainingData:
     """What a run is trained on."""
 
     samples: Samples
@@ -96,9 +96,9 @@ def _read_template(name: str) -> str:
     return text
 
 
-def load_source(
+def load_training_data(
     config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
-) -> Source:
+) -> TrainingData:
     """The samples, or the prompts, of `data.path`, and what became of its rows. `progress` is of the tokenising.
 
     With prompts the reward is imported first, unless that is not wanted: it is refused here rather than later.
@@ -107,16 +107,18 @@ def load_source(
     if config.loss.kind == "sft":
         settings = SFTDataSettings(loss_on=data.loss_on, **chosen)
         found = load_sft(list(data.path), tokenizer, settings, progress=progress or False)
-        return Source(samples=found, report=found.report, place=found.place)
+        return TrainingData(samples=found, report=found.report, place=found.place)
     read = RolloutDataSettings(**chosen)
     if config.rollout.reward is not None:
         if import_reward:
             load_reward(config.rollout.reward)
         room = config.rollout.max_new_tokens
         prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
-        return Source(samples=prompts.prompts, report=prompts.report, place=lambda index: prompts.prompts[index].uid)
+        return TrainingData(
+            samples=prompts.prompts, report=prompts.report, place=lambda index: prompts.prompts[index].uid
+        )
     rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=read)
-    return Source(
+    return TrainingData(
         samples=rollouts.samples,
         report=rollouts.report,
         place=lambda index: f"{rollouts.samples[index].source}:{rollouts.lines[index]}",
@@ -130,7 +132,7 @@ def longest_of(samples: Samples) -> int:
     return max((len(sample.tokens) for sample in samples), default=0)
 
 
-def check_rollouts(config: Config, source: Source) -> str | None:
+def check_rollouts(config: Config, source: TrainingData) -> str | None:
     """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
     if config.loss.kind == "sft" or config.rollout.reward is not None:
         return None
