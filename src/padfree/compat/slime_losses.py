@@ -24,7 +24,7 @@ from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
 from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.segments import segment_sum, spread
-from padfree.losses.settings import ClipSettings, KLEstimator
+from padfree.config.loss_settings import ClipSettings
 
 
 def selective_log_softmax(logits: Tensor, input_ids: Tensor) -> Tensor:
