@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import build, row, save_with_tokenizer
 from torch import Tensor
 
 import padfree
@@ -62,6 +61,7 @@ from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, bal
 from padfree.page import Page
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
+from tests.models import build, row, save_with_tokenizer
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -320,16 +320,6 @@ CASES["packing"] = [
         lambda folder: TokenBudgetBatcher([sample()], budget=1),
     ),
     (
-        "max_tokens",
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained"),
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained", max_tokens=8),
-    ),
-    (
-        "warmup_steps",
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2),
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2, warmup_start=4),
-    ),
-    (
         "budget",
         lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8))),
         lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8, overlong="alone"))),
@@ -343,16 +333,6 @@ CASES["packing"] = [
         "epochs",
         lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=0),
         lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=1),
-    ),
-    (
-        "drop_last",
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2, drop_last=True),
-        lambda folder: FixedSizeBatcher([sample()], batch_size=1, drop_last=True),
-    ),
-    (
-        "max_length",
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2).padded_length,
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2, max_length=4).padded_length,
     ),
     (
         "max_length",
@@ -835,53 +815,53 @@ CASES["losses"] = [
         lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", None]),
         lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", "b"]),
     ),
-    ("clip low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
-    ("clip dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
-    ("gspo high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
-    ("cispo low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
+    ("loss.clip.low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
+    ("loss.clip.dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
+    ("loss.gspo.high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
+    ("loss.cispo.low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
     (
-        "token TIS",
+        "loss.token_tis",
         lambda folder: losses.TokenTISSettings(low=2, high=3),
         lambda folder: losses.TokenTISSettings(low=1, high=3),
     ),
     (
-        "sequence mask statistic",
+        "loss.sequence_mask.statistic",
         lambda folder: losses.SequenceMaskSettings(statistic="max"),
         lambda folder: losses.SequenceMaskSettings(statistic="mean"),
     ),
-    ("opsm delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
+    ("loss.opsm.delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
     (
-        "old_policy",
+        "loss.old_policy",
         lambda folder: losses.PolicySettings(old_policy="other"),
         lambda folder: losses.PolicySettings(old_policy="trainer"),
     ),
     (
-        "kl_estimator",
+        "loss.kl_estimator",
         lambda folder: losses.PolicySettings(kl_estimator="k4"),
         lambda folder: losses.PolicySettings(kl_estimator="k3"),
     ),
     (
-        "kl_coefficient",
+        "loss.kl_coefficient",
         lambda folder: losses.PolicySettings(kl_coefficient=-1),
         lambda folder: losses.PolicySettings(kl_coefficient=0),
     ),
     (
-        "entropy_coefficient",
+        "loss.entropy_coefficient",
         lambda folder: losses.PolicySettings(entropy_coefficient=float("nan")),
         lambda folder: losses.PolicySettings(entropy_coefficient=0.1),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 2),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 1),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="sampler"),
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="trainer"),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="current"),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="sampler"),
     ),
