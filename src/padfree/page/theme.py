@@ -46,6 +46,7 @@ THEMES = {
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
+
 def template(theme: str) -> dict[str, Any]:
     """What a plotly figure has where its own layout says nothing."""
     colours = THEMES[theme]
