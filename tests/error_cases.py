@@ -35,7 +35,8 @@ import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
 from padfree.batch import PackedBatch, Sample, Segments
-from padfree.cli.demo import SIZES, Demo
+from padfree.cli.demo.folder import Demo
+from padfree.cli.demo.recipes import SIZES
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator

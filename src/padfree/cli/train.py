@@ -162,6 +162,8 @@ def summary(metrics: Mapping[str, Any]) -> str:
         parts.append(f"reward {metrics['reward']:.3f}")
     if "groups_without_signal" in metrics:
         parts.append(f"no signal {metrics['groups_without_signal']}/{metrics['groups']}")
+    if "seconds/sampling" in metrics:
+        parts.append(f"sampling {metrics['seconds/sampling']:.1f} s")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in metrics:
         parts.append(f"mfu {metrics['mfu']:.1%}")

@@ -53,6 +53,7 @@ from padfree.train.resume import (
     model_fields,
 )
 from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
@@ -73,7 +74,10 @@ class RunResult:
 
 
 MakeSamples = Callable[[Sequence[Any]], list[Sample]]
-"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say."""
+"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
+
+It may have `timings`, see `padfree.train.rl.batch_times`.
+"""
 
 OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
@@ -111,7 +115,7 @@ class Loop:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
-        self.make_samples = make_samples or _flat
+        self.make_samples = make_samples
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_step, self.on_note = on_step, on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
@@ -210,7 +214,15 @@ class Loop:
 
     def _next_batch(self) -> RolloutBatch | None:
         groups = next(self.batcher, None)
-        return None if groups is None else self._prepared(_distinct(self.make_samples(groups)))
+        if groups is None:
+            return None
+        times = BatchTimes()
+        if self.make_samples is None:
+            return self._prepared(_distinct(_flat(groups)), times)
+        with times.measure("sampling"):
+            samples = self.make_samples(groups)
+        times.split_sampling(getattr(self.make_samples, "timings", {}))
+        return self._prepared(_distinct(samples), times)
 
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
@@ -231,7 +243,7 @@ class Loop:
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(*following.samples_of(part))
 
-    def _prepared(self, batch: list[Sample]) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
@@ -240,15 +252,20 @@ class Loop:
         metrics |= signal_of(batch, self.config.loss.advantage).metrics()
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
-            found = self.reference.logprobs(batch)
+            with times.measure("reference"):
+                found = self.reference.logprobs(batch)
             batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
-        old = self.engine.scorer.logprobs(batch) if needs_old_logprobs(settings) else None
+        old = None
+        if needs_old_logprobs(settings):
+            with times.measure("old_logprobs"):
+                old = self.engine.scorer.logprobs(batch)
         return RolloutBatch(
             samples=batch,
             parts=update_parts(len(batch), **self._course()),
             epochs=self.config.loss.epochs,
             old_logprobs=old,
             metrics=metrics,
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
 
     def _course(self) -> dict[str, int]:
@@ -264,6 +281,8 @@ class Loop:
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
+        if batch.done == 0:
+            metrics = {**batch.times, **metrics}
         schedule = self.config.schedule
         lr = self.config.optimizer.lr * learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
@@ -307,6 +326,8 @@ class Loop:
             memory_gib=peak_memory_gib(self.mesh.device),
         )
         self._last_end, self._votes = end, report.votes
+        if isinstance(self.engine.settings.loss, PolicySettings):
+            numbers["seconds/update"] = numbers["seconds"]
         written = {**numbers, **begun.metrics}
         with writing(self.folder):
             self.metrics.write(written)

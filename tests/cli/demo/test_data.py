@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
+from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.data import number_after_hashes
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from padfree.cli import demo
+from padfree.cli.demo import command, stages
+from padfree.cli.demo.folder import Demo
+from padfree.cli.demo.padded import SAME_LOSS
+from padfree.cli.demo.recipes import Sizes
 from padfree.cli.main import main
 
-TINY = demo.Sizes(
+TINY = Sizes(
     rows=60,
     prompts=8,
     hidden=32,
@@ -31,7 +34,7 @@ TINY = demo.Sizes(
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "SIZES", TINY)
+    monkeypatch.setattr(command, "SIZES", TINY)
 
 
 def test_a_demo_that_is_stopped_goes_on(
@@ -39,10 +42,10 @@ def test_a_demo_that_is_stopped_goes_on(
 ) -> None:
     """Ctrl-C within the packed run, then --resume: the run goes on from its checkpoint, the rest follows."""
     folder = tmp_path / "demo"
-    plain_bar = demo.Demo.bar
+    plain_bar = Demo.bar
 
     @contextmanager
-    def interrupted(self: demo.Demo, total: int | None) -> Iterator[Callable[[int, str], None]]:
+    def interrupted(self: Demo, total: int | None) -> Iterator[Callable[[int, str], None]]:
         with plain_bar(self, total) as bar:
 
             def update(done: int, text: str) -> None:
@@ -53,7 +56,7 @@ def test_a_demo_that_is_stopped_goes_on(
             yield update
 
     with monkeypatch.context() as patched:
-        patched.setattr(demo.Demo, "bar", interrupted)
+        patched.setattr(Demo, "bar", interrupted)
         with pytest.raises(SystemExit) as end:
             main(["demo", "--folder", str(folder)])
     assert end.value.code == 130
@@ -68,8 +71,8 @@ def test_a_demo_that_is_stopped_goes_on(
     shown = capsys.readouterr().out
     assert shown.count("done before") == 4
     found = json.loads((folder / "demo.json").read_text())
-    assert list(found) == [name for name, _, _ in demo.STAGES]
-    assert found["packed"]["difference"] <= demo.SAME_LOSS["float32"]
+    assert list(found) == list(stages.STAGES)
+    assert found["packed"]["difference"] <= SAME_LOSS["float32"]
     assert found["packed"]["faster"] > 0
     assert found["check"]["gradients"] < 1e-4
     assert 0 <= found["reward"]["before"] <= 1
@@ -85,13 +88,13 @@ def test_a_demo_that_is_stopped_goes_on(
 
 def test_a_wrong_loss_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
-    made = demo.Demo(folder, demo._console(), TINY, resume=False)
+    made = Demo(folder, command.console(), TINY, resume=False)
     made.keep("padded", {"losses": [5.0, 5.0, 5.0], "seconds": [1.0, 1.0, 1.0]})
     (folder / "sft").mkdir()
     lines = [json.dumps({"step": step, "loss": 5.0001, "seconds": 1.0}) + "\n" for step in range(4)]
     (folder / "sft" / "metrics.jsonl").write_text("".join(lines))
     with pytest.raises(ValueError, match=r"demo: losses differ by 1\.0e-04 from the padded ones; "):
-        demo.compared(made)
+        stages.compared(made)
 
 
 def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,9 +108,9 @@ def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, caps
     assert main(["demo", "--folder", str(tmp_path / "none"), "--resume"]) == 1
     assert "--resume: " in capsys.readouterr().err
     folder = tmp_path / "old"
-    demo.Demo(folder, demo._console(), TINY, resume=False).keep("data", {})
-    assert demo.Demo(folder, demo._console(), TINY, resume=True).found == {"data": {}}
-    assert demo.Demo(folder, demo._console(), TINY, resume=False).found == {}
+    Demo(folder, command.console(), TINY, resume=False).keep("data", {})
+    assert Demo(folder, command.console(), TINY, resume=True).found == {"data": {}}
+    assert Demo(folder, command.console(), TINY, resume=False).found == {}
 
 
 def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
