@@ -180,6 +180,7 @@ class ParallelConfig:
     method: Literal["allgather", "ring", "ulysses"] = "allgather"
     checkpointing: Literal["auto", "none", "host", "selective", "full"] = "auto"  # the fastest that fits the device
     compile: Literal["auto", "none", "inductor", "aot_eager"] | bool = "auto"  # true: inductor; auto: on a GPU
+    kernels: Literal["auto", "none"] = "auto"  # padfree's operators in compiled layers; none: torch.compile alone
     head_memory: Literal["speed", "low"] | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
     reshard: Literal["auto"] | bool = "auto"  # true: only layers that compute are whole; false: all, if that fits
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
