@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"batch", "config"},
     "packing": {"arrays", "batch"},
     "distributed": set(),
-    "attention": {"arrays", "batch"},
+    "attention": {"arrays", "batch", "warning"},
     "cp": {"arrays", "attention", "batch", "distributed"},
     "model": {"attention", "batch", "config", "cp", "distributed"},
     "layers": {"warning"},
