@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
-from train_cases import LOSSES, make_engine, make_samples
 
 from padfree.config import config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
@@ -26,6 +24,8 @@ from padfree.layers.passes import PASSES
 from padfree.layers.recompute import Kept, mark_saved
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine
+from tests.models import build
+from tests.train.cases import LOSSES, make_engine, make_samples
 
 BACKEND = "aot_eager_decomp_partition"
 

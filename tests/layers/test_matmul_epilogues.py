@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import calls, graphs_after
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,6 +19,7 @@ from padfree.layers.ops.swiglu import swiglu, swiglu_backward
 from padfree.layers.passes.matmul_epilogues import matmul_epilogues_overwrite_pass, matmul_epilogues_pass
 from padfree.layers.recompute import Kept
 from padfree.warning import PadfreeWarning
+from tests.layers.graph_cases import calls, graphs_after
 
 OPS = torch.ops.padfree
 
