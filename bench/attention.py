@@ -436,7 +436,7 @@ def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
     from padfree.cp.keys import prepare_keys
 
     own = [x[plan.own] for x in (inputs.q, inputs.k, inputs.v)]
-    foreign, dout = prepare_keys(plan).pool_rows[len(plan.own) :], inputs.dout[plan.own]
+    foreign, dout = prepare_keys(plan).pool_tokens[len(plan.own) :], inputs.dout[plan.own]
 
     def both() -> list[Tensor]:
         if not len(foreign):
@@ -456,17 +456,17 @@ def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
 
 def rank_facts(plan: Any) -> Row:
     """What a rank's time should depend on."""
-    from padfree.cp import key_rows, modelled_cost, work
+    from padfree.cp import keys_read, modelled_cost, work
     from padfree.cp.keys import prepare_keys
 
     rank, keys = plan.rank, prepare_keys(plan)
-    pairs, read, cost = (int(count(plan.layout, plan.segments)[rank]) for count in (work, key_rows, modelled_cost))
+    pairs, read, cost = (int(count(plan.layout, plan.segments)[rank]) for count in (work, keys_read, modelled_cost))
     return {
         "pairs": pairs,
         "modelled pairs": cost,
-        "key rows before pieces": read - len(plan.own),
-        "received rows": sum(keys.receive),
-        "copied rows": 0 if keys.rows.whole else keys.segments.num_tokens,
+        "keys before pieces": read - len(plan.own),
+        "received keys": sum(keys.receive),
+        "copied keys": 0 if keys.selection.is_everything else keys.segments.num_tokens,
         "pieces": plan.queries.num_segments,
     }
 

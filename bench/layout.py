@@ -34,7 +34,7 @@ from timer import quickest
 
 from padfree.batch import Layout, Segments
 from padfree.config.choices import LayoutKind
-from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
+from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import key_traffic, prepare_keys
 
@@ -123,7 +123,7 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
     num_tokens, share = segments.num_tokens, segments.num_tokens // world
     layout = make_layout(segments, world, kind)
     check(layout, segments)
-    load, keys, cost = work(layout, segments), key_rows(layout, segments), modelled_cost(layout, segments)
+    load, keys, cost = work(layout, segments), keys_read(layout, segments), modelled_cost(layout, segments)
     plan = ContextPlan(layout, segments, 0, device)
     return {
         "tokens": num_tokens,

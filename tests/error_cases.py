@@ -34,7 +34,7 @@ from torch import Tensor
 import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
-from padfree.batch import PackedBatch, Sample, Segments
+from padfree.batch import LmHead, PackedBatch, Sample, Segments
 from padfree.cli.demo.folder import Demo
 from padfree.cli.demo.recipes import SIZES
 from padfree.cli.main import main
@@ -763,6 +763,16 @@ CASES["head"] = [
         "token_loss",
         lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs[:1]),
         lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
+    (
+        "token_loss",
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: (logprobs, {})),
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
+    (
+        "softcap",
+        lambda folder: score(HIDDEN, LmHead(weight=WEIGHT), LABELS, softcap=1.0),
+        lambda folder: score(HIDDEN, LmHead(weight=WEIGHT), LABELS),
     ),
     (
         "token_loss",

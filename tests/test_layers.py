@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"batch", "config"},
     "packing": {"arrays", "batch", "config"},
     "distributed": set(),
-    "attention": {"arrays", "batch"},
+    "attention": {"arrays", "batch", "warning"},
     "cp": {"arrays", "attention", "batch", "config", "distributed"},
     "model": {"attention", "batch", "config", "cp", "distributed"},
     "layers": {"config", "warning"},

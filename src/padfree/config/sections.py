@@ -16,6 +16,7 @@ from padfree.config.choices import (
     ExportDtype,
     HeadMemory,
     Init,
+    LayerKernels,
     LayoutKind,
     LoraExport,
     LossOn,
@@ -198,6 +199,7 @@ class ParallelConfig:
     method: ContextMethod = "allgather"
     checkpointing: CheckpointingOrAuto = "auto"  # the fastest that fits the device
     compile: CompilerOrAuto | bool = "auto"  # true: inductor; auto: on a GPU
+    kernels: LayerKernels = "auto"  # padfree's operators in compiled layers; none: torch.compile alone
     head_memory: HeadMemory | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
     reshard: Literal["auto"] | bool = "auto"  # true: only layers that compute are whole; false: all, if that fits
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.attention import choose_backend
-from padfree.attention.capability import BACKENDS
+from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
 from padfree.config.choices import Init

@@ -25,7 +25,6 @@ from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
-from padfree.model.outputs import LmHead, unchecked_head
 from padfree.packing import CostModel, StepPlan, plan_step
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
@@ -85,15 +84,10 @@ class Scorer:
 
     def _scores(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[T/cp]"""
-        head = head_of(model)
         return score(
-            hidden_states(model, batch.local), head.weight, batch.local.labels, temperature=self.temperature,
-            bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale, num_labels=batch.num_labels,
-        ).logprobs  # fmt: skip
-
-
-def head_of(model: PreTrainedModel) -> LmHead:
-    """The head as it is at this moment: whole `inside` a sharded model."""
-    head = unchecked_head(model)
-    assert head is not None
-    return head
+            hidden_states(model, batch.local),
+            lm_head_of(model),
+            batch.local.labels,
+            temperature=self.temperature,
+            num_labels=batch.num_labels,
+        ).logprobs

@@ -1,6 +1,7 @@
-"""The products that end in the elementwise work, against a product and the steps after it.
+"""The matmuls that end in the elementwise work, against a matmul and the elementwise work after it.
 
-On a Hopper GPU, or in Triton's interpreter: see `test_kernels.py`. Tiles are small here, so that there are several.
+On a Hopper GPU, or in Triton's interpreter: see `test_triton_elementwise.py`. Tiles are small here, so that there are
+several.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.head import chunks, fused_loss, products, score, steps
+from padfree.head import chunks, elementwise, fused_loss, matmuls, score
 from padfree.head.budget import FusedPlan
-from padfree.head.products import Configuration, why_not
-from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
+from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
+from padfree.head.matmuls import Configuration, unsupported_reason
 from tests.head.cases import imitate_cuda
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def needs_products(test: Any) -> Any:
+def needs_matmuls(test: Any) -> Any:
     return needs_kernels(pytest.mark.skipif(not INTERPRETED and not IS_HOPPER, reason="needs a Hopper GPU")(test))
 
 
@@ -48,7 +49,7 @@ def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__, "15 passed, 11 skipped")
 
 
-def make_problem(
+def make_task(
     shape: tuple[int, int, int],
     *,
     block: int,
@@ -56,14 +57,14 @@ def make_problem(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     size: float = 3.0,
-) -> tuple[Tensor, Head, Rows, Upstream]:
+) -> tuple[Tensor, BlockedHead, LabelledRows, Upstream]:
     num_rows, width, vocabulary = shape
     generator = torch.Generator().manual_seed(vocabulary)
     hidden = torch.randn(num_rows, width, generator=generator)
     weight = torch.randn(vocabulary, width, generator=generator) * (size / width**0.5)
     values = torch.randn(vocabulary, generator=generator).bfloat16()
     values[vocabulary // 2] = -torch.inf  # an entry that does not exist
-    head = Head(
+    head = BlockedHead(
         weight=weight.bfloat16().to(DEVICE),
         bias=values.to(DEVICE) if bias else None,
         softcap=softcap,
@@ -72,7 +73,7 @@ def make_problem(
     )
     # At the edges of tiles, and one that does not exist.
     edges = torch.tensor([vocabulary - 1, 0, 63, 64, 127, 128, vocabulary, -100])
-    rows = Rows(
+    rows = LabelledRows(
         labels=edges.repeat(num_rows)[:num_rows].to(DEVICE),
         inverse_temperature=torch.linspace(0.5, 1.5, num_rows).to(DEVICE),
     )
@@ -82,19 +83,19 @@ def make_problem(
 
 
 def reference_sums(
-    hidden: Tensor, head: Head, rows: Rows, stored: Tensor | None, *, entropy: bool = True
+    hidden: Tensor, head: BlockedHead, rows: LabelledRows, stored: Tensor | None, *, entropy: bool = True
 ) -> tuple[BlockSums, Softmax]:
     products = hidden.float() @ head.weight.float().T
     sums = BlockSums.empty(len(hidden), head.num_blocks, products, entropy=entropy)
-    steps.reduce_tile(products, 0, head, rows, sums, stored)
-    return sums, steps.merge(sums)
+    elementwise.reduce_tile(products, 0, head, rows, sums, stored)
+    return sums, elementwise.merge(sums)
 
 
 def small(parts: int) -> Configuration:
     return Configuration(rows=64, columns=64, depth=32, stages=2, warps=4, band=2, parts=parts)
 
 
-@needs_products
+@needs_matmuls
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "form"),
@@ -107,10 +108,10 @@ def small(parts: int) -> Configuration:
     ],
 )
 def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int) -> None:
-    from padfree.head import kernels
+    from padfree.head import triton_elementwise as kernels
 
     by = small(parts)
-    hidden, head, rows, upstream = make_problem(SHAPES[shape], block=by.block, **FORMS[form])
+    hidden, head, rows, upstream = make_task(SHAPES[shape], block=by.block, **FORMS[form])
     num_rows, _, vocabulary = SHAPES[shape]
     kept = min(vocabulary, 72)
     memory = torch.full((2, num_rows, 256), 7.0, dtype=torch.float16, device=DEVICE)
@@ -121,7 +122,7 @@ def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int)
         for tensor in (sums.peak, sums.total, sums.moment):
             if tensor is not None:
                 tensor.fill_(float("nan"))
-        products.reduce_rows(hidden, head, rows, sums, stored, by)
+        matmuls.reduce_rows(hidden, head, rows, sums, stored, by)
         for field in ("peak", "total", "moment", "target")[: 4 if has_entropy else 2]:
             torch.testing.assert_close(
                 getattr(sums, field), getattr(expected, field), atol=2e-5, rtol=2e-5, equal_nan=True
@@ -131,17 +132,17 @@ def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int)
         assert (merged.entropy is None) == (not has_entropy)
         if merged.entropy is not None:
             torch.testing.assert_close(merged.entropy, softmax.entropy, atol=2e-5, rtol=2e-5)
-    stored = memory[1, :, :kept].float().clamp(min=steps.FLOAT16_FLOOR)
+    stored = memory[1, :, :kept].float().clamp(min=elementwise.FLOAT16_FLOOR)
     torch.testing.assert_close(stored, expected_stored[:, :kept].float(), atol=2e-3, rtol=2e-3)
     assert (memory[1, :, kept:] == 7).all()
 
     for up in (upstream, replace(upstream, entropy=None)):
         exact = torch.empty(num_rows, vocabulary, device=DEVICE)
-        steps.gradient_from_products(hidden.float() @ head.weight.float().T, 0, head, rows, softmax, up, exact)
+        elementwise.gradient_from_raw_logits(hidden.float() @ head.weight.float().T, 0, head, rows, softmax, up, exact)
         memory = torch.full((num_rows, 256), 7.0, dtype=torch.bfloat16, device=DEVICE)
         first = min(8, vocabulary - 1)
         out = memory[:, : vocabulary - first]
-        products.gradient_columns(hidden, head.weight[first:], first, head, rows, softmax, up, out, by)
+        matmuls.gradient_columns(hidden, head.weight[first:], first, head, rows, softmax, up, out, by)
         torch.testing.assert_close(out.float(), exact[:, first:], atol=1e-3, rtol=1e-2, equal_nan=True)
         assert (memory[:, vocabulary - first :] == 7).all()
 
@@ -150,12 +151,12 @@ def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int)
 def test_what_differs_from_step_to_step_is_no_reason_to_compile() -> None:
     """Numbers of rows, strides that are such numbers, and pointers to some row."""
     triton = pytest.importorskip("triton")
-    from padfree.head import kernels as elementwise
-    from padfree.head.products import kernels as fused
+    from padfree.head import triton_elementwise
+    from padfree.head import triton_matmuls as fused
 
     found = [
         kernel
-        for module in (elementwise, fused)
+        for module in (triton_elementwise, fused)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction)
     ]
@@ -164,7 +165,7 @@ def test_what_differs_from_step_to_step_is_no_reason_to_compile() -> None:
         for parameter in kernel.params:
             if parameter.name in ("num_rows", "sums_stride"):
                 assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
-            if parameter.name in elementwise.PER_ROW:
+            if parameter.name in triton_elementwise.PER_ROW:
                 assert parameter.do_not_specialize_on_alignment, f"{kernel.__name__}: {parameter.name}"
 
 
@@ -180,10 +181,11 @@ def test_what_is_used_fits_into_a_hopper_gpu(name: str, softcap: float | None, c
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from padfree.head.products import _fitting, _is_cut, choose, kernels
+    from padfree.head import triton_matmuls as kernels
+    from padfree.head.matmuls import _fitting, _is_cut, choose
 
     written = torch.empty(1, columns, dtype=torch.bfloat16)
-    head = Head(weight=torch.empty(columns, 64), bias=None, softcap=softcap, logit_scale=1.0, block=256)
+    head = BlockedHead(weight=torch.empty(columns, 64), bias=None, softcap=softcap, logit_scale=1.0, block=256)
     by = _fitting(choose(head), written)
     constants = {
         "HAS_BIAS": False, "HAS_SOFTCAP": softcap is not None, "HAS_MOMENT": True, "HAS_ENTROPY": True,
@@ -218,37 +220,37 @@ def test_what_is_used_fits_into_a_hopper_gpu(name: str, softcap: float | None, c
 def test_kernels_are_compiled_once_for_all_numbers_of_rows() -> None:
     if not IS_HOPPER:
         pytest.skip("no Hopper GPU")
-    from padfree.head import kernels as elementwise
-    from padfree.head.products import kernels as fused
+    from padfree.head import triton_elementwise
+    from padfree.head import triton_matmuls as fused
 
     def compiled() -> int:
-        every = (fused.reduce_kernel, fused.gradient_kernel, elementwise._merge_kernel)
+        every = (fused.reduce_kernel, fused.gradient_kernel, triton_elementwise._merge_kernel)
         return sum(len(caches[0]) for kernel in every for caches in kernel.device_caches.values())
 
     numbers = []
     for num_rows in (47, 48, 64, 1, 128, 131):
         by = small(1)
-        hidden, head, rows, upstream = make_problem((num_rows, 16, 160), block=by.block)
+        hidden, head, rows, upstream = make_task((num_rows, 16, 160), block=by.block)
         sums = BlockSums.empty(num_rows, head.num_blocks, rows.inverse_temperature, entropy=True)
         stored = torch.empty(num_rows, 192, dtype=torch.float16, device=DEVICE)
-        products.reduce_rows(hidden, head, rows, sums, stored[:, :160], by)
+        matmuls.reduce_rows(hidden, head, rows, sums, stored[:, :160], by)
         softmax = elementwise.merge(sums)
         out = torch.empty(num_rows, 192, dtype=torch.bfloat16, device=DEVICE)[:, :160]
-        products.gradient_columns(hidden, head.weight, 0, head, rows, softmax, upstream, out, by)
+        matmuls.gradient_columns(hidden, head.weight, 0, head, rows, softmax, upstream, out, by)
         numbers.append(compiled())
     assert numbers[0] == numbers[-1] > 0
 
 
-@needs_products
+@needs_matmuls
 def test_large_logits() -> None:
     """Of 1e4 and far apart: nothing overflows, and what float16 cannot hold has no probability."""
-    from padfree.head import kernels
+    from padfree.head import triton_elementwise as kernels
 
     by = small(1)
-    hidden, head, rows, upstream = make_problem((5, 16, 150), block=by.block, size=1e4)
+    hidden, head, rows, upstream = make_task((5, 16, 150), block=by.block, size=1e4)
     stored = torch.empty(5, 192, dtype=torch.float16, device=DEVICE)
     sums = BlockSums.empty(5, head.num_blocks, rows.inverse_temperature, entropy=True)
-    products.reduce_rows(hidden, head, rows, sums, stored[:, :150], by)
+    matmuls.reduce_rows(hidden, head, rows, sums, stored[:, :150], by)
     softmax = kernels.merge(sums)
     _, expected = reference_sums(hidden, head, rows, None)
     assert softmax.logprobs.isfinite().all()
@@ -291,7 +293,7 @@ def losses(inputs: dict[str, Tensor], backend: str, dtype: torch.dtype, **option
     ]
 
 
-@needs_products
+@needs_matmuls
 @pytest.mark.parametrize(
     ("plan", "options"),
     [("one chunk", {}), ("chunks", {"softcap": 4.0}), ("chunks, some columns twice", {"bias": True})],
@@ -303,8 +305,8 @@ def test_score_and_fused_loss(plan: str, options: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(chunks, "plan_fused", lambda *args, **others: PLANS[plan])
     called = []
     for name in ("reduce_rows", "gradient_columns"):
-        whole = getattr(products, name)
-        monkeypatch.setattr(products, name, lambda *args, name=name, whole=whole: called.append(name) or whole(*args))
+        whole = getattr(matmuls, name)
+        monkeypatch.setattr(matmuls, name, lambda *args, name=name, whole=whole: called.append(name) or whole(*args))
     generator = torch.Generator().manual_seed(7)
     inputs = {
         "hidden": torch.randn(N, D, generator=generator).bfloat16(),
@@ -327,14 +329,14 @@ def test_score_and_fused_loss(plan: str, options: dict[str, Any], monkeypatch: p
         assert (mine.double() - right).norm() <= limit * right.norm()
 
 
-@needs_products
+@needs_matmuls
 def test_where_the_products_cannot_be_used() -> None:
     hidden, weight = (torch.zeros(rows, 16, dtype=torch.bfloat16, device=DEVICE) for rows in (3, 5))
-    assert why_not(hidden, weight, torch.bfloat16) is None
+    assert unsupported_reason(hidden, weight, torch.bfloat16) is None
     for wrong, reason in (
         ((hidden.float(), weight.float(), torch.float32), "only bfloat16"),
         ((hidden[:, :12], weight[:, :12], torch.bfloat16), "D is no multiple of 8"),
         ((hidden, weight.view(-1)[4:76].view(-1, 8), torch.bfloat16), "weight: its rows"),
         ((hidden.T.contiguous().T, weight, torch.bfloat16), "hidden: its rows"),
     ):
-        assert reason in (why_not(*wrong) or ""), reason
+        assert reason in (unsupported_reason(*wrong) or ""), reason

@@ -1,11 +1,10 @@
-"""Products with epilogues against the product and the kernel after it, on a Hopper GPU that is hot.
+"""Matmuls with epilogues against the matmul and the kernel after it, on a Hopper GPU that is hot.
 
-    PYTHONPATH=src python bench/epilogues.py [--tiles]
+    PYTHONPATH=src python bench/matmul_epilogues.py [--tiles]
 
-For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that
-`padfree.layers.ops.quack_matmul_epilogues` takes are timed; with `--tiles` all that `quack-kernels`
-has. A GPU that computes for a second lowers its clock, and products take
-turns here so that all of them meet the same: times are medians of turns of `TURN` seconds.
+For [T, D] = [14918, 2560] and F = 9,728 in bfloat16. Only the tiles that `padfree.layers.ops.quack_matmul_epilogues`
+uses are timed; with `--tiles` all that `quack-kernels` has. A GPU lowers its clock after a second of work, so the ways
+take turns of `TURN` seconds and all meet the same clock; times are medians of the turns.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from timer import median_of_turns
 from torch import Tensor
 
 from padfree.layers.ops import quack_matmul_epilogues as kernels
-from padfree.layers.ops import triton_swiglu as gated
+from padfree.layers.ops import triton_swiglu
 
 T, D, F = 14_918, 2560, 9728
 TURN = 0.2
@@ -64,16 +63,16 @@ def comparisons(*, every_tile: bool) -> dict[str, Ways]:
         }
 
     return {
-        "up and activation": {
-            "product, activation": lambda: gated.forward(gate, x @ up_weight.T),
+        "up and SwiGLU": {
+            "matmul, SwiGLU": lambda: triton_swiglu.forward(gate, x @ up_weight.T),
             **tiles("FORWARD_TILE", lambda: kernels.swiglu(x, up_weight.T, gate, up, act)),
         },
-        "down's backward and activation's": {
-            "product, activation's backward": lambda: gated.backward(dy @ down_weight, gate, up),
+        "backward of down and of SwiGLU": {
+            "matmul, SwiGLU backward": lambda: triton_swiglu.backward(dy @ down_weight, gate, up),
             **tiles("BACKWARD_TILE", lambda: kernels.swiglu_backward(dy, down_weight, gate, up, dgate, dup)),
         },
         "down and residual": {
-            "product, sum": lambda: (act @ down_weight.T).add_(x),
+            "matmul, add": lambda: (act @ down_weight.T).add_(x),
             **tiles("WIDE_TILE", lambda: kernels.add(act, down_weight.T, x, out)),
         },
     }

@@ -1,6 +1,6 @@
 """The matrix products of the head, ways to cut them up against each other and against cuBLAS.
 
-    PYTHONPATH=src python bench/head_products.py
+    PYTHONPATH=src python bench/head_matmuls.py
 
 For both shapes of `bench/head.py`, all rows at once, on a Hopper GPU. Lines:
 
@@ -9,7 +9,7 @@ For both shapes of `bench/head.py`, all rows at once, on a Hopper GPU. Lines:
     from stored        the gradient from kept logits, in their place, for a few sizes of its programs
     merge              of the sums of all blocks
 
-and for each configuration of `padfree.head.products`:
+and for each configuration of `padfree.head.matmuls`:
 
     reduce, kept       sums with entropy, and all logits kept as float16, up to 2^31 of them
     reduce             sums with entropy alone
@@ -27,9 +27,9 @@ import torch
 from head import SIZES, Clock, make_inputs
 from torch import Tensor
 
-from padfree.head import kernels, products
-from padfree.head.products import Configuration
-from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
+from padfree.head import matmuls, triton_elementwise
+from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
+from padfree.head.matmuls import Configuration
 
 CONFIGURATIONS = [
     Configuration(),
@@ -58,14 +58,20 @@ def time_one(clock: Clock, name: str, call: Callable[[], object], operations: fl
     print(f"  {name:30}{milliseconds:9.2f} ms{rate}", flush=True)
 
 
-def time_stored(clock: Clock, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, store: Tensor) -> None:
+def time_stored(
+    clock: Clock, head: BlockedHead, rows: LabelledRows, softmax: Softmax, upstream: Upstream, store: Tensor
+) -> None:
     peak = store.new_zeros(head.num_blocks, len(store), dtype=torch.float32).T
-    for kernels.STORED_SPAN, kernels.STORED_WARPS in reversed(STORED):
+    for triton_elementwise.STORED_SPAN, triton_elementwise.STORED_WARPS in reversed(STORED):
 
         def call() -> None:
-            kernels.gradient_from_stored(store, head, rows, peak, softmax, upstream, store.view(torch.bfloat16))
+            triton_elementwise.gradient_from_stored(
+                store, head, rows, peak, softmax, upstream, store.view(torch.bfloat16)
+            )
 
-        time_one(clock, f"from stored, {kernels.STORED_SPAN} by {kernels.STORED_WARPS} warps", call, 0)
+        time_one(
+            clock, f"from stored, {triton_elementwise.STORED_SPAN} by {triton_elementwise.STORED_WARPS} warps", call, 0
+        )
 
 
 def time_merge(clock: Clock, num_rows: int, num_blocks: int) -> None:
@@ -73,7 +79,7 @@ def time_merge(clock: Clock, num_rows: int, num_blocks: int) -> None:
     for tensor in (sums.peak, sums.total, sums.moment):
         assert tensor is not None
         tensor.fill_(1.0)
-    time_one(clock, "merge", lambda: kernels.merge(sums), 0)
+    time_one(clock, "merge", lambda: triton_elementwise.merge(sums), 0)
 
 
 def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
@@ -83,7 +89,7 @@ def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
     part = min(num_rows, MAX_LOGITS // vocabulary)
     operations = 2.0 * part * width * vocabulary
     hidden, labels = hidden[:part], labels[:part]
-    rows = Rows(labels=labels, inverse_temperature=torch.ones(part, device=device))
+    rows = LabelledRows(labels=labels, inverse_temperature=torch.ones(part, device=device))
     pull = torch.randn(part, device=device)
     upstream = Upstream(logprobs=pull, entropy=pull)
     softmax = Softmax(peak=pull + 12, log_total=pull + 5, logprobs=pull, entropy=pull + 9)
@@ -96,19 +102,21 @@ def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
     time_one(clock, "mm, float32", lambda: torch.mm(hidden, weight.T, out_dtype=torch.float32, out=wide), operations)
     wide.resize_(0)
     store.zero_()
-    head = Head(weight=weight, bias=None, softcap=None, logit_scale=1.0, block=256)
+    head = BlockedHead(weight=weight, bias=None, softcap=None, logit_scale=1.0, block=256)
     time_stored(clock, head, rows, softmax, upstream, store)
     time_merge(clock, part, head.num_blocks)
     for by in CONFIGURATIONS:
-        head = Head(weight=weight, bias=None, softcap=None, logit_scale=1.0, block=by.block)
+        head = BlockedHead(weight=weight, bias=None, softcap=None, logit_scale=1.0, block=by.block)
         sums = BlockSums.empty(part, head.num_blocks, pull, entropy=True)
         print(f" {by}")
 
-        def reduce(stored: Tensor | None, by: Configuration = by, head: Head = head, sums: BlockSums = sums) -> None:
-            products.reduce_rows(hidden, head, rows, sums, stored, by)
+        def reduce(
+            stored: Tensor | None, by: Configuration = by, head: BlockedHead = head, sums: BlockSums = sums
+        ) -> None:
+            matmuls.reduce_rows(hidden, head, rows, sums, stored, by)
 
-        def gradient(by: Configuration = by, head: Head = head) -> None:
-            products.gradient_columns(hidden, weight, 0, head, rows, softmax, upstream, out, by)
+        def gradient(by: Configuration = by, head: BlockedHead = head) -> None:
+            matmuls.gradient_columns(hidden, weight, 0, head, rows, softmax, upstream, out, by)
 
         time_one(clock, "reduce, kept", lambda reduce=reduce: reduce(store), operations)  # type: ignore[misc]
         time_one(clock, "reduce", lambda reduce=reduce: reduce(None), operations)  # type: ignore[misc]
@@ -119,7 +127,7 @@ def check(shape: tuple[int, int, int]) -> None:
     """The sums and gradients of every configuration against a product and the launches after it, on a few rows."""
     device = torch.device("cuda")
     hidden, weight, labels = (tensor.detach() for tensor in make_inputs(shape, torch.bfloat16, device))
-    rows = Rows(labels=labels, inverse_temperature=torch.ones(len(labels), device=device))
+    rows = LabelledRows(labels=labels, inverse_temperature=torch.ones(len(labels), device=device))
     logits = hidden.float() @ weight.float().T
     log_p = logits.log_softmax(1)
     exact = log_p.gather(1, labels[:, None])[:, 0]
@@ -127,15 +135,17 @@ def check(shape: tuple[int, int, int]) -> None:
     upstream = Upstream(logprobs=torch.ones_like(exact), entropy=torch.ones_like(exact))
     expected = torch.nn.functional.one_hot(labels, shape[2]) - log_p.exp() * (1 + log_p + entropy[:, None])
     for by in CONFIGURATIONS:
-        head = Head(weight=weight, bias=None, softcap=None, logit_scale=1.0, block=by.block)
+        head = BlockedHead(weight=weight, bias=None, softcap=None, logit_scale=1.0, block=by.block)
         try:
             sums = BlockSums.empty(shape[0], head.num_blocks, exact, entropy=True)
             store = torch.empty(shape[0], -(-shape[2] // 64) * 64, dtype=torch.float16, device=device)[:, : shape[2]]
-            products.reduce_rows(hidden, head, rows, sums, store, by)
-            softmax = kernels.merge(sums)
-            kernels.gradient_from_stored(store, head, rows, sums.peak, softmax, upstream, store.view(torch.bfloat16))
+            matmuls.reduce_rows(hidden, head, rows, sums, store, by)
+            softmax = triton_elementwise.merge(sums)
+            triton_elementwise.gradient_from_stored(
+                store, head, rows, sums.peak, softmax, upstream, store.view(torch.bfloat16)
+            )
             again = torch.empty_like(store, dtype=torch.bfloat16)
-            products.gradient_columns(hidden, weight, 0, head, rows, softmax, upstream, again, by)
+            matmuls.gradient_columns(hidden, weight, 0, head, rows, softmax, upstream, again, by)
         except Exception as error:
             print(f"  {by}\n    {type(error).__name__}: {' '.join(str(error).split())[:100]}", flush=True)
             continue

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The elementwise work of `steps.py` as Triton kernels: each reads a tile of logits once and writes it at most once.
+"""`elementwise.py` as Triton kernels: each reads a tile of logits once and writes it at most once.
 
     grid (R rows, blocks of the tile): a program has the `BLOCK` columns of one row of one block in registers
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.head.steps import FLOAT16_FLOOR, FLOOR, BlockSums, Head, Rows, Softmax, Upstream
+from padfree.head.elementwise import FLOAT16_FLOOR, FLOOR, BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
 # Columns of a row that a program turns into gradients, and its warps.
 STORED_SPAN = 4096
@@ -40,10 +40,10 @@ for multiples of 16 would be compiled once more for the others."""
 
 @triton.jit
 def _logits(
-    products, bias, column, inside, inverse_temperature, logit_scale, softcap,
+    raw_logits, bias, column, inside, inverse_temperature, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    logits = products.to(tl.float32)
+    logits = raw_logits.to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     logits *= logit_scale
@@ -73,8 +73,8 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def _reduce_kernel(
-    products, labels, bias, inverse_temperature, peaks, totals, moments, targets, stored,
-    first, num_columns, products_stride, stored_stride, sums_stride, logit_scale, softcap,
+    raw_logits, labels, bias, inverse_temperature, peaks, totals, moments, targets, stored,
+    first, num_columns, raw_logits_stride, stored_stride, sums_stride, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_FLOAT16: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +82,7 @@ def _reduce_kernel(
     start = tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)
     inside = column < num_columns
-    value = tl.load(products + row * products_stride + column, mask=inside, other=0.0)
+    value = tl.load(raw_logits + row * raw_logits_stride + column, mask=inside, other=0.0)
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     peak = tl.max(tl.where(inside, logits, float("-inf")), axis=0)
@@ -103,20 +103,20 @@ def _reduce_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
-def _products_kernel(
-    products, labels, bias, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
-    first, num_columns, products_stride, out_stride, logit_scale, softcap,
+def _raw_logits_kernel(
+    raw_logits, labels, bias, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
+    first, num_columns, raw_logits_stride, out_stride, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     column = start + tl.arange(0, BLOCK)
     inside = column < num_columns
-    value = tl.load(products + row * products_stride + column, mask=inside, other=0.0)
+    value = tl.load(raw_logits + row * raw_logits_stride + column, mask=inside, other=0.0)
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
-    # What pulls at the row carries the factor from products to logits already.
+    # What pulls at the row carries the factor from raw_logits to logits already.
     pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
     entropy = 0.0
     pull_entropy = 0.0
@@ -204,30 +204,32 @@ def _merge_kernel(
 
 @triton.jit
 def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
-    by = tl.load(factor).to(tl.float32)
-    if by != 1.0:
+    scale = tl.load(factor).to(tl.float32)
+    if scale != 1.0:
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        scaled = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32) * by
+        scaled = tl.load(values + place, mask=place < count, other=0.0).to(tl.float32) * scale
         tl.store(values + place, scaled.to(values.dtype.element_ty), mask=place < count)
 
 
-def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None:
-    """`steps.reduce_tile`; the products stay as they are."""
-    num_rows, num_columns = products.shape
-    anything = rows.labels  # a pointer for what is absent and not read
+def reduce_tile(
+    raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
+) -> None:
+    """`elementwise.reduce_tile`, which leaves the raw logits as they are."""
+    num_rows, num_columns = raw_logits.shape
+    absent = rows.labels  # a pointer for what is absent and not read
     _reduce_kernel[_grid(num_rows, num_columns, head)](
-        products,
+        raw_logits,
         rows.labels,
-        anything if head.bias is None else head.bias,
+        absent if head.bias is None else head.bias,
         rows.inverse_temperature,
         sums.peak,
         sums.total,
-        anything if sums.moment is None else sums.moment,
+        absent if sums.moment is None else sums.moment,
         sums.target,
-        anything if stored is None else stored,
+        absent if stored is None else stored,
         first,
         num_columns,
-        products.stride(0),
+        raw_logits.stride(0),
         0 if stored is None else stored.stride(0),
         sums.peak.stride(1),
         head.logit_scale,
@@ -241,26 +243,32 @@ def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: Bloc
     )
 
 
-def gradient_from_products(
-    products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
+def gradient_from_raw_logits(
+    raw_logits: Tensor,
+    first: int,
+    head: BlockedHead,
+    rows: LabelledRows,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
 ) -> None:
-    """`steps.gradient_from_products`; the products stay as they are."""
-    num_rows, num_columns = products.shape
-    anything = rows.labels
-    _products_kernel[_grid(num_rows, num_columns, head)](
-        products,
+    """`elementwise.gradient_from_raw_logits`, which leaves the raw logits as they are."""
+    num_rows, num_columns = raw_logits.shape
+    absent = rows.labels
+    _raw_logits_kernel[_grid(num_rows, num_columns, head)](
+        raw_logits,
         rows.labels,
-        anything if head.bias is None else head.bias,
+        absent if head.bias is None else head.bias,
         rows.inverse_temperature,
         softmax.peak,
         softmax.log_total,
-        anything if softmax.entropy is None else softmax.entropy,
+        absent if softmax.entropy is None else softmax.entropy,
         upstream.logprobs,
-        anything if upstream.entropy is None else upstream.entropy,
+        absent if upstream.entropy is None else upstream.entropy,
         out,
         first,
         num_columns,
-        products.stride(0),
+        raw_logits.stride(0),
         out.stride(0),
         head.logit_scale,
         head.softcap or 1.0,
@@ -272,7 +280,7 @@ def gradient_from_products(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """`steps.merge`, which reads each sum once or twice and needs no memory besides."""
+    """`elementwise.merge`, which reads each sum once or twice and needs no memory besides."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -297,11 +305,17 @@ def merge(sums: BlockSums) -> Softmax:
 
 
 def gradient_from_stored(
-    stored: Tensor, head: Head, rows: Rows, peak: Tensor, softmax: Softmax, upstream: Upstream, out: Tensor
+    stored: Tensor,
+    head: BlockedHead,
+    rows: LabelledRows,
+    peak: Tensor,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
 ) -> None:
-    """`steps.gradient_from_stored`. In place is safe: a program writes only what it alone has read."""
+    """`elementwise.gradient_from_stored`. In place is safe: a program writes only what it alone has read."""
     num_rows, num_columns = stored.shape
-    anything = rows.labels
+    absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
     _stored_kernel[(num_rows, -(-num_columns // (blocks * head.block)))](
         stored,
@@ -310,9 +324,9 @@ def gradient_from_stored(
         peak,
         softmax.peak,
         softmax.log_total,
-        anything if softmax.entropy is None else softmax.entropy,
+        absent if softmax.entropy is None else softmax.entropy,
         upstream.logprobs,
-        anything if upstream.entropy is None else upstream.entropy,
+        absent if upstream.entropy is None else upstream.entropy,
         out,
         num_columns,
         stored.stride(0),
@@ -329,15 +343,15 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """`steps.scale_`, which touches nothing where the factor is 1, as it mostly is, and does not ask the host."""
+    """`elementwise.scale_`, which touches nothing where the factor is 1, as it mostly is, and does not ask the host."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)
 
 
-def _grid(num_rows: int, num_columns: int, head: Head) -> tuple[int, int]:
+def _grid(num_rows: int, num_columns: int, head: BlockedHead) -> tuple[int, int]:
     return num_rows, -(-num_columns // head.block)
 
 
-def _launch(head: Head) -> dict[str, int]:
+def _launch(head: BlockedHead) -> dict[str, int]:
     return {"BLOCK": head.block, "num_warps": max(1, min(8, head.block // 512))}

@@ -1,7 +1,7 @@
-"""The elementwise work on a tile of logits, in plain torch: what `kernels.py` does in one Triton launch each.
+"""The elementwise work on a tile of logits, in plain torch; `triton_elementwise` does each function in one launch.
 
-    products [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R rows by W columns from column `first` on
-    logits   [R, W]   x = cap(scale · (products + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
+    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R rows by W columns from column `first` on
+    logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
 The vocabulary is cut into K blocks of `block` columns. A row leaves three numbers in each block, and they merge
 exactly, in any order, whatever the size of the logits, because all exponents are taken relative to a maximum:
@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from padfree.batch import LmHead
+
 FLOOR = -1e30
 """Logits are at least this, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
 
@@ -29,13 +31,9 @@ FLOAT16_FLOOR = -65504.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Head:
-    """What turns hidden states into logits."""
+class BlockedHead(LmHead):
+    """A head whose vocabulary is cut into blocks."""
 
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    softcap: float | None
-    logit_scale: float
     block: int  # columns per block, a power of two
 
     @property
@@ -48,14 +46,14 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rows:
-    """What the elementwise work must know of each row."""
+class LabelledRows:
+    """What the elementwise work must know of each row of hidden that is scored."""
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
 
-    def part(self, start: int, end: int) -> Rows:
-        return Rows(labels=self.labels[start:end], inverse_temperature=self.inverse_temperature[start:end])
+    def part(self, start: int, end: int) -> LabelledRows:
+        return LabelledRows(labels=self.labels[start:end], inverse_temperature=self.inverse_temperature[start:end])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -139,24 +137,37 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(there) if there else None
 
 
-class Steps(Protocol):
-    """The elementwise work. Two modules have it: this one and `kernels`."""
+class Elementwise(Protocol):
+    """The elementwise work. Two modules have it: this one and `triton_elementwise`."""
 
     def reduce_tile(
-        self, products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None
+        self,
+        raw_logits: Tensor,
+        first: int,
+        head: BlockedHead,
+        rows: LabelledRows,
+        sums: BlockSums,
+        stored: Tensor | None,
     ) -> None: ...
 
     def merge(self, sums: BlockSums) -> Softmax: ...
 
-    def gradient_from_products(
-        self, products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
+    def gradient_from_raw_logits(
+        self,
+        raw_logits: Tensor,
+        first: int,
+        head: BlockedHead,
+        rows: LabelledRows,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
     ) -> None: ...
 
     def gradient_from_stored(
         self,
         stored: Tensor,
-        head: Head,
-        rows: Rows,
+        head: BlockedHead,
+        rows: LabelledRows,
         peak: Tensor,
         softmax: Softmax,
         upstream: Upstream,
@@ -166,31 +177,35 @@ class Steps(Protocol):
     def scale_(self, values: Tensor, factor: Tensor) -> None: ...
 
 
-class Products(Protocol):
-    """A matrix product and the elementwise work on it. `passes.Tiles` has it, and the module `products`."""
+class LogitMatmuls(Protocol):
+    """A matmul and the elementwise work on it. `tiles.TiledMatmuls` has it, and the module `matmuls`."""
 
-    def reduce_rows(self, hidden: Tensor, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None: ...
+    def reduce_rows(
+        self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
+    ) -> None: ...
 
     def gradient_columns(
         self,
         hidden: Tensor,
         weight: Tensor,
         first: int,
-        head: Head,
-        rows: Rows,
+        head: BlockedHead,
+        rows: LabelledRows,
         softmax: Softmax,
         upstream: Upstream,
         out: Tensor,
     ) -> None: ...
 
 
-def reduce_tile(products: Tensor, first: int, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None) -> None:
-    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. `products` is overwritten.
+def reduce_tile(
+    raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
+) -> None:
+    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. `raw_logits` is overwritten.
 
     `first` is a multiple of the block size.
     """
-    num_columns = products.shape[1]
-    logits = _logits_(products, first, head, rows)
+    num_columns = raw_logits.shape[1]
+    logits = _logits_(raw_logits, first, head, rows)
     here = _is_here(rows.labels, first, num_columns)
     target = logits.gather(1, _column(rows.labels, first, num_columns))[:, 0]
     sums.target.copy_(torch.where(here, target, sums.target))
@@ -221,17 +236,29 @@ def merge(sums: BlockSums) -> Softmax:
     return Softmax(peak=peak, log_total=log_total, logprobs=(sums.target - peak) - log_total, entropy=entropy)
 
 
-def gradient_from_products(
-    products: Tensor, first: int, head: Head, rows: Rows, softmax: Softmax, upstream: Upstream, out: Tensor
+def gradient_from_raw_logits(
+    raw_logits: Tensor,
+    first: int,
+    head: BlockedHead,
+    rows: LabelledRows,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
 ) -> None:
-    """Write the gradient by the products of a tile into `out` [R, W]. `products` is overwritten."""
-    logits = _logits_(products, first, head, rows)
+    """Write the gradient by the raw logits of a tile into `out` [R, W]. `raw_logits` is overwritten."""
+    logits = _logits_(raw_logits, first, head, rows)
     log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
     _gradient(log_p, logits, first, head, rows, softmax, upstream, out)
 
 
 def gradient_from_stored(
-    stored: Tensor, head: Head, rows: Rows, peak: Tensor, softmax: Softmax, upstream: Upstream, out: Tensor
+    stored: Tensor,
+    head: BlockedHead,
+    rows: LabelledRows,
+    peak: Tensor,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
 ) -> None:
     """The same from all columns of what `reduce_tile` stored [R, V]; `peak` [R, K]. `out` may be the same memory."""
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
@@ -251,8 +278,8 @@ def _gradient(
     log_p: Tensor,
     logits: Tensor,
     first: int,
-    head: Head,
-    rows: Rows,
+    head: BlockedHead,
+    rows: LabelledRows,
     softmax: Softmax,
     upstream: Upstream,
     out: Tensor,
@@ -274,16 +301,16 @@ def _gradient(
     out.copy_(gradient)
 
 
-def _logits_(products: Tensor, first: int, head: Head, rows: Rows) -> Tensor:
-    """The logits [R, W], written over the products."""
+def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
+    """The logits [R, W], written over the raw_logits."""
     if head.bias is not None:
-        products.add_(head.bias[first : first + products.shape[1]])
+        raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
     if head.softcap is None:
-        products.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
+        raw_logits.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
     else:
-        products.mul_(head.logit_scale / head.softcap).tanh_()
-        products.mul_((rows.inverse_temperature * head.softcap)[:, None])
-    return products.clamp_(min=FLOOR)
+        raw_logits.mul_(head.logit_scale / head.softcap).tanh_()
+        raw_logits.mul_((rows.inverse_temperature * head.softcap)[:, None])
+    return raw_logits.clamp_(min=FLOOR)
 
 
 def _is_here(labels: Tensor, first: int, num_columns: int) -> Tensor:

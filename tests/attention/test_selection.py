@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from padfree.attention import BACKENDS, capability, choose_backend
+from padfree.attention import (
+    BACKENDS,
+    AttentionBackend,
+    Capabilities,
+    choose_backend,
+    flash4,
+    reference,
+    register_backend,
+    selection,
+    varlen_attention,
+)
+from padfree.batch import Segments
+from padfree.warning import PadfreeWarning
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -19,14 +34,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """`machine("fa4", major=9)`: a GPU of compute capability 9.0 on which only the package of fa4 is installed."""
 
     def pretend(*packages: str, major: int = 9) -> None:
-        capability._choose.cache_clear()
-        monkeypatch.setattr(capability, "_compute_capability", lambda device: (major, 0) if device == CUDA else (0, 0))
+        selection._choose.cache_clear()
+        monkeypatch.setattr(selection, "_compute_capability", lambda device: (major, 0) if device == CUDA else (0, 0))
         for name in ("fa4", "fa3", "fa2", "flex"):
-            row = dataclasses.replace(BACKENDS[name], installed=lambda there=name in packages: there)
-            monkeypatch.setitem(BACKENDS, name, row)
+            monkeypatch.setattr(BACKENDS[name], "is_installed", lambda there=name in packages: there)
 
     yield pretend
-    capability._choose.cache_clear()
+    selection._choose.cache_clear()
 
 
 ALL = ("fa4", "fa3", "fa2", "flex")
@@ -36,7 +50,7 @@ ALL = ("fa4", "fa3", "fa2", "flex")
     ("packages", "major", "request_", "chosen"),
     [
         (ALL, 9, {}, "fa4"),
-        (("fa3", "fa2", "flex"), 9, {}, "fa3"),
+        (("fa3", "fa2", "flex"), 9, {}, "torch"),  # fa3 and fa2 are untested
         (("fa2", "flex"), 9, {}, "torch"),
         ((), 9, {}, "torch"),
         (ALL, 10, {}, "fa4"),
@@ -44,7 +58,7 @@ ALL = ("fa4", "fa3", "fa2", "flex")
         (ALL, 12, {}, "torch"),
         (ALL, 7, {}, "flex"),
         (ALL, 9, {"softcap": True}, "fa4"),
-        (("fa2", "flex"), 9, {"softcap": True}, "fa2"),
+        (("fa3", "fa2", "flex"), 9, {"softcap": True}, "flex"),
         (("flex",), 9, {"softcap": True}, "flex"),
         (ALL, 9, {"dtype": FP32}, "flex"),
         ((), 9, {"dtype": FP64}, "reference"),
@@ -52,9 +66,9 @@ ALL = ("fa4", "fa3", "fa2", "flex")
         (ALL, 9, {"head_dim": 256}, "fa4"),
         (ALL, 10, {"head_dim": 160}, "torch"),
         (ALL, 10, {"head_dim": 256}, "fa4"),
-        (ALL, 10, {"head_dim": 256, "softcap": True}, "fa2"),
+        (ALL, 10, {"head_dim": 256, "softcap": True}, "flex"),
         (ALL, 9, {"head_dim": 192, "value_dim": 128}, "flex"),
-        (ALL, 9, {"head_dim": 80}, "fa3"),
+        (ALL, 9, {"head_dim": 80}, "torch"),
         (ALL, 9, {"head_dim": 64, "value_dim": 128}, "flex"),
         (("flex",), 9, {"raw_backward": True}, "torch"),
     ],
@@ -124,11 +138,61 @@ def test_a_device_that_is_not_there() -> None:
         choose_backend(CUDA, BF16, 128)
 
 
-def test_every_backend_has_its_code() -> None:
-    from padfree.attention.function import RAW_BACKENDS
+@pytest.mark.parametrize("name", ["fa3", "fa2"])
+def test_an_untested_backend_is_used_by_name_and_says_so_once(machine: object, name: str) -> None:
+    machine("fa3", "fa2")
+    selection._warn_untested.cache_clear()
+    with pytest.warns(PadfreeWarning, match=f"backend '{name}' is untested.*padfree check"):
+        assert choose_backend(CUDA, BF16, 128, requested=name) == name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_backend(CUDA, BF16, 64, requested=name) == name, "another call, and no second warning"
 
-    assert {name for name, row in BACKENDS.items() if row.raw_backward} == set(RAW_BACKENDS)
-    assert all(callable(module.forward) and callable(module.backward) for module in RAW_BACKENDS.values())
+
+def test_untested_backends_are_no_cure(machine: object) -> None:
+    machine("fa3", "fa2", "flex")
+    with pytest.raises(ValueError, match="it has no softcap; use 'auto' or 'flex' or 'reference'"):
+        choose_backend(CUDA, BF16, 128, softcap=True, requested="torch")
+    machine("fa3", "fa2", major=9)
+    with pytest.raises(ValueError, match="fa3: it can serve but is untested, and is used only by name"):
+        choose_backend(CUDA, BF16, 128, softcap=True)
+
+
+class Halved(AttentionBackend):
+    """A backend of a user: the reference, with half of its output."""
+
+    name = "halved"
+    capabilities = Capabilities(devices=("cpu",), dtypes=(FP64,), lengths_on_host=True, raw_backward=False)
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = reference.BACKEND.forward(*args)
+        return out / 2, lse
+
+    def backward(self, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError
+
+
+def test_a_backend_of_ones_own() -> None:
+    try:
+        register_backend(Halved())
+        segments = Segments.from_lengths([3, 2])
+        q, k, v = (torch.randn(5, 2, 4, dtype=FP64).requires_grad_() for _ in range(3))
+        mine = varlen_attention(q, k, v, segments, segments, backend="halved")
+        right = varlen_attention(q, k, v, segments, segments, backend="reference")
+        torch.testing.assert_close(mine, right / 2)
+        (found,), (expected,) = (torch.autograd.grad(out.sum(), v) for out in (mine, right))
+        torch.testing.assert_close(found, expected / 2)
+        assert choose_backend(CPU, FP64, 4) == "cpu", "those of the project come first"
+        with pytest.raises(ValueError, match="name: 'halved' is taken"):
+            register_backend(Halved())
+    finally:
+        BACKENDS.pop("halved", None)
+        selection._choose.cache_clear()
+
+
+def test_the_table_in_the_documentation_is_what_the_backends_say() -> None:
+    page = Path(__file__).parents[2] / "docs" / "attention.md"
+    assert selection.capability_table() in page.read_text(encoding="utf-8")
 
 
 def test_flash_attention_2_does_not_pass_for_4(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -137,8 +201,8 @@ def test_flash_attention_2_does_not_pass_for_4(monkeypatch: pytest.MonkeyPatch, 
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not capability._flash4_installed.__wrapped__()
+    assert not flash4._is_installed.__wrapped__()
     (package / "cute").mkdir()
     (package / "cute" / "interface.py").touch()
     (tmp_path / "cutlass.py").touch()
-    assert capability._flash4_installed.__wrapped__()
+    assert flash4._is_installed.__wrapped__()

@@ -6,34 +6,38 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.head import steps
-from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
+from padfree.head import elementwise
+from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
 R, V = 5, 300
 
 
-def make_head(*, softcap: float | None = None, bias: bool = False) -> Head:
+def make_head(*, softcap: float | None = None, bias: bool = False) -> BlockedHead:
     values = torch.linspace(-1, 1, V, dtype=torch.float64) if bias else None
-    return Head(weight=torch.empty(V, 1), bias=values, softcap=softcap, logit_scale=1.5, block=64)
+    return BlockedHead(weight=torch.empty(V, 1), bias=values, softcap=softcap, logit_scale=1.5, block=64)
 
 
-def make_rows(dtype: torch.dtype = torch.float64) -> Rows:
-    return Rows(labels=torch.tensor([0, 63, 64, 299, 150]), inverse_temperature=torch.linspace(0.5, 2, R, dtype=dtype))
+def make_rows(dtype: torch.dtype = torch.float64) -> LabelledRows:
+    return LabelledRows(
+        labels=torch.tensor([0, 63, 64, 299, 150]), inverse_temperature=torch.linspace(0.5, 2, R, dtype=dtype)
+    )
 
 
-def logits_of(products: Tensor, head: Head, rows: Rows) -> Tensor:
+def logits_of(products: Tensor, head: BlockedHead, rows: LabelledRows) -> Tensor:
     logits = head.logit_scale * (products if head.bias is None else products + head.bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return logits * rows.inverse_temperature[:, None]
 
 
-def reduce_all(products: Tensor, head: Head, rows: Rows, width: int, stored: Tensor | None = None) -> BlockSums:
+def reduce_all(
+    products: Tensor, head: BlockedHead, rows: LabelledRows, width: int, stored: Tensor | None = None
+) -> BlockSums:
     """The sums of all columns, from tiles of `width` of them."""
     sums = BlockSums.empty(R, head.num_blocks, products, entropy=True)
     for first in range(0, V, width):
         part = None if stored is None else stored[:, first : first + width]
-        steps.reduce_tile(products[:, first : first + width].clone(), first, head, rows, sums, part)
+        elementwise.reduce_tile(products[:, first : first + width].clone(), first, head, rows, sums, part)
     return sums
 
 
@@ -43,7 +47,7 @@ def reduce_all(products: Tensor, head: Head, rows: Rows, width: int, stored: Ten
 def test_blocks_merge_into_the_softmax(width: int, softcap: float | None, bias: bool) -> None:
     head, rows = make_head(softcap=softcap, bias=bias), make_rows()
     products = torch.randn(R, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
-    softmax = steps.merge(reduce_all(products, head, rows, width))
+    softmax = elementwise.merge(reduce_all(products, head, rows, width))
     log_p = logits_of(products, head, rows).log_softmax(1)
     torch.testing.assert_close(softmax.logprobs, log_p.gather(1, rows.labels[:, None])[:, 0])
     assert softmax.entropy is not None
@@ -70,38 +74,38 @@ def test_both_gradients_are_autograd_s(softcap: float | None, with_entropy: bool
 
     stored = torch.empty_like(products)
     sums = reduce_all(products, head, rows, 128, stored)
-    softmax = steps.merge(sums)
+    softmax = elementwise.merge(sums)
     again = torch.full_like(products, float("nan"))
     for first in (0, 100):
         last = 100 if first == 0 else V
-        steps.gradient_from_products(
+        elementwise.gradient_from_raw_logits(
             products[:, first:last].clone(), first, head, rows, softmax, upstream, again[:, first:last]
         )
     torch.testing.assert_close(again, expected)
-    steps.gradient_from_stored(stored, head, rows, sums.peak, softmax, upstream, stored)
+    elementwise.gradient_from_stored(stored, head, rows, sums.peak, softmax, upstream, stored)
     torch.testing.assert_close(stored, expected)
 
 
 def test_float16_keeps_what_carries_probability() -> None:
     """Logits near 1e4 and far apart: bfloat16 would err by 32 there."""
-    head = Head(weight=torch.empty(V, 1), bias=None, softcap=None, logit_scale=1.0, block=64)
-    rows = Rows(labels=torch.tensor([0, 63, 64, 299, 150]), inverse_temperature=torch.ones(R))
+    head = BlockedHead(weight=torch.empty(V, 1), bias=None, softcap=None, logit_scale=1.0, block=64)
+    rows = LabelledRows(labels=torch.tensor([0, 63, 64, 299, 150]), inverse_temperature=torch.ones(R))
     products = 1e4 + 3 * torch.randn(R, V, generator=torch.Generator().manual_seed(2))
     products[:, 7] = -1e5
     stored = torch.empty(R, V, dtype=torch.float16)
     sums = reduce_all(products, head, rows, 128, stored)
-    softmax, upstream = steps.merge(sums), Upstream(logprobs=torch.ones(R), entropy=None)
+    softmax, upstream = elementwise.merge(sums), Upstream(logprobs=torch.ones(R), entropy=None)
     exact = torch.nn.functional.one_hot(rows.labels, V) - products.double().softmax(1)
     assert stored.isfinite().all()
     gradient = torch.empty(R, V)
-    steps.gradient_from_stored(stored, head, rows, sums.peak, softmax, upstream, gradient)
+    elementwise.gradient_from_stored(stored, head, rows, sums.peak, softmax, upstream, gradient)
     assert (gradient - exact).abs().max() < 5e-4
 
 
 def test_a_label_outside_the_vocabulary_is_nan() -> None:
     head = make_head()
-    rows = Rows(labels=torch.tensor([0, 1, V, -5, 2]), inverse_temperature=torch.ones(R, dtype=torch.float64))
-    softmax = steps.merge(reduce_all(torch.randn(R, V, dtype=torch.float64), head, rows, 64))
+    rows = LabelledRows(labels=torch.tensor([0, 1, V, -5, 2]), inverse_temperature=torch.ones(R, dtype=torch.float64))
+    softmax = elementwise.merge(reduce_all(torch.randn(R, V, dtype=torch.float64), head, rows, 64))
     assert softmax.logprobs.isnan().tolist() == [False, False, True, True, False]
 
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The products as Triton kernels: the loop over tiles and steps of D, and what is done with a tile at its end.
+"""The matmuls as Triton kernels: the loop over tiles and steps of D, and what is done with a tile at its end.
 
 Out of range is the descriptors' business: they read 0 there and do not write. Only the last columns of the vocabulary
 are masked, in the one tile that has them. But a descriptor cuts what it writes at a multiple of 16 bytes: where the
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from padfree.head.kernels import _LOG2_E, PER_ROW, _cap_slope, _gradient, _logits
-from padfree.head.steps import FLOOR
+from padfree.head.elementwise import FLOOR
+from padfree.head.triton_elementwise import _LOG2_E, PER_ROW, _cap_slope, _gradient, _logits
 
 _OUTSIDE = tl.constexpr(2 * FLOOR)
 """The logit of a column behind the last: less than any other, and finite, so that 0 times it is 0."""
@@ -32,16 +32,16 @@ def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
 
 @triton.jit
 def _tile_logits(
-    products, bias, column, inside, inverse_temperature, logit_scale, softcap,
+    raw_logits, bias, column, inside, inverse_temperature, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     if HAS_BIAS or HAS_SOFTCAP:
         logits = _logits(
-            products, bias, column[None, :], inside[None, :], inverse_temperature[:, None], logit_scale, softcap,
+            raw_logits, bias, column[None, :], inside[None, :], inverse_temperature[:, None], logit_scale, softcap,
             HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
     else:
-        logits = products * (inverse_temperature * logit_scale)[:, None]
+        logits = raw_logits * (inverse_temperature * logit_scale)[:, None]
     return logits
 
 
@@ -65,19 +65,19 @@ def _store(
 
 @triton.jit
 def _reduce_part(
-    products, first_row, first, labels, bias, inverse_temperature, peaks, totals, moments, targets,
+    raw_logits, first_row, first, labels, bias, inverse_temperature, peaks, totals, moments, targets,
     stored, stored_pointer, stored_stride, num_rows, vocabulary, kept, sums_stride, logit_scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What is done with the products [rows, block] of rows `first_row` on and columns `first` on, for their sums."""
+    """What is done with the raw_logits [rows, block] of rows `first_row` on and columns `first` on, for their sums."""
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < tl.where(first < vocabulary, num_rows, 0)  # half of the last tile may be outside
     offset = tl.arange(0, BLOCK)
     inside = first + offset < vocabulary
     scale = tl.load(inverse_temperature + row, mask=row_inside, other=1.0)
-    logits = _tile_logits(products, bias, first + offset, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    # Not before: Triton 3.6 does not wait for the tensor cores where a branch hands on `products` themselves.
+    logits = _tile_logits(raw_logits, bias, first + offset, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    # Not before: Triton 3.6 does not wait for the tensor cores where a branch hands on `raw_logits` themselves.
     if first + BLOCK > vocabulary:
         logits = tl.where(inside[None, :], logits, _OUTSIDE)
     label = tl.load(labels + row, mask=row_inside, other=-1) - first
@@ -103,24 +103,32 @@ def _reduce_part(
 
 @triton.jit
 def _gradient_part(
-    products, first_row, first, labels, bias, inverse_temperature, peaks, log_totals, entropies,
+    raw_logits, first_row, first, labels, bias, inverse_temperature, peaks, log_totals, entropies,
     pull_logprobs, pull_entropies, out, out_pointer, out_stride, num_rows, first_column, num_columns,
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for the gradient by the products, of columns `first_column` on; `first` counts from there."""
+    """The same for the gradient by the raw_logits, of columns `first_column` on; `first` counts from there."""
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
     offset = tl.arange(0, BLOCK)
     column = first + offset
     scale = tl.load(inverse_temperature + row, mask=row_inside, other=1.0)
     logits = _tile_logits(
-        products, bias + first_column, column, column < num_columns, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP
+        raw_logits,
+        bias + first_column,
+        column,
+        column < num_columns,
+        scale,
+        logit_scale,
+        softcap,
+        HAS_BIAS,
+        HAS_SOFTCAP,
     )
     peak = tl.load(peaks + row, mask=row_inside, other=0.0)
     log_total = tl.load(log_totals + row, mask=row_inside, other=0.0)
     log_p = (logits - peak[:, None]) - log_total[:, None]
-    # What pulls at a row carries the factor from products to logits already.
+    # What pulls at a row carries the factor from raw_logits to logits already.
     pull_logprob = tl.load(pull_logprobs + row, mask=row_inside, other=0.0) * (scale * logit_scale)
     pull_entropy = pull_logprob
     entropy = pull_logprob
@@ -164,7 +172,7 @@ def _part(tile, part: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, P
 
 @triton.jit
 def _multiply(
-    hidden, weight, products, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
+    hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One step: the next part of D of this tile, or the first of the next tile. The state after it comes back."""
@@ -177,7 +185,7 @@ def _multiply(
     if INTERPRETED:  # which cannot multiply bfloat16
         left = left.to(tl.float32)
         right = right.to(tl.float32)
-    return tl.dot(left, right.T, products), step, tile, row_tile, column_tile
+    return tl.dot(left, right.T, raw_logits), step, tile, row_tile, column_tile
 
 
 @triton.jit(do_not_specialize=["num_rows", "sums_stride"], do_not_specialize_on_alignment=PER_ROW)
@@ -197,11 +205,11 @@ def reduce_kernel(
     row_tile = 0
     column_tile = 0
     done = tile  # a count of its own for the end of a tile: the loads of the next one run ahead of it
-    products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    raw_logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     # One loop, not a loop in a loop, so that the loads go on from a tile to the next.
     for _ in range(steps * tl.cdiv(row_tiles * column_tiles - tl.program_id(0), tl.num_programs(0))):
-        products, step, tile, row_tile, column_tile = _multiply(
-            hidden, weight, products, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
+        raw_logits, step, tile, row_tile, column_tile = _multiply(
+            hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
             ROWS, COLUMNS, DEPTH, BAND, INTERPRETED,
         )  # fmt: skip
         if step == steps - 1:
@@ -209,13 +217,13 @@ def reduce_kernel(
             row_tile_done, column_tile_done = _place(done, row_tiles, column_tiles, BAND)
             for part in tl.static_range(PARTS):
                 _reduce_part(
-                    _part(products, part, ROWS, COLUMNS, PARTS), row_tile_done * ROWS,
+                    _part(raw_logits, part, ROWS, COLUMNS, PARTS), row_tile_done * ROWS,
                     column_tile_done * COLUMNS + part * (COLUMNS // PARTS), labels, bias, inverse_temperature, peaks,
                     totals, moments, targets, stored, stored_pointer, stored_stride, num_rows, vocabulary, kept,
                     sums_stride, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_MOMENT, HAS_STORED, IS_CUT, ROWS,
                     COLUMNS // PARTS,
                 )  # fmt: skip
-            products = _zeros(done, ROWS, COLUMNS)
+            raw_logits = _zeros(done, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PER_ROW)
@@ -234,10 +242,10 @@ def gradient_kernel(
     row_tile = 0
     column_tile = 0
     done = tile
-    products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    raw_logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(steps * tl.cdiv(row_tiles * column_tiles - tl.program_id(0), tl.num_programs(0))):
-        products, step, tile, row_tile, column_tile = _multiply(
-            hidden, weight, products, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
+        raw_logits, step, tile, row_tile, column_tile = _multiply(
+            hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
             ROWS, COLUMNS, DEPTH, BAND, INTERPRETED,
         )  # fmt: skip
         if step == steps - 1:
@@ -245,10 +253,10 @@ def gradient_kernel(
             row_tile_done, column_tile_done = _place(done, row_tiles, column_tiles, BAND)
             for part in tl.static_range(PARTS):
                 _gradient_part(
-                    _part(products, part, ROWS, COLUMNS, PARTS), row_tile_done * ROWS,
+                    _part(raw_logits, part, ROWS, COLUMNS, PARTS), row_tile_done * ROWS,
                     column_tile_done * COLUMNS + part * (COLUMNS // PARTS), labels, bias, inverse_temperature, peaks,
                     log_totals, entropies, pull_logprobs, pull_entropies, out, out_pointer, out_stride, num_rows,
                     first_column, num_columns, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, IS_CUT, ROWS,
                     COLUMNS // PARTS,
                 )  # fmt: skip
-            products = _zeros(done, ROWS, COLUMNS)
+            raw_logits = _zeros(done, ROWS, COLUMNS)

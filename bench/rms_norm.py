@@ -1,14 +1,14 @@
-"""The norms as operators: ways to cut the kernels up against each other, torch.compile, and what the bytes need.
+"""Kernels of RMSNorm and of QK-norm with RoPE: configurations against each other, torch.compile, and what bytes need.
 
-    PYTHONPATH=src python bench/norms.py
+    PYTHONPATH=src python bench/rms_norm.py
 
 For some shapes in bfloat16 on a GPU. Lines, of which the floor is their bytes at 4.3 TB/s:
 
     forward            x -> y, rstd
-    forward, sum       a, b -> y, a + b, rstd
-    backward, n        n gradients of y, x, rstd -> dx, dweight; and the gradient that passes by, added to dx
-    rotated forward    x [T, H, d], cos, sin [T, d] -> y, rstd
-    rotated backward   dy, x, rstd, cos, sin -> dx, dweight
+    forward, add       a, b -> y, a + b, rstd
+    backward, n        n gradients of y, x, rstd -> dx, dweight; with the residual's gradient, added to dx
+    qk_norm_rope       x [T, H, d], cos, sin [T, d] -> y, rstd
+    its backward       dy, x, rstd, cos, sin -> dx, dweight
 
 `compiled` is torch.compile of the same function in plain torch, for a fixed shape. A configuration that cannot be
 compiled or launched says so, and the next one is tried. All are timed for the first line of a kind, and the best three
@@ -29,14 +29,14 @@ from timer import launch_seconds, median_event_seconds
 from torch import Tensor
 
 from padfree.layers.ops import triton_qk_norm_rope
-from padfree.layers.ops.qk_norm_rope import rotated_norm, rotated_norm_backward
-from padfree.layers.ops.rms_norm import norm, norm_backward
+from padfree.layers.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
+from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
 from padfree.layers.ops.triton_rms_norm import Choice, Configuration, backward, choose, forward
 
 SHAPES = {(14_918, 2560): 18.0, (14_918, 1024): 11.0, (8192, 4096): 11.0}
 """T and D, and the seconds after which nothing but what is chosen is timed: most of them are the compiler's."""
 
-ROTATED_SHAPES = {(14_918, 32, 128): 14.0, (14_918, 8, 128): 8.0}
+QK_NORM_ROPE_SHAPES = {(14_918, 32, 128): 14.0, (14_918, 8, 128): 8.0}
 """T, H and d, and the seconds."""
 
 BANDWIDTH = 4.3e12
@@ -51,15 +51,15 @@ BACKWARD = [
     Configuration(1, 2, 1, 4), Configuration(1, 2, 2, 4), Configuration(1, 4, 1, 4), Configuration(1, 4, 2, 3),
     Configuration(1, 4, 3, 2), Configuration(1, 8, 1, 2),
 ]  # fmt: skip
-ROTATED_FORWARD = [
+QK_NORM_ROPE_FORWARD = [
     Configuration(8, 2, 1, 8), Configuration(8, 2, 1, 16), Configuration(16, 4, 1, 4), Configuration(16, 4, 1, 8),
     Configuration(16, 4, 2, 8), Configuration(16, 8, 1, 4), Configuration(32, 4, 1, 4), Configuration(32, 8, 1, 4),
 ]  # fmt: skip
-ROTATED_BACKWARD = [
+QK_NORM_ROPE_BACKWARD = [
     Configuration(8, 2, 1, 8), Configuration(8, 2, 1, 10), Configuration(16, 4, 1, 4), Configuration(16, 4, 1, 6),
     Configuration(16, 4, 2, 4), Configuration(16, 4, 3, 4), Configuration(16, 8, 1, 4), Configuration(32, 8, 1, 3),
 ]  # fmt: skip
-ROTATED_CHOICE = Choice(triton_qk_norm_rope.FORWARD, triton_qk_norm_rope.BACKWARD)
+QK_NORM_ROPE_CHOICE = Choice(triton_qk_norm_rope.FORWARD, triton_qk_norm_rope.BACKWARD)
 
 
 @dataclass
@@ -93,26 +93,26 @@ def lines(tensors: Tensors) -> list[Line]:
     a, b, weight, rstd = tensors.a, tensors.b, tensors.weight, tensors.rstd
     size = a.nbytes
 
-    def plain_sum() -> Any:
+    def plain_add() -> Any:
         total = a + b
-        return *norm(total, weight, EPS), total
+        return *rms_norm(total, weight, EPS), total
 
     def backward_line(num: int, residual: Tensor | None) -> Line:
         arguments = (tensors.dys[:num], a, weight, rstd, residual)
         return Line(
             f"backward, {num}" + ("" if residual is None else ", residual"),
             size * (num + 2 + (residual is not None)),
-            partial(norm_backward, *arguments),
+            partial(rms_norm_backward, *arguments),
             partial(backward, *arguments),
         )
 
     return [
         backward_line(3, b),
-        Line("forward, sum", 4 * size, plain_sum, partial(forward, a, b, weight, EPS), is_forward=True),
+        Line("forward, add", 4 * size, plain_add, partial(forward, a, b, weight, EPS), is_forward=True),
         backward_line(2, b),
         backward_line(1, b),
         backward_line(1, None),
-        Line("forward", 2 * size, lambda: norm(a, weight, EPS), partial(forward, a, None, weight, EPS), True),
+        Line("forward", 2 * size, lambda: rms_norm(a, weight, EPS), partial(forward, a, None, weight, EPS), True),
     ]
 
 
@@ -148,20 +148,20 @@ class Heads:
         return self.dy, self.x, self.weight, self.rstd, self.cos, self.sin
 
 
-def rotated_lines(heads: Heads) -> list[Line]:
+def qk_norm_rope_lines(heads: Heads) -> list[Line]:
     size, angles = heads.x.nbytes, 2 * heads.cos.nbytes
     return [
         Line(
-            "rotated forward",
+            "qk_norm_rope",
             2 * size + angles,
-            partial(rotated_norm, *heads.forward_arguments),
+            partial(qk_norm_rope, *heads.forward_arguments),
             partial(triton_qk_norm_rope.forward, *heads.forward_arguments),
             is_forward=True,
         ),
         Line(
-            "rotated backward",
+            "qk_norm_rope backward",
             3 * size + angles,
-            partial(rotated_norm_backward, *heads.backward_arguments),
+            partial(qk_norm_rope_backward, *heads.backward_arguments),
             partial(triton_qk_norm_rope.backward, *heads.backward_arguments),
         ),
     ]
@@ -173,8 +173,8 @@ def median(call: Callable[[], Any], flush: Tensor) -> float:
     return 1e6 * times[0]
 
 
-def short(by: Configuration) -> str:
-    return f"{by.rows} rows {by.warps} warps {by.stages} stages {by.resident} resident"
+def short(configuration: Configuration) -> str:
+    return ", ".join(f"{value} {name}" for name, value in configuration._asdict().items())
 
 
 def attempt(name: str, call: Callable[[], float]) -> float | None:
@@ -185,22 +185,24 @@ def attempt(name: str, call: Callable[[], float]) -> float | None:
         return None
 
 
-def fits(width: int, by: Configuration) -> bool:
+def fits(width: int, configuration: Configuration) -> bool:
     """More numbers of a thread would not fit into its registers."""
-    return width <= 48 * 32 * by.warps // by.rows
+    return width <= 48 * 32 * configuration.warps // configuration.rows
 
 
 def bench_shape(shape: tuple[int, int], seconds: float) -> None:
     tensors = Tensors.random(shape)
-    forwards, backwards = ([by for by in kind if fits(shape[1], by)] for kind in (FORWARD, BACKWARD))
+    forwards, backwards = (
+        [configuration for configuration in kind if fits(shape[1], configuration)] for kind in (FORWARD, BACKWARD)
+    )
     print(f"T {shape[0]}, D {shape[1]}")
     bench_lines(lines(tensors), choose(shape[1]), forwards, backwards, seconds)
 
 
-def bench_rotated(shape: tuple[int, int, int], seconds: float) -> None:
+def bench_qk_norm_rope(shape: tuple[int, int, int], seconds: float) -> None:
     heads = Heads.random(shape)
     print(f"T {shape[0]}, H {shape[1]}, d {shape[2]}")
-    bench_lines(rotated_lines(heads), ROTATED_CHOICE, ROTATED_FORWARD, ROTATED_BACKWARD, seconds)
+    bench_lines(qk_norm_rope_lines(heads), QK_NORM_ROPE_CHOICE, QK_NORM_ROPE_FORWARD, QK_NORM_ROPE_BACKWARD, seconds)
 
 
 def bench_lines(
@@ -214,17 +216,21 @@ def bench_lines(
         floor = 1e6 * line.num_bytes / BANDWIDTH
         print(f"  {line.name}: floor {floor:.0f} us", flush=True)
         times: dict[Configuration, float] = {}
-        for by in dict.fromkeys([chosen, *best[line.is_forward]]):
-            if by != chosen and time.perf_counter() > deadline:
+        for configuration in dict.fromkeys([chosen, *best[line.is_forward]]):
+            if configuration != chosen and time.perf_counter() > deadline:
                 continue
-            found = attempt(short(by), partial(median, partial(line.kernel, by=by), flush))
+            found = attempt(
+                short(configuration), partial(median, partial(line.kernel, configuration=configuration), flush)
+            )
             if found is not None:
-                times[by] = found
-                mark = "  (chosen)" if by == chosen else ""
-                print(f"    {short(by):44}{found:8.1f} us {floor / found:6.2f}{mark}", flush=True)
-        best[line.is_forward] = sorted(times, key=lambda by: times[by])[:3]
+                times[configuration] = found
+                mark = "  (chosen)" if configuration == chosen else ""
+                print(f"    {short(configuration):44}{found:8.1f} us {floor / found:6.2f}{mark}", flush=True)
+        best[line.is_forward] = sorted(times, key=lambda configuration: times[configuration])[:3]
         if chosen in times:
-            print(f"    the host launches it in {1e6 * launch_seconds(partial(line.kernel, by=chosen)):.0f} us")
+            print(
+                f"    the host launches it in {1e6 * launch_seconds(partial(line.kernel, configuration=chosen)):.0f} us"
+            )
         if time.perf_counter() < deadline:
             torch._dynamo.reset()
             found = attempt("compiled", partial(median, torch.compile(line.plain, dynamic=False), flush))
@@ -239,36 +245,39 @@ def check(shape: tuple[int, int]) -> None:
     dys = [dy.double() for dy in tensors.dys]
     choice = choose(shape[1])
     forwards, backwards = (
-        [by for by in kind if fits(shape[1], by)] for kind in ([choice.forward, *FORWARD], [choice.backward, *BACKWARD])
+        [configuration for configuration in kind if fits(shape[1], configuration)]
+        for kind in ([choice.forward, *FORWARD], [choice.backward, *BACKWARD])
     )
     check_configurations(
         "forward",
-        lambda by: forward(tensors.a, tensors.b, tensors.weight, EPS, by)[:2],
-        (norm(total, weight, EPS)[0], total),
+        lambda configuration: forward(tensors.a, tensors.b, tensors.weight, EPS, configuration)[:2],
+        (rms_norm(total, weight, EPS)[0], total),
         forwards,
     )
     check_configurations(
         "backward",
-        lambda by: backward(tensors.dys, tensors.a, tensors.weight, tensors.rstd, tensors.b, by=by),
-        norm_backward(dys, a, weight, rstd, b),
+        lambda configuration: backward(
+            tensors.dys, tensors.a, tensors.weight, tensors.rstd, tensors.b, configuration=configuration
+        ),
+        rms_norm_backward(dys, a, weight, rstd, b),
         backwards,
     )
 
 
-def check_rotated(shape: tuple[int, int, int]) -> None:
+def check_qk_norm_rope(shape: tuple[int, int, int]) -> None:
     heads = Heads.random(shape)
     exact = heads.double()
     check_configurations(
-        "rotated forward",
-        lambda by: triton_qk_norm_rope.forward(*heads.forward_arguments, by=by)[:1],
-        rotated_norm(*exact.forward_arguments)[:1],
-        [ROTATED_CHOICE.forward, *ROTATED_FORWARD],
+        "qk_norm_rope",
+        lambda configuration: triton_qk_norm_rope.forward(*heads.forward_arguments, configuration=configuration)[:1],
+        qk_norm_rope(*exact.forward_arguments)[:1],
+        [QK_NORM_ROPE_CHOICE.forward, *QK_NORM_ROPE_FORWARD],
     )
     check_configurations(
-        "rotated backward",
-        lambda by: triton_qk_norm_rope.backward(*heads.backward_arguments, by=by),
-        rotated_norm_backward(*exact.backward_arguments),
-        [ROTATED_CHOICE.backward, *ROTATED_BACKWARD],
+        "qk_norm_rope backward",
+        lambda configuration: triton_qk_norm_rope.backward(*heads.backward_arguments, configuration=configuration),
+        qk_norm_rope_backward(*exact.backward_arguments),
+        [QK_NORM_ROPE_CHOICE.backward, *QK_NORM_ROPE_BACKWARD],
     )
 
 
@@ -280,14 +289,14 @@ def check_configurations(
 ) -> None:
     """The largest relative distance from plain torch in float64, for every configuration."""
 
-    def error(by: Configuration) -> float:
-        pairs = zip(call(by), expected, strict=True)
+    def error(configuration: Configuration) -> float:
+        pairs = zip(call(configuration), expected, strict=True)
         return max(float((mine.double() - exact).norm() / exact.norm()) for mine, exact in pairs)
 
-    for by in dict.fromkeys(configurations):
-        worst = attempt(short(by), partial(error, by))
+    for configuration in dict.fromkeys(configurations):
+        worst = attempt(short(configuration), partial(error, configuration))
         if worst is not None:
-            print(f"    {'right' if worst < 4e-3 else 'WRONG'} {worst:.1e}  {name}, {short(by)}", flush=True)
+            print(f"    {'right' if worst < 4e-3 else 'WRONG'} {worst:.1e}  {name}, {short(configuration)}", flush=True)
 
 
 def main() -> None:
@@ -296,12 +305,12 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; share of the floor in the last column")
     check((1001, 2560))
-    check_rotated((1001, 8, 128))
+    check_qk_norm_rope((1001, 8, 128))
     for shape, seconds in SHAPES.items():
         bench_shape(shape, seconds)
         torch.cuda.empty_cache()
-    for rotated_shape, seconds in ROTATED_SHAPES.items():
-        bench_rotated(rotated_shape, seconds)
+    for heads_shape, seconds in QK_NORM_ROPE_SHAPES.items():
+        bench_qk_norm_rope(heads_shape, seconds)
         torch.cuda.empty_cache()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from padfree.head.passes import parts_of, product, rounded_product
+from padfree.head.tiles import matmul, parts_of, rounded_matmul
 
 
 def test_parts() -> None:
@@ -18,13 +18,13 @@ def test_products() -> None:
     left, right = torch.randn(3, 5), torch.randn(5, 4)
     memory = torch.full((3, 8), 7.0)
     out = memory[:, :4]  # a part of something wider, as a tile is
-    product(left, right, out)
+    matmul(left, right, out)
     torch.testing.assert_close(out, left @ right)
-    product(left, right, out, accumulate=True)
+    matmul(left, right, out, accumulate=True)
     torch.testing.assert_close(out, 2 * left @ right)
     assert (memory[:, 4:] == 7).all()
     rounded = torch.empty(3, 4, dtype=torch.bfloat16)
-    rounded_product(left, right, rounded)
+    rounded_matmul(left, right, rounded)
     assert torch.equal(rounded, (left @ right).bfloat16())
 
 
@@ -35,8 +35,8 @@ def test_cuda_multiplies_bfloat16_into_float32() -> None:
     exact = left.double() @ right.double()
     memory = torch.full((130, 128), 7.0, device="cuda")
     out = memory[:, :65]
-    product(left, right, out)
+    matmul(left, right, out)
     assert (out - exact).norm() < 1e-5 * exact.norm()
-    product(left, right, out, accumulate=True)
+    matmul(left, right, out, accumulate=True)
     assert (out - 2 * exact).norm() < 1e-5 * exact.norm()
     assert (memory[:, 65:] == 7).all()

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.head import fused_loss, score, steps
-from padfree.head.steps import BlockSums, Head, Rows, Upstream
+from padfree.head import elementwise, fused_loss, score
+from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Upstream
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -41,19 +41,19 @@ def test_the_cpu_needs_the_interpreter() -> None:
         score(hidden.double(), weight.double(), labels, backend="triton")
 
 
-def make_problem(
+def make_task(
     vocabulary: int, *, bias: bool = False, softcap: float | None = None
-) -> tuple[Tensor, Head, Rows, Upstream]:
+) -> tuple[Tensor, BlockedHead, LabelledRows, Upstream]:
     generator = torch.Generator().manual_seed(vocabulary)
     products = 5 * torch.randn(ROWS, vocabulary, generator=generator)
-    head = Head(
+    head = BlockedHead(
         weight=torch.empty(vocabulary, 1),
         bias=torch.randn(vocabulary, generator=generator).bfloat16().to(DEVICE) if bias else None,
         softcap=softcap,
         logit_scale=0.8,
         block=64,
     )
-    rows = Rows(
+    rows = LabelledRows(
         labels=torch.tensor([0, vocabulary - 1, 64 % vocabulary, vocabulary // 2]).to(DEVICE),
         inverse_temperature=torch.linspace(0.5, 1.5, ROWS).to(DEVICE),
     )
@@ -61,8 +61,10 @@ def make_problem(
     return products.to(DEVICE), head, rows, Upstream(logprobs=pull, entropy=pull.square())
 
 
-def reduce_all(module: Any, problem: tuple[Tensor, Head, Rows, Upstream], stored: Tensor | None) -> BlockSums:
-    products, head, rows, _ = problem
+def reduce_all(
+    module: Any, task: tuple[Tensor, BlockedHead, LabelledRows, Upstream], stored: Tensor | None
+) -> BlockSums:
+    products, head, rows, _ = task
     sums = BlockSums.empty(ROWS, head.num_blocks, products, entropy=True)
     for first in range(0, products.shape[1], 128):
         part = None if stored is None else stored[:, first : first + 128]
@@ -73,27 +75,27 @@ def reduce_all(module: Any, problem: tuple[Tensor, Head, Rows, Upstream], stored
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
-    from padfree.head import kernels
+    from padfree.head import triton_elementwise as kernels
 
     vocabulary = form["vocabulary"]
-    problem = make_problem(**form)
-    products, head, rows, upstream = problem
+    task = make_task(**form)
+    products, head, rows, upstream = task
     memory = torch.zeros(2, ROWS, 256, dtype=torch.float16, device=DEVICE)
     expected_stored, stored = memory[:, :, :vocabulary]
-    expected_sums = reduce_all(steps, problem, expected_stored)
-    sums = reduce_all(kernels, problem, stored)
+    expected_sums = reduce_all(elementwise, task, expected_stored)
+    sums = reduce_all(kernels, task, stored)
     for field in ("peak", "total", "moment", "target"):
         torch.testing.assert_close(getattr(sums, field), getattr(expected_sums, field), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(stored, expected_stored, atol=2e-3, rtol=2e-3)
     assert not memory[:, :, vocabulary:].any()
 
-    softmax = steps.merge(expected_sums)
+    softmax = elementwise.merge(expected_sums)
     for up in (upstream, replace(upstream, entropy=None)):
         expected = torch.empty(ROWS, vocabulary, device=DEVICE)
-        steps.gradient_from_products(products.clone(), 0, head, rows, softmax, up, expected)
+        elementwise.gradient_from_raw_logits(products.clone(), 0, head, rows, softmax, up, expected)
         gradient = torch.full((ROWS, vocabulary), float("nan"), device=DEVICE)
         for first, last in ((0, 20), (20, vocabulary)):
-            kernels.gradient_from_products(
+            kernels.gradient_from_raw_logits(
                 products[:, first:last], first, head, rows, softmax, up, gradient[:, first:last]
             )
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
@@ -110,26 +112,28 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
 @needs_kernels
 def test_odd_values() -> None:
     """NaN stays in its row, -inf adds nothing, a label outside the vocabulary is NaN, 1e4 is a number like others."""
-    from padfree.head import kernels
+    from padfree.head import triton_elementwise as kernels
 
-    products, head, rows, upstream = make_problem(200)
+    products, head, rows, upstream = make_task(200)
     products[1, 70] = float("nan")
     products[2, :128] = float("-inf")
     products[3, 7] = 1e4
     rows = replace(rows, labels=torch.tensor([200, 0, 150, 7]).to(DEVICE))
     sums = reduce_all(kernels, (products, head, rows, upstream), None)
-    expected = reduce_all(steps, (products, head, rows, upstream), None)
+    expected = reduce_all(elementwise, (products, head, rows, upstream), None)
     softmax = kernels.merge(sums)
     assert softmax.logprobs.isnan().tolist() == [True, True, False, False]
     assert softmax.entropy is not None
     assert softmax.entropy.isnan().tolist() == [False, True, False, False]
-    torch.testing.assert_close(softmax.logprobs, steps.merge(expected).logprobs, atol=1e-4, rtol=1e-4, equal_nan=True)
+    torch.testing.assert_close(
+        softmax.logprobs, elementwise.merge(expected).logprobs, atol=1e-4, rtol=1e-4, equal_nan=True
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("factor", [1.0, -0.75, float("nan")])
 def test_scale(factor: float) -> None:
-    from padfree.head import kernels
+    from padfree.head import triton_elementwise as kernels
 
     values = torch.randn(3, 3001, device=DEVICE).bfloat16()
     expected = values * factor

@@ -1,13 +1,13 @@
-"""Matrix products that end in the elementwise work, so that float32 logits never reach memory.
+"""Matmuls that end in the elementwise work, so that float32 logits never reach memory.
 
     hidden [R, D] --.                       tile [rows, columns] of one program, in registers
-                     >--  products  ------>  peak, total, moment of each row   -> one number each per row and block
+                     >--  matmul  -------->  peak, total, moment of each row   -> one number each per row and block
     weight [V, D] --'                       the label's logit                  -> one per row
                                             x - peak as float16                -> 2 bytes a logit, if it is kept
-                                            or: gradient by the products       -> 2 bytes a logit
+                                            or: gradient by the raw logits     -> 2 bytes a logit
 
-A product alone writes 4 bytes a logit, and what follows reads them again. Here a tile's numbers are used where the
-tensor cores left them, and the block of `steps.py` is what a program reduces at once: 256 columns or 128, not 4096.
+A matmul alone writes 4 bytes a logit, and what follows reads them again. Here a tile's numbers are used where the
+tensor cores left them. The block of `elementwise.py` is what a program reduces at once: 256 columns or 128, not 4096.
 
 As many programs as the GPU can hold take tiles in turn. `hidden` and `weight` come by tensor descriptors (TMA), and
 the loads of a program's next tile are under way while it finishes this one. Tiles are taken in bands of `band` row
@@ -26,11 +26,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
+from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
 
 class Configuration(NamedTuple):
-    """How a product is cut up; found by measurement (`bench/head_products.py`)."""
+    """How a matmul is cut up; found by measurement (`bench/head_matmuls.py`)."""
 
     rows: int = 128  # of a tile
     columns: int = 256  # of a tile
@@ -52,15 +52,15 @@ PLAIN = Configuration()
 OTHER = Configuration(stages=4, parts=2)
 
 
-def choose(head: Head) -> Configuration:
+def choose(head: BlockedHead) -> Configuration:
     """The configuration that was fastest on an H200, or the next one, which fits where that does not."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
-def why_not(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str | None:
-    """Why these products cannot be used, or None if they can."""
+def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str | None:
+    """Why these matmuls cannot be used, or None if they can."""
     if operand_dtype != torch.bfloat16:
-        return f"{operand_dtype}: only bfloat16 products add up in float32 at full speed"
+        return f"{operand_dtype}: only bfloat16 matmuls add up in float32 at full speed"
     if hidden.device.type == "cuda" and torch.cuda.get_device_capability(hidden.device)[0] != 9:
         return "not a Hopper GPU: earlier ones have no tensor descriptors, on later ones nothing was measured"
     if hidden.device.type != "cuda" and not _is_interpreted():
@@ -74,7 +74,12 @@ def why_not(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str |
 
 
 def reduce_rows(
-    hidden: Tensor, head: Head, rows: Rows, sums: BlockSums, stored: Tensor | None, by: Configuration | None = None
+    hidden: Tensor,
+    head: BlockedHead,
+    rows: LabelledRows,
+    sums: BlockSums,
+    stored: Tensor | None,
+    configuration: Configuration | None = None,
 ) -> None:
     """Write the sums of all blocks of the rows of `hidden` [R, D], and x - peak of columns [0, K) into `stored` [R, K].
 
@@ -82,23 +87,23 @@ def reduce_rows(
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from padfree.head.products import kernels
+    from padfree.head import triton_matmuls as kernels
 
-    by = _fitting(choose(head), stored) if by is None else by
-    assert head.block == by.block, f"sums of {head.block} columns from a product of {by.block}"
+    configuration = configuration or _fitting(choose(head), stored)
+    assert head.block == configuration.block, f"sums of {head.block} columns from a matmul of {configuration.block}"
     num_rows, width = hidden.shape
-    anything = rows.labels  # a pointer for what is absent and not read
-    kernels.reduce_kernel[_grid(num_rows, len(head.weight), hidden.device, by)](
-        TensorDescriptor.from_tensor(hidden, [by.rows, by.depth]),
-        TensorDescriptor.from_tensor(head.weight, [by.columns, by.depth]),
-        anything if stored is None else TensorDescriptor.from_tensor(stored, [by.rows, by.block]),
-        anything if stored is None else stored,
+    absent = rows.labels  # a pointer for what is absent and not read
+    kernels.reduce_kernel[_grid(num_rows, len(head.weight), hidden.device, configuration)](
+        TensorDescriptor.from_tensor(hidden, [configuration.rows, configuration.depth]),
+        TensorDescriptor.from_tensor(head.weight, [configuration.columns, configuration.depth]),
+        absent if stored is None else TensorDescriptor.from_tensor(stored, [configuration.rows, configuration.block]),
+        absent if stored is None else stored,
         rows.labels,
-        anything if head.bias is None else head.bias,
+        absent if head.bias is None else head.bias,
         rows.inverse_temperature,
         sums.peak,
         sums.total,
-        anything if sums.moment is None else sums.moment,
+        absent if sums.moment is None else sums.moment,
         sums.target,
         num_rows,
         width,
@@ -113,7 +118,7 @@ def reduce_rows(
         HAS_MOMENT=sums.moment is not None,
         HAS_STORED=stored is not None,
         IS_CUT=stored is not None and _is_cut(stored),
-        **_launch(by),
+        **_launch(configuration),
     )
 
 
@@ -121,38 +126,38 @@ def gradient_columns(
     hidden: Tensor,
     weight: Tensor,
     first: int,
-    head: Head,
-    rows: Rows,
+    head: BlockedHead,
+    rows: LabelledRows,
     softmax: Softmax,
     upstream: Upstream,
     out: Tensor,
-    by: Configuration | None = None,
+    configuration: Configuration | None = None,
 ) -> None:
-    """Write the gradient by the products `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out`.
+    """Write the gradient by the raw logits `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out`.
 
     The rows of `out` [R, W] must begin at multiples of 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from padfree.head.products import kernels
+    from padfree.head import triton_matmuls as kernels
 
-    by = _fitting(choose(head), out) if by is None else by
+    configuration = configuration or _fitting(choose(head), out)
     num_rows, width = hidden.shape
     num_columns = out.shape[1]
-    anything = rows.labels
-    kernels.gradient_kernel[_grid(num_rows, num_columns, hidden.device, by)](
-        TensorDescriptor.from_tensor(hidden, [by.rows, by.depth]),
-        TensorDescriptor.from_tensor(weight, [by.columns, by.depth]),
-        TensorDescriptor.from_tensor(out, [by.rows, by.block]),
+    absent = rows.labels
+    kernels.gradient_kernel[_grid(num_rows, num_columns, hidden.device, configuration)](
+        TensorDescriptor.from_tensor(hidden, [configuration.rows, configuration.depth]),
+        TensorDescriptor.from_tensor(weight, [configuration.columns, configuration.depth]),
+        TensorDescriptor.from_tensor(out, [configuration.rows, configuration.block]),
         out,
         rows.labels,
-        anything if head.bias is None else head.bias,
+        absent if head.bias is None else head.bias,
         rows.inverse_temperature,
         softmax.peak,
         softmax.log_total,
-        anything if softmax.entropy is None else softmax.entropy,
+        absent if softmax.entropy is None else softmax.entropy,
         upstream.logprobs,
-        anything if upstream.entropy is None else upstream.entropy,
+        absent if upstream.entropy is None else upstream.entropy,
         num_rows,
         width,
         first,
@@ -164,13 +169,17 @@ def gradient_columns(
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=upstream.entropy is not None,
         IS_CUT=_is_cut(out),
-        **_launch(by),
+        **_launch(configuration),
     )
 
 
-def _fitting(by: Configuration, written: Tensor | None) -> Configuration:
+def _fitting(configuration: Configuration, written: Tensor | None) -> Configuration:
     """With a stage less where `_store` writes number by number: that takes shared memory, too, and all is in use."""
-    return by if written is None or not _is_cut(written) else by._replace(stages=by.stages - 1)
+    return (
+        configuration
+        if written is None or not _is_cut(written)
+        else configuration._replace(stages=configuration.stages - 1)
+    )
 
 
 def _is_cut(written: Tensor) -> bool:
@@ -178,28 +187,28 @@ def _is_cut(written: Tensor) -> bool:
     return bool(written.shape[1] * written.element_size() % 16)
 
 
-def _grid(num_rows: int, num_columns: int, device: torch.device, by: Configuration) -> tuple[int]:
-    tiles = -(-num_rows // by.rows) * -(-num_columns // by.columns)
+def _grid(num_rows: int, num_columns: int, device: torch.device, configuration: Configuration) -> tuple[int]:
+    tiles = -(-num_rows // configuration.rows) * -(-num_columns // configuration.columns)
     held = 2  # in the interpreter
     if device.type == "cuda":
-        held = torch.cuda.get_device_properties(device).multi_processor_count * by.resident
+        held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
     return (min(tiles, held),)
 
 
-def _launch(by: Configuration) -> dict[str, int]:
+def _launch(configuration: Configuration) -> dict[str, int]:
     return {
-        "ROWS": by.rows,
-        "COLUMNS": by.columns,
-        "DEPTH": by.depth,
-        "BAND": by.band,
-        "PARTS": by.parts,
+        "ROWS": configuration.rows,
+        "COLUMNS": configuration.columns,
+        "DEPTH": configuration.depth,
+        "BAND": configuration.band,
+        "PARTS": configuration.parts,
         "INTERPRETED": _is_interpreted(),
-        "num_stages": by.stages,
-        "num_warps": by.warps,
+        "num_stages": configuration.stages,
+        "num_warps": configuration.warps,
     }
 
 
 def _is_interpreted() -> bool:
-    from padfree.head.kernels import is_interpreted
+    from padfree.head.triton_elementwise import is_interpreted
 
     return is_interpreted()
