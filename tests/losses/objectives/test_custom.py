@@ -100,7 +100,7 @@ def test_an_objective_states_what_it_needs() -> None:
         assert not needs_old_logprobs(replace(settings, old_policy="current"))
     for built_in, old in ((ClipSettings(), True), (ReinforceSettings(), False)):
         assert needs_old_logprobs(PolicySettings(objective=built_in)) == old
-    assert needs_old_logprobs(PolicySettings(objective=ReinforceSettings(), corrections=(TokenTISSettings(),))
+    assert needs_old_logprobs(PolicySettings(objective=ReinforceSettings(), corrections=(TokenTISSettings(),)))
 
 
 def test_a_user_is_offered_what_there_is_and_shows_what_they_like() -> None:
@@ -113,7 +113,7 @@ def test_a_user_is_offered_what_there_is_and_shows_what_they_like() -> None:
     assert float(statistics["far"][0]) == float((moved.abs() > 0.3).sum())
     without = replace(inputs, rollout_logprobs=None)
     with pytest.raises(ValueError, match=r"^loss.kind: .*:offered raised AssertionError: .*; correct the function$"):
-        policy_loss(without, PolicySettings(objective=own("offered"))
+        policy_loss(without, PolicySettings(objective=own("offered")))
 
 
 NUMBERS = itertools.count()
@@ -180,7 +180,7 @@ def test_what_comes_back_is_checked(write: Write, body: str, message: str) -> No
     path = write(f"def mine(tokens):\n    {body}\n")
     inputs = scored(8)
     with pytest.raises(ValueError, match=f"^loss.kind: {path} {message}"):
-        policy_loss(inputs, PolicySettings(objective=CustomObjective(path=path))
+        policy_loss(inputs, PolicySettings(objective=CustomObjective(path=path)))
 
 
 def test_the_names_of_metrics_stay_the_same(write: Write) -> None:
@@ -202,4 +202,4 @@ def test_an_elementwise_objective_sees_no_sequence(write: Write) -> None:
     path = write("@objective(elementwise=True)\ndef mine(tokens):\n    return tokens.sequence_mean(tokens.logprobs)\n")
     inputs = scored(9)
     with pytest.raises(ValueError, match="elementwise, but it asks for the mean over a sequence; leave elementwise=T"):
-        policy_loss(inputs, PolicySettings(objective=CustomObjective(path=path))
+        policy_loss(inputs, PolicySettings(objective=CustomObjective(path=path)))
