@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -113,8 +114,9 @@ def test_reference_and_sampler(tmp_path: Path) -> None:
     assert not found.cache_stays
     several = estimate_memory(config, model, processes=2, device_type="cuda", prompt_tokens=6)
     assert several.sampler == 4 * parameters
-    responses = min(3, -(-config.batch.samples // 2))
-    prompts = -(-(-(-config.batch.samples // 2)) // 4)
+    assert config.batch.samples is not None
+    samples = math.ceil(config.batch.samples / 2)
+    responses, prompts = min(3, samples), math.ceil(samples / 4)
     assert several.cache == (responses * 10 + prompts * 6) * cache_bytes(model, 4), "a prompt once for its responses"
     without = estimate_memory(replace(config, rollout=RolloutConfig()), model, processes=2, device_type="cuda")
     assert several.device == without.device + several.sampler + several.cache

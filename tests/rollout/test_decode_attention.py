@@ -47,6 +47,10 @@ def case(
     return (*tensors, lanes_of(device))
 
 
+TOLERANCES = [(torch.float32, 2e-5)]
+if not INTERPRETED:  # whose tl.dot takes the bits of bfloat16 for integers
+    TOLERANCES.append((torch.bfloat16, 2e-2))
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 1},
@@ -105,9 +109,7 @@ def test_the_operator_is_right_for_the_compiler() -> None:
 @needs_kernels
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("span", [64, 128, 192])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 def test_the_kernel_is_the_reference(options: dict[str, Any], span: int, dtype: torch.dtype, tolerance: float) -> None:
     from padfree.rollout.triton_decode_attention import attend
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.model.outputs import LmHead
+from padfree.batch import LmHead
 from padfree.rollout.draw import products, reference
 from padfree.rollout.noise import gumbel_noise, response_keys
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
@@ -26,7 +26,9 @@ def head_of(vocabulary: int, device: str = "cpu", *, bias: bool = False, **chang
     values: dict[str, Any] = {"softcap": None, "logit_scale": 1.0, **changes}
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(vocabulary, 8, generator=generator).to(device)
-    return LmHead(weight, torch.randn(vocabulary, generator=generator).to(device) if bias else None, **values)
+    return LmHead(
+        weight=weight, bias=torch.randn(vocabulary, generator=generator).to(device) if bias else None, **values
+    )
 
 
 def logits_of(vocabulary: int, lanes: int = 9, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:

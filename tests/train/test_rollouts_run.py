@@ -28,7 +28,7 @@ from padfree.rollout.writer import RolloutWriter
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.run import train
 from padfree.train.setup import build_engine
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.cases import alone
@@ -91,7 +91,7 @@ def first_samples(config: Config) -> list[Sample]:
     if mesh.loss.rank == 0:
         mark_run_folder(config)  # which the rollouts write to
     tokenizer = load_tokenizer(config)
-    batcher = make_batcher(config, load_source(config, tokenizer).samples)
+    batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)

@@ -35,10 +35,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import Config
+from padfree.config.choices import Checkpointing
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
-from padfree.layers.compile import FIRST
-from padfree.layers.offload import AWAY
-from padfree.layers.recompute import Checkpointing
+from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
+from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, skeleton
 
@@ -222,7 +222,7 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
     inputs = widths.hidden * size
     num_layers = len(layers_of(model))
     if checkpointing == "host":
-        return outside + (num_layers - math.ceil(AWAY * num_layers)) * _host_layer(widths, size)
+        return outside + (num_layers - math.ceil(OFFLOADED_FRACTION * num_layers)) * _host_layer(widths, size)
     kept = 0
     if checkpointing == "selective" and compiled:
         kept = num_layers * (widths.output * size + FLOAT32 * widths.heads)
@@ -234,8 +234,9 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
 def away_bytes(model: PreTrainedModel, size: int) -> int:
     """What waits in the host's memory under `host`, of one token."""
     num_layers, widths = len(layers_of(model)), _Widths(model.config.get_text_config())
-    first = math.ceil(FIRST * num_layers)
-    return first * size * widths.hidden + (math.ceil(AWAY * num_layers) - first) * _host_layer(widths, size)
+    first = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
+    offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
+    return first * size * widths.hidden + (offloaded - first) * _host_layer(widths, size)
 
 
 def _host_layer(widths: _Widths, size: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import LayoutKind
+from padfree.config.choices import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
 from padfree.planner.clock import Clock
 from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance, long_row

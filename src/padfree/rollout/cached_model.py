@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from padfree.batch import AttnContext, Segments
+from padfree.batch import AttnContext, LmHead, Segments
 from padfree.model.interface import NAME, attention, position_limit
-from padfree.model.outputs import LmHead, base_of, unchecked_head
+from padfree.model.outputs import base_of, described_head
 from padfree.rollout.decode_attention import decode_attention
 from padfree.rollout.kv_cache import KVCache, LayerShape
 
@@ -97,7 +97,7 @@ class CachedModel:
 
     def head(self) -> LmHead:
         """As it is at this moment."""
-        found = unchecked_head(self.model)
+        found = described_head(self.model)
         assert found is not None
         return found
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from padfree.model.outputs import LmHead
+from padfree.batch import LmHead
 from padfree.rollout.noise import gumbel_noise
 
 

@@ -70,12 +70,10 @@ class InProcessSampler:
             policy.model.set_attn_implementation(_hf_attention(policy.model))
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        begin = time.perf_counter()
         moved = self.policy.update(trained)
         if moved and self._decoder is not None:
             self._decoder.forget_graphs()
         self._version = version
-        self._metrics = {"exchange_seconds": time.perf_counter() - begin}
 
     def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
         begin = time.perf_counter()
@@ -94,7 +92,7 @@ class InProcessSampler:
             )
         seconds = time.perf_counter() - begin
         tokens = sum(len(response.tokens) for response in responses)
-        self._metrics |= {"seconds": seconds, "tokens": float(tokens), "tokens_per_second": tokens / seconds}
+        self._metrics = {"tokens_per_second": tokens / seconds}
         return responses
 
     def metrics(self) -> Mapping[str, float]:

@@ -92,8 +92,8 @@ def _attend_kernel(
     new_value = tl.load(v + new * DV + value_column, mask=in_dv, other=0.0)
     if split == 0:
         place = (own + written) * HEADS + head
-        tl.store(keys + place * D + column, new_key, mask=in_d & active)
-        tl.store(values + place * DV + value_column, new_value, mask=in_dv & active)
+        tl.store(keys + place * D + column, new_key, mask=column < tl.where(active, D, 0))
+        tl.store(values + place * DV + value_column, new_value, mask=value_column < tl.where(active, DV, 0))
     score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
     score = _capped(score, softcap, HAS_SOFTCAP)
     is_first = split == 0

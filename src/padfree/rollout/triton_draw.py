@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.model.outputs import LmHead
+from padfree.arrays import SPLITMIX64
+from padfree.batch import LmHead
 from padfree.rollout.draw import Drawn
-from padfree.rollout.noise import FIRST_FACTOR, INCREMENT, SECOND_FACTOR
 
 BLOCK = 2048
 """Tokens of the vocabulary for one program."""
 
-_INCREMENT, _FIRST, _SECOND = (tl.constexpr(value) for value in (INCREMENT, FIRST_FACTOR, SECOND_FACTOR))
+_INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ number of ranks, or a resumed run, sees the same rollouts (up to rounding of the
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class RolloutWriter:
         assert config.rollout.reward is not None
         self.config, self.mesh, self.sampler, self.tokenizer = config, mesh, sampler, tokenizer
         self.reward = load_reward(config.rollout.reward)
+        self.timings: dict[str, float] = {}  # seconds of the last batch besides sampling, by what they were spent on
         self._examples = ExamplesFile(Path(config.run.folder) / ROLLOUTS) if mesh.loss.rank == 0 else None
 
     def samples(
@@ -64,9 +66,14 @@ class RolloutWriter:
 
         Every rank calls this alike and gets them all.
         """
+        begin = time.perf_counter()
         self.sampler.update_weights(trained, version)
+        self.timings = {"weight_exchange": time.perf_counter() - begin}
         prompts = [prompt for group in groups for prompt in group]
-        written = self._gathered(*self._written(groups, prompts, batch))
+        own = self._written(groups, prompts, batch)
+        begin = time.perf_counter()
+        written = self._gathered(*own)
+        self.timings["waiting"] = time.perf_counter() - begin
         if self._examples is not None:
             firsts = np.cumsum([0, *map(len, groups)])[:-1][:NUM_SHOWN]
             self._examples.write(batch, [self._example(prompts[first], written[first]) for first in firsts])
@@ -93,6 +100,7 @@ class RolloutWriter:
             ]
         )
         written = []
+        begin = time.perf_counter()
         try:
             for number, response in zip(own, responses, strict=True):
                 text = self._text(response.tokens[:-1] if response.ended else response.tokens)
@@ -100,6 +108,7 @@ class RolloutWriter:
                 written.append(_Written(number, response, text, reward))
         except ValueError as error:
             return [], str(error)
+        self.timings["rewards"] = time.perf_counter() - begin
         return written, None
 
     def _gathered(self, written: list[_Written], error: str | None) -> list[_Written]:

@@ -35,7 +35,7 @@ from padfree.config import Config
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
-from padfree.losses import PolicySettings, ReinforceSettings
+from padfree.losses import PolicySettings, needs_old_logprobs
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, NONFINITE
 from padfree.record.metrics import MetricsFile, write_samples
@@ -53,11 +53,12 @@ from padfree.train.resume import (
     model_fields,
 )
 from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher
+from padfree.train.training_data import Batcher
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
 """Options of the optimizer that are settings; the learning rate is set anew in every step."""
@@ -73,7 +74,10 @@ class RunResult:
 
 
 MakeSamples = Callable[[Sequence[Any]], list[Sample]]
-"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say."""
+"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
+
+It may have `timings`, see `padfree.train.rl.batch_times`.
+"""
 
 OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
@@ -111,7 +115,7 @@ class Loop:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
-        self.make_samples = make_samples or _flat
+        self.make_samples = make_samples
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_step, self.on_note = on_step, on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
@@ -211,7 +215,15 @@ class Loop:
 
     def _next_batch(self) -> RolloutBatch | None:
         groups = next(self.batcher, None)
-        return None if groups is None else self._prepared(_distinct(self.make_samples(groups)))
+        if groups is None:
+            return None
+        times = BatchTimes()
+        if self.make_samples is None:
+            return self._prepared(_distinct(_flat(groups)), times)
+        with times.measure("sampling"):
+            samples = self.make_samples(groups)
+        times.split_sampling(getattr(self.make_samples, "timings", {}))
+        return self._prepared(_distinct(samples), times)
 
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
@@ -232,7 +244,7 @@ class Loop:
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(*following.samples_of(part))
 
-    def _prepared(self, batch: list[Sample]) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
@@ -241,16 +253,20 @@ class Loop:
         metrics |= signal_of(batch, self.config.loss.advantage).metrics() | dict(self.rollout_metrics())
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
-            found = self.reference.logprobs(batch)
+            with times.measure("reference"):
+                found = self.reference.logprobs(batch)
             batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
-        unasked = isinstance(settings.objective, ReinforceSettings) and not settings.corrections
-        old = self.engine.scorer.logprobs(batch) if settings.old_policy == "trainer" and not unasked else None
+        old = None
+        if needs_old_logprobs(settings):
+            with times.measure("old_logprobs"):
+                old = self.engine.scorer.logprobs(batch)
         return RolloutBatch(
             samples=batch,
             parts=update_parts(len(batch), **self._course()),
             epochs=self.config.loss.epochs,
             old_logprobs=old,
             metrics=metrics,
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
 
     def _course(self) -> dict[str, int]:
@@ -266,6 +282,8 @@ class Loop:
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
+        if batch.done == 0:
+            metrics = {**batch.times, **metrics}
         schedule = self.config.schedule
         lr = self.config.optimizer.lr * learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
@@ -309,6 +327,8 @@ class Loop:
             memory_gib=peak_memory_gib(self.mesh.device),
         )
         self._last_end, self._votes = end, report.votes
+        if isinstance(self.engine.settings.loss, PolicySettings):
+            numbers["seconds/update"] = numbers["seconds"]
         written = {**numbers, **begun.metrics}
         with writing(self.folder):
             self.metrics.write(written)

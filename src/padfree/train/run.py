@@ -8,7 +8,7 @@ settings -> decide      what cannot be run is refused, before anything is writte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ from padfree.train.masters import computing
 from padfree.train.resume import data_record
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
-from padfree.train.sources import longest_of, make_batcher
+from padfree.train.training_data import longest_of, make_batcher
 
 
 def train(
@@ -76,19 +76,14 @@ def _train(
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer)
-
-    def sampled(groups: Sequence[Any]) -> list[Sample]:
-        assert writer is not None
-        with computing(engine.model):  # the sampler gets the weights in the type that training computes in
-            return writer.samples(engine.model, groups, batch=batcher.step, version=loop.step)
-
+    sampling = None if writer is None else _Sampling(writer, engine, lambda: (batcher.step, loop.step))
     with nullcontext() if writer is None else closing(writer):
         loop = Loop(
             config,
             engine,
             batcher,
             reference=reference,
-            make_samples=None if writer is None else sampled,
+            make_samples=sampling,
             on_step=on_step,
             on_note=on_note,
             data=data_record(source.samples),
@@ -105,6 +100,22 @@ def _train(
     if config.checkpoint.export and not result.stopped:
         export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
     return result
+
+
+class _Sampling:
+    """Groups of prompts to samples by the present model; `progress`: the batch's number, and optimizer steps so far."""
+
+    def __init__(self, writer: RolloutWriter, engine: Engine, progress: Callable[[], tuple[int, int]]) -> None:
+        self.writer, self.engine, self.progress = writer, engine, progress
+
+    def __call__(self, groups: Sequence[Any]) -> list[Sample]:
+        batch, version = self.progress()
+        with computing(self.engine.model):  # the sampler gets the weights in the type that training computes in
+            return self.writer.samples(self.engine.model, groups, batch=batch, version=version)
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        return self.writer.timings
 
 
 def _rollout_writer(config: Config, mesh: Mesh, engine: Engine, tokenizer: Any) -> RolloutWriter | None:

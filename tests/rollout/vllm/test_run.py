@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from padfree.train.sources import load_source, load_tokenizer, make_batcher
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +32,6 @@ from padfree.rollout.vllm.launch import Launcher, server_command
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.run import train
 from padfree.train.setup import build_engine
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.vllm import vllm_cases
