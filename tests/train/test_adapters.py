@@ -16,7 +16,7 @@ from torch import Tensor
 from train_cases import LOSSES, LR, VOCABULARY, alone, make_engine, make_samples, small_model, two_steps
 
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.manifest import CheckpointError
+from padfree.checkpoint.files import CheckpointError
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import clean_name

@@ -29,7 +29,7 @@ from train_cases import weights_of
 import padfree.distributed.collectives as collectives
 from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.manifest import CheckpointError
+from padfree.checkpoint.files import CheckpointError
 from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh

@@ -16,7 +16,7 @@ from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_con
 from models import build, save_with_tokenizer
 from train_cases import VOCABULARY, alone
 
-from padfree.checkpoint.manifest import hash_of
+from padfree.checkpoint.files import hash_of
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_of

@@ -14,7 +14,7 @@ from distributed import run_ranks
 from train_cases import LR, alone, make_samples, small_model
 
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.manifest import CheckpointError
+from padfree.checkpoint.files import CheckpointError
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import named_tensors
