@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.cp.shard import shard
-from padfree.estimate.memory import cache_bytes, estimate_memory, head_bytes, layer_bytes, token_bytes
+from padfree.estimate.activations import cache_bytes, layer_bytes, token_bytes
+from padfree.estimate.memory import estimate_memory, head_bytes
 from padfree.head import fused_loss
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import SAVED_MATMULS, recompute_layers

@@ -36,6 +36,7 @@ from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.packing import CostModel
 from padfree.planner.clock import cost_path, device_name
+from padfree.sizes import ModelSizes
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
@@ -94,7 +95,7 @@ def calibrate(
         raise ValueError("run.device: 'cuda', but torch sees no GPU here; leave it out or set it to cpu")
     if config.lora.rank:
         raise ValueError(f"lora.rank: {config.lora.rank} with --calibrate; measure all weights, with lora.rank=0")
-    layers = int(model_config.get_text_config().num_hidden_layers)
+    layers = ModelSizes.of(model_config).layers
     with distributed(device=config.run.device) as device:
         name = device_name(device.type)
         path = cost_path(name, model_config, config)
@@ -139,19 +140,16 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
     """How many layers the measured models have: all, or one period and a few behind what comes before them."""
-    config = model_config.get_text_config()
-    layers = int(config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None)
-    period = next(p for p in range(1, layers + 1) if kinds is None or list(kinds[p:]) == list(kinds[: layers - p]))
-    period = math.lcm(period, int(getattr(config, "decoder_sparse_step", None) or 1))
-    dense_named = getattr(config, "mlp_only_layers", None) or []
-    dense_first = getattr(config, "first_k_dense_replace", None) or getattr(config, "num_dense_layers", None) or 0
-    before = max(int(dense_first), *(layer + 1 for layer in dense_named), 0)
+    sizes = ModelSizes.of(model_config)
+    layers, kinds = sizes.layers, sizes.layer_types
+    period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[: layers - p])
+    period = math.lcm(period, sizes.sparse_every)
+    before = max(sizes.dense_first, *(layer + 1 for layer in sizes.dense_named), 0)
     shallow = before + period
     deep = shallow + -(-3 // period) * period  # three layers apart at least: noise matters less
     if 2 * deep > layers:
         deep = shallow + period
-    if deep >= layers or CostModel.from_config(config).linear / FLOPS_A_WEIGHT <= whole:
+    if deep >= layers or CostModel.from_config(model_config).linear / FLOPS_A_WEIGHT <= whole:
         return (layers,)
     return shallow, deep
 
@@ -205,7 +203,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     scorer = Scorer(model, mesh, max_tokens=1, overlong="alone")
     settings = LossSettings(loss=SFTSettings(), head_memory=parallel.head_bytes)
     engine = Engine(scorer, make_optimizer(model, lr=0.0), settings)
-    vocabulary = int(model_config.get_text_config().vocab_size)
+    vocabulary = ModelSizes.of(model_config).vocabulary
     generator = np.random.default_rng(0)
 
     def prepared(lengths: Sequence[int], times: int) -> PreparedStep:

@@ -11,7 +11,7 @@ optimizer. Communication between devices, compiling, checkpoints and, in RL, rol
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from padfree.config import Config
 from padfree.data import default_cache_folder
 from padfree.data.store import hash_of
 from padfree.estimate.cost_file import read_cost
-from padfree.estimate.flops import peak_tflops
+from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
-from padfree.packing.cost import FORWARD_AND_BACKWARD
 
 SHARE = 0.4
 """Of a GPU's peak, what training a dense model reaches without much effort."""
@@ -55,9 +54,7 @@ def choose_clock(config: Config, model_config: Any | None, gpu: str | None) -> C
     stored = cost_path(here, model_config, config)
     if is_here and stored.exists():
         return Clock(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}")
-    cost = CostModel.from_config(model_config)
-    if config.lora.rank:  # the gradients of frozen weights are not needed
-        cost = replace(cost, linear=cost.linear * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD)
+    cost = model_cost(model_config, adapters=config.lora.rank > 0)
     name = gpu or here
     peak = peak_tflops(name)
     if gpu is not None and peak is None:

@@ -40,6 +40,7 @@ from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
+from padfree.sizes import ModelSizes
 from padfree.train.resume import check_newest
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
@@ -206,14 +207,11 @@ def _renamed(error: ValueError, name: str, setting: str) -> str:
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
     """Refuse a backend that cannot serve this model on this device, where the device is here to be asked."""
-    shape = model.config
-    heads = getattr(shape, "num_attention_heads", None)
-    head_dim = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
-    latent = getattr(shape, "qk_nope_head_dim", None) is not None  # head sizes of its own
-    if latent or not isinstance(head_dim, int) or (device_type == "cuda" and not torch.cuda.is_available()):
+    sizes = ModelSizes.of(model.config)
+    if sizes.latent is not None or (device_type == "cuda" and not torch.cuda.is_available()):
         return
     try:
-        choose_backend(device_type, getattr(torch, config.model.dtype), head_dim, requested=config.model.attention)
+        choose_backend(device_type, getattr(torch, config.model.dtype), sizes.head, requested=config.model.attention)
     except ValueError as error:
         raise ValueError(_renamed(error, "backend", "model.attention")) from None
 

@@ -28,6 +28,7 @@ from padfree.layers.compile import WIDE_ROW
 from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
+from padfree.sizes import ModelSizes
 
 USABLE = 0.9
 """Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""
@@ -80,7 +81,7 @@ def settle(
         if config.lora.rank:
             add_adapters(model, config.lora)  # once: each estimate would put them in again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
-        may_offload = device_type != "cpu" and _hidden_size(model) >= WIDE_ROW
+        may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
         for candidate in _candidates(parallel, may_offload):
             found = estimate_memory(
                 replace(config, parallel=candidate, lora=LoraConfig()),
@@ -91,7 +92,7 @@ def settle(
                 prompt_tokens=prompt_tokens,
             )
             estimates.append((candidate, found))
-            if found.device <= USABLE * memory and found.activations_away <= HOST_SHARE * _machine_memory():
+            if found.device <= USABLE * memory and found.offloaded_activations <= HOST_SHARE * _machine_memory():
                 break
         reason = _reason(estimates, memory)
         for name in ("checkpointing", "reshard"):
@@ -142,10 +143,6 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "none", "the compiler needs a C compiler, and there is none (install gcc, or set CC)"
     return "inductor", "compiled layers are faster on a GPU; the first step waits for the compiler"
-
-
-def _hidden_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().hidden_size)
 
 
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
