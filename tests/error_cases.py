@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import build, row, save_with_tokenizer
 from torch import Tensor
 
 import padfree
@@ -62,6 +61,7 @@ from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, bal
 from padfree.page import Page
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
+from tests.models import build, row, save_with_tokenizer
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from error_cases import CASES, ROOT, Cure, Mistake, Words
+
+from tests.error_cases import CASES, ROOT, Cure, Mistake, Words
 
 FLAT: list[tuple[str, str, Mistake, Cure | None]] = [
     (part, case[0], case[1], case[2] if len(case) == 3 else None) for part, cases in CASES.items() for case in cases

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import pytest
-import run_gpu_tests
 import torch
+
+from tests import conftest, run_gpu_tests
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("test_*.py"))

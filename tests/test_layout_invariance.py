@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from models import build
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -60,6 +58,8 @@ from padfree.losses import (
 )
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing.collate import collate
+from tests.models import build
+from tests.ranks import run_ranks
 
 CLIP = ClipSettings(low=0.1, high=0.2)
 TOKEN_LOSSES: dict[str, SFTSettings | PolicySettings] = {

@@ -8,12 +8,16 @@ import warnings
 from pathlib import Path
 
 import pytest
-from distributed import run_ranks
 
 from padfree.warning import PadfreeWarning
+from tests.ranks import run_ranks
 
 TESTS = Path(__file__).parent
-OWN = ["padfree", "padfree.losses.kl", "conftest", *sorted(path.stem for path in TESTS.rglob("*.py"))]
+OWN = [
+    "padfree",
+    "padfree.losses.kl",
+    *sorted(".".join(("tests", *path.relative_to(TESTS).with_suffix("").parts)) for path in TESTS.rglob("*.py")),
+]
 OTHERS = ["torch", "torch.cuda", "padfreely.core", "transformers.modeling_utils", "triton.test_runner", "<string>"]
 MESSAGES_OF_OTHERS = [
     "mkldnn_matmul failed, switching to BLAS",

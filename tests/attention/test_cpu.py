@@ -3,13 +3,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import CASES, FEWER_QUERIES, MORE_QUERIES, Case, assert_same, expected, leaked, make_inputs, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padfree.attention import cpu
 from padfree.attention.spec import AttentionSpec, key_ranges
 from padfree.batch import Segments
+from tests.attention.cases import (
+    CASES,
+    FEWER_QUERIES,
+    MORE_QUERIES,
+    Case,
+    assert_same,
+    expected,
+    leaked,
+    make_inputs,
+    run,
+)
 
 LONG = Case(queries=(2100, 5), keys=(2100, 5), heads=(1, 1), head_dim=16)  # one call with the kernel's own causal flag
 SHARED = Case(queries=(9, 40, *[9] * 8), keys=(9, 40, *[9] * 8), heads=(4, 2))  # nine pieces of one shape

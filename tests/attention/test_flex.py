@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_cases import FEWER_QUERIES, MORE_QUERIES, ODD, Case, dense, make_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padfree.attention import flex
 from padfree.attention.spec import AttentionSpec, key_ranges
 from padfree.batch import Segments
+from tests.attention.cases import FEWER_QUERIES, MORE_QUERIES, ODD, Case, dense, make_inputs
 
 
 @settings(max_examples=100)

@@ -8,7 +8,11 @@ from itertools import product
 
 import pytest
 import torch
-from attention_cases import (
+from torch.utils.checkpoint import checkpoint
+
+from padfree.attention import varlen_attention, varlen_backward, varlen_forward
+from padfree.batch import Segments
+from tests.attention.cases import (
     FEWER_QUERIES,
     MASKS,
     MORE_QUERIES,
@@ -21,10 +25,6 @@ from attention_cases import (
     make_inputs,
     run,
 )
-from torch.utils.checkpoint import checkpoint
-
-from padfree.attention import varlen_attention, varlen_backward, varlen_forward
-from padfree.batch import Segments
 
 CUDA_BACKENDS = ("torch", "fa4", "fa3", "fa2", "flex")
 CUDA_CASES = [

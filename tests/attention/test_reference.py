@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CASES, FEWER_QUERIES, MASKS, Case, assert_same, dense, make_inputs, run
 
 from padfree.attention import reference, varlen_attention
 from padfree.batch import Segments
+from tests.attention.cases import CASES, FEWER_QUERIES, MASKS, Case, assert_same, dense, make_inputs, run
 
 
 @pytest.mark.parametrize("case", [*CASES, Case(head_dim=24, value_dim=40)], ids=str)

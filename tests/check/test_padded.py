@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
 
 from padfree.batch import IGNORE, Sample
 from padfree.check.padded import padded_loss, padded_rows
+from tests.models import build
 
 
 def test_rows() -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +29,7 @@ from padfree.checkpoint import checkpointer as checkpoint
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError, write_safetensors
 from padfree.distributed.collectives import PeerLostError
+from tests.ranks import run_ranks
 
 
 class Tiny(nn.Module):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models import save_with_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,6 +23,7 @@ from transformers import (
 
 from padfree.compat.hf import PackedCollator
 from padfree.model import attach
+from tests.models import save_with_tokenizer
 
 IGNORE = -100
 FEATURES = [

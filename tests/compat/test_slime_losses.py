@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
 from torch import Tensor
 
 from padfree.compat.slime_losses import (
@@ -17,6 +16,7 @@ from padfree.compat.slime_losses import (
     selective_log_softmax,
     sum_of_sample_mean,
 )
+from tests.ranks import run_ranks
 
 X = torch.tensor([0.5, 0.3, 0.2, 0.8, 0.1, 0.4, 0.6, 0.2, 0.3])
 MASKS = [torch.tensor(m) for m in ([1, 1, 0], [1, 1], [1, 1, 1, 1])]

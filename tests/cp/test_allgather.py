@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cp_cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
 from torch import Tensor
 
 from padfree.batch import PackedBatch
 from padfree.cp.allgather import local_attention
 from padfree.cp.keys import prepare_keys
+from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
 
 
 def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: str = "reference") -> list[Tensor]:

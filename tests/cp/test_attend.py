@@ -15,14 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cp_cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
-from distributed import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from padfree.batch import AttnContext, Segments
 from padfree.cp import attend, communication_bytes, gather_tokens, make_layout
 from padfree.distributed import PeerLostError
+from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
+from tests.ranks import run_ranks
 
 METHODS = ("allgather", "ring", "ulysses")
 OPTIONS: dict[str, dict[str, Any]] = {

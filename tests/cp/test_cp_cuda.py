@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cp_cases import KINDS, Inputs, inputs_for, one_process, packed
-from test_allgather import played as played_allgather
-from test_ring import played as played_ring
 from torch import Tensor
 
 from padfree.attention import choose_backend
 from padfree.batch import PackedBatch
+from tests.cp.cases import KINDS, Inputs, inputs_for, one_process, packed
+from tests.cp.test_allgather import played as played_allgather
+from tests.cp.test_ring import played as played_ring
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from cp_cases import ROWS, context_of, packed
 
 from padfree.cp.keys import key_traffic, prepare_keys
+from tests.cp.cases import ROWS, context_of, packed
 
 
 def test_a_window_moves_only_the_keys_in_it() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cp_cases import KINDS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from padfree.batch import Layout, LayoutKind, Segments
 from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
 from padfree.cp.layout import OWN_ROW_PAIRS, QUERY_TILE, ROW_PAIRS, TILE
+from tests.cp.cases import KINDS
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 60), st.integers(0, 2000)), max_size=30)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cp_cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
 from torch import Tensor
 
 from padfree.attention import apply_sinks, sinks_gradient
 from padfree.batch import PackedBatch
 from padfree.cp.ring import PlayedRing, prepare_steps, ring_backward, ring_forward
+from tests.cp.cases import KINDS, ROWS, Inputs, context_of, inputs_for, one_process, packed, relative_error
 
 
 def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: str = "reference") -> list[Tensor]:

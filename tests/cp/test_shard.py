@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cp_cases import KINDS, ROWS, context_of, inputs_for, one_process, packed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from padfree.batch import LayoutKind, PackedBatch, Rollout, SampleInfo, Segments
 from padfree.cp import attend, gather_tokens, shard
+from tests.cp.cases import KINDS, ROWS, context_of, inputs_for, one_process, packed
 
 
 def test_the_worked_example() -> None:

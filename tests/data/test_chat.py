@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from padfree.data.chat import ChatRenderer, check_messages
 from padfree.data.encode import Encoded, Encoder, Passage
 from padfree.data.records import RowError
 from padfree.data.settings import LossOn
+from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be short."},

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import CharacterTokenizer, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.records import RowError
+from tests.data.tiny_tokenizers import CharacterTokenizer, tiny_tokenizer
 
 BYTES = tiny_tokenizer()
 EOS = 3

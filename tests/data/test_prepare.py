@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from padfree.batch import Sample
 from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft, sources
 from padfree.data.store import ArrayWriter
 from padfree.packing import collate
+from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 CHAT = tiny_tokenizer("chatml")
 BASE = tiny_tokenizer(kind="bos")
@@ -311,11 +311,11 @@ def test_a_script_that_processes_cannot_import_is_an_error_and_not_a_wait(tmp_pa
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Hello"}) + "\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "from tiny_tokenizers import tiny_tokenizer\n"
+        "from tests.data.tiny_tokenizers import tiny_tokenizer\n"
         "from padfree.data import load_sft\n"
         "load_sft('a.jsonl', tiny_tokenizer(), cache='cache', num_workers=1)\n"
     )
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     result = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizers import tiny_tokenizer
 
 from padfree.batch import Sample, common_fields
 from padfree.data import RolloutDataSettings, Rollouts, SkippedRow, read_rollouts
+from tests.data.tiny_tokenizers import tiny_tokenizer
 
 CHAT = tiny_tokenizer("chatml")
 BASE = tiny_tokenizer(kind="bos")

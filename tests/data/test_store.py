@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_tokenizers import CharacterTokenizer, tiny_tokenizer
 
 from padfree.data.records import SkippedRow
 from padfree.data.sources import open_sources
@@ -25,6 +24,7 @@ from padfree.data.store import (
     read_skipped,
     tokenizer_digest,
 )
+from tests.data.tiny_tokenizers import CharacterTokenizer, tiny_tokenizer
 
 
 def test_an_array_grows_and_keeps_its_header(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 
 from padfree.distributed import PeerLostError, Ring, all_gather_rows, exchange_rows, reduce_scatter_rows, watching
+from tests.ranks import run_ranks
 
 
 def moved(rank: int, world: int) -> dict[str, Any]:

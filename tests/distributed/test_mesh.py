@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch.distributed.fsdp import fully_shard
 
 from padfree.distributed import PeerLostError, distributed, init_distributed, make_mesh
 from padfree.distributed.mesh import fresh_store
+from tests.ranks import run_ranks
 
 
 def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

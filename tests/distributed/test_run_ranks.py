@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
+
+from tests.ranks import run_ranks
 
 
 def summed(rank: int, world: int, factor: float) -> float:

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, row, save_with_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_cases import small_model
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, config_from_dict
@@ -24,6 +22,8 @@ from padfree.model import attach, hidden_states
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, skeleton
 from padfree.train.optimizer import make_optimizer
+from tests.models import ARCHITECTURES, build, row, save_with_tokenizer
+from tests.train.cases import small_model
 
 TOKENS = (130, 126)
 

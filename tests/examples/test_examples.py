@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from models import save_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
+from tests.models import save_with_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TRAINED = ("--lr", "1e-2", "--epochs", "4", "--samples", "8")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import imitate_cuda
 from torch import Tensor
 
 from padfree.head import chunks, fused_loss, score
 from padfree.head.budget import FusedPlan
+from tests.head.cases import imitate_cuda
 
 N, D, V = 400, 48, 1000
 

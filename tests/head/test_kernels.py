@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import fused_loss, score, steps
 from padfree.head.steps import BlockSums, Head, Rows, Upstream
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"vocabulary": 31},

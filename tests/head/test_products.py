@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import imitate_cuda
-from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.head import chunks, fused_loss, products, score, steps
 from padfree.head.budget import FusedPlan
 from padfree.head.products import Configuration, why_not
 from padfree.head.steps import BlockSums, Head, Rows, Softmax, Upstream
+from tests.head.cases import imitate_cuda
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import CheckpointPolicy
-from train_cases import LOSSES, make_engine, make_samples
 
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.layers import compile as compiled
 from padfree.layers.compile import Kept, mark_kept
 from padfree.layers.offload import HostMemory, _Call, _unpack
 from padfree.train.engine import Engine
+from tests.models import build
+from tests.train.cases import LOSSES, make_engine, make_samples
 
 BACKEND = "aot_eager_decomp_partition"
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import calls, graphs_after
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from padfree.layers.compile import Kept, compile_layers
-from padfree.layers.ops.matmul_epilogues import support
+from padfree.layers.ops import quack_support as support
 from padfree.layers.ops.quack_support import has_epilogues, is_supported
 from padfree.layers.ops.swiglu import swiglu, swiglu_backward
 from padfree.layers.passes import matmul_epilogues as epilogues
 from padfree.warning import PadfreeWarning
+from tests.layers.graph_cases import calls, graphs_after
 
 OPS = torch.ops.padfree
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import graphs_after
-from models import build, row
 from torch import Tensor, fx, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb, rotate_half
 
@@ -20,6 +18,8 @@ from padfree.layers.passes.norms import gather, replace_norms
 from padfree.layers.passes.swiglu import overwrite
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
+from tests.layers.graph_cases import graphs_after
+from tests.models import build, row
 
 BACKEND = "aot_eager_decomp_partition"
 BACKWARD = torch.ops.padfree.rms_norm_backward.default

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from train_cases import LOSSES, LR, alone, make_engine, make_samples, small_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from padfree.checkpoint.checkpointer import Checkpointer
@@ -25,6 +23,8 @@ from padfree.model.load import load_model, named_tensors
 from padfree.train.optimizer import gradient_norm, scale_gradients
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.setup import build_engine
+from tests.ranks import run_ranks
+from tests.train.cases import LOSSES, LR, alone, make_engine, make_samples, small_model
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_cases import calls, graphs_after
-from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
-from models import build, row
 from torch import Tensor, fx, nn
 
 from padfree.cp.shard import shard
@@ -18,6 +15,9 @@ from padfree.layers.ops.swiglu import swiglu, swiglu_backward
 from padfree.layers.passes.swiglu import replace_gated
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.layers.graph_cases import calls, graphs_after
+from tests.models import build, row
 
 OPS = torch.ops.padfree
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 from torch import Tensor
 
 from padfree.layers.ops.qk_norm_rope import rotated_norm, rotated_norm_backward
 from padfree.layers.ops.rms_norm import norm, norm_backward
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 EPS = 1e-6
 # D in one chunk, several, several and a part of one; with the chosen configuration and with others

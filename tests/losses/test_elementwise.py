@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import random_inputs, with_grad
 
 from padfree.losses import (
     CISPOSettings,
@@ -27,6 +26,7 @@ from padfree.losses import (
     make_token_loss,
     needs_entropy,
 )
+from tests.losses.cases import random_inputs, with_grad
 
 ELEMENTWISE: list[Any] = [
     SFTSettings(),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import by_sample, random_inputs, rows, with_grad
 from torch import Tensor
 
 from padfree.losses import (
@@ -28,6 +27,7 @@ from padfree.losses import (
     clipped_ratio,
     policy_loss,
 )
+from tests.losses.cases import by_sample, random_inputs, rows, with_grad
 
 OBJECTIVES = {
     "clip": ClipSettings(low=0.1, high=0.3),

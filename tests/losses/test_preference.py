@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from loss_cases import by_sample, random_inputs, rows, with_grad
-from test_policy import in_turns
 from torch.nn.functional import logsigmoid
 
 from padfree.batch import SampleInfo
@@ -19,6 +17,8 @@ from padfree.losses import (
     reward_model_loss,
     sample_ends,
 )
+from tests.losses.cases import by_sample, random_inputs, rows, with_grad
+from tests.losses.test_policy import in_turns
 
 LENGTHS = (6, 4, 9, 3, 7, 5)  # the fourth sample has no scored token
 PAIRS = torch.tensor([[0, 1], [4, 2], [3, 5]])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from loss_cases import by_sample, random_inputs, with_grad
 
 from padfree.losses import sft_loss
+from tests.losses.cases import by_sample, random_inputs, with_grad
 
 
 def test_weighted_negative_log_likelihood(rng: np.random.Generator) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from loss_cases import by_sample, random_inputs, with_grad
 
 from padfree.losses import LossInputs, ValueSettings, value_loss
+from tests.losses.cases import by_sample, random_inputs, with_grad
 
 
 def slow(inputs: LossInputs, clip: float | None) -> torch.Tensor:

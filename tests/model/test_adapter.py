@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import ARCHITECTURES, VOCABULARY, build, row
-from rounding import assert_same_but_for_rounding, in_float64
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import AttnContext, PackedBatch
 from padfree.cp import shard
 from padfree.model import TESTED, attach, interface
+from tests.models import ARCHITECTURES, VOCABULARY, build, row
+from tests.rounding import assert_same_but_for_rounding, in_float64
 
 LENGTHS = [19, 1, 12, 7]
 

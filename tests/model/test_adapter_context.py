@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from models import EXPERTS, VOCABULARY, build, row
-from rounding import FACTOR, assert_same_but_for_rounding, in_float64, largest_difference, noise_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import LayoutKind, PackedBatch
 from padfree.cp import gather_tokens, shard
 from padfree.model import attach
+from tests.models import EXPERTS, VOCABULARY, build, row
+from tests.ranks import run_ranks
+from tests.rounding import FACTOR, assert_same_but_for_rounding, in_float64, largest_difference, noise_of
 
 METHODS = ("allgather", "ring", "ulysses")
 KINDS: tuple[LayoutKind, ...] = ("contiguous", "headtail", "balanced")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import EXPERTS, VOCABULARY, build, row
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from padfree.attention import choose_backend
 from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.model import attach
+from tests.models import EXPERTS, VOCABULARY, build, row
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from models import build, row
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,6 +18,8 @@ from transformers import PreTrainedModel
 from padfree.batch import PackedBatch
 from padfree.cp import gather_tokens, shard
 from padfree.model import attach
+from tests.models import build, row
+from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import run_ranks
-from models import build
 from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -17,6 +15,8 @@ from padfree.model import export
 from padfree.model.adapter import attach
 from padfree.model.export import export_model
 from padfree.model.load import load_model
+from tests.models import build
+from tests.ranks import run_ranks
 
 
 def assert_same(got: PreTrainedModel, expected: PreTrainedModel) -> None:

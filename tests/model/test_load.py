@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
-from models import ARCHITECTURES, build
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +17,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from padfree.model.load import load_model, named_tensors, region_of
+from tests.models import ARCHITECTURES, build
+from tests.ranks import run_ranks
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:

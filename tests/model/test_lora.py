@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import run_ranks
-from models import build
-from rounding import assert_same_but_for_rounding, in_float64
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,6 +24,9 @@ from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import ADAPTER, add_adapters, initial_values, is_adapter
 from padfree.packing import pack
 from padfree.train.parallelize import parallelize, transformations
+from tests.models import build
+from tests.ranks import run_ranks
+from tests.rounding import assert_same_but_for_rounding, in_float64
 
 VOCABULARY = 40
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}

@@ -7,12 +7,12 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from models import ARCHITECTURES, build, row
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from padfree.cp import shard
 from padfree.model import attach, hidden_states, lm_head_of
+from tests.models import ARCHITECTURES, build, row
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, row
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -14,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from padfree.cp import shard
 from padfree.model import attach, probe
 from padfree.model.probe import Verdict
+from tests.models import build, row
 
 
 class ShiftingLayer(LlamaDecoderLayer):

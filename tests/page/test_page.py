@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, executable
 
 from padfree.page import COLOURS, Page, plain
 from padfree.page.page import POLICY
 from padfree.page.theme import THEMES
+from tests.browser import Browser, executable
 
 EVIL = '</script><img src="http://example.invalid/x.png" onerror="document.title=\'broken\'"> & <b>bold</b>'
 FIGURES = 3

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planner_cases import config_of
 from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from padfree.packing import CostModel
@@ -25,6 +24,7 @@ from padfree.planner.calibrate import (
     with_layers,
 )
 from padfree.planner.clock import choose_clock
+from tests.planner.cases import config_of
 
 MODULE = importlib.import_module("padfree.planner.calibrate")  # the package has a function of this name
 

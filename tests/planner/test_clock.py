@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from planner_cases import config_of
 from transformers import LlamaConfig, Qwen3Config
 
 from padfree.packing import CostModel
 from padfree.planner.clock import SHARE, choose_clock, cost_path
+from tests.planner.cases import config_of
 
 MODEL = Qwen3Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
 MEASURED = CostModel(linear=1e-5, quadratic=1e-9, constant=1e-3)

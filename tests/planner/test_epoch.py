@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planner_cases import config_of, log_normal
 
 from padfree.packing import CostModel, plan_step
 from padfree.planner.epoch import Shape, plan_epoch, spread
 from padfree.planner.steps import sft_steps
+from tests.planner.cases import config_of, log_normal
 
 COST = CostModel(linear=2.0, quadratic=0.01, constant=5.0)
 

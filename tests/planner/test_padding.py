@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planner_cases import log_normal
 
 from padfree.packing import CostModel
 from padfree.planner.padding import padded
+from tests.planner.cases import log_normal
 
 COST = CostModel(linear=1.0, quadratic=0.5)
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from planner_cases import config_of, log_normal
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from padfree.packing import CostModel
 from padfree.planner.epoch import Shape
 from padfree.planner.memory import GIBIBYTE, USABLE, DeviceMemory
 from padfree.planner.suggest import suggest
+from tests.planner.cases import config_of, log_normal
 
 SMALL = Qwen3Config(
     hidden_size=64,

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import run_ranks
 from filelock import FileLock
-from loop_cases import make_config
-from models import save_with_tokenizer
 
 from padfree.config import Config
 from padfree.model.export import RECORD
@@ -32,6 +29,9 @@ from padfree.record.run_folder import (
     read_identity,
 )
 from padfree.train.run import train
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.train.loop_cases import make_config
 
 
 def written(folder: Path, name: str, text: str = "precious") -> Path:
@@ -184,7 +184,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from test_run_folder import config_of
+from tests.record.test_run_folder import config_of
 from padfree.record.run_folder import held_run_folder
 try:
     with held_run_folder(config_of(Path({folder!r}))):
@@ -196,8 +196,7 @@ except ValueError as error:
 
 
 def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    tests = Path(__file__).parents[1]
-    script = HOLD.format(paths=[str(tests), str(tests / "train")], folder=str(folder), seconds=seconds)
+    script = HOLD.format(paths=[str(Path(__file__).parents[2])], folder=str(folder), seconds=seconds)
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, executable
-from run_folders import write_lines, write_rl_run, write_sft_run
 
 from padfree.report import write_report
 from padfree.report.build import report_page
 from padfree.report.runs import read_runs
+from tests.browser import Browser, executable
+from tests.report.run_folders import write_lines, write_rl_run, write_sft_run
 
 EVIL = "<img src=x></script>%{y}"
 

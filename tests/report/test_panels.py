@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_folders import rl_step, write_lines, write_rl_run, write_sft_run
 
 from padfree.page import COLOURS
 from padfree.report.panels import GROUPS, figure, panels, resumed_at, shortened
 from padfree.report.runs import Run, read_run
+from tests.report.run_folders import rl_step, write_lines, write_rl_run, write_sft_run
 
 
 def run_of(folder: Path, rows: list[dict[str, Any]], name: str = "run") -> Run:

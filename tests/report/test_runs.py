@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import write_lines, write_rl_run, write_sft_run
 
 from padfree.report.runs import read_run, read_runs
+from tests.report.run_folders import write_lines, write_rl_run, write_sft_run
 
 
 def test_all_files_of_a_run(tmp_path: Path) -> None:

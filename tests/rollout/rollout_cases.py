@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from models import LETTERS
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+
+from tests.models import LETTERS
 
 EOS = 0
 VOCABULARY = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS, ":"])}

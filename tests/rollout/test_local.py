@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import VOCABULARY, build
-from rollout_cases import letters_tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
 from padfree.rollout import Request, Response, stop_tokens, write_responses
 from padfree.rollout.noise import gumbel_noise, response_keys
+from tests.models import VOCABULARY, build
+from tests.rollout.rollout_cases import letters_tokenizer
 
 ROOM = 9
 STOPS = (2, 5, 11, 40)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_cases import letters_tokenizer
 
 from padfree.data import RolloutDataSettings
 from padfree.rollout import Prompts, read_prompts
+from tests.rollout.rollout_cases import letters_tokenizer
 
 CHAT = (
     "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }} {% endfor %}"

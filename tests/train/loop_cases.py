@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models import build
-from train_cases import VOCABULARY, make_samples
-
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.train.loop import Loop
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.sources import make_batcher
+from tests.models import build
+from tests.train.cases import VOCABULARY, make_samples
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
 RL: dict[str, Any] = {

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch import Tensor
-from train_cases import LOSSES, LR, VOCABULARY, alone, make_engine, make_samples, small_model, two_steps
 
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError
@@ -23,6 +21,8 @@ from padfree.model.load import clean_name
 from padfree.model.lora import is_adapter
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine, export
+from tests.ranks import run_ranks
+from tests.train.cases import LOSSES, LR, VOCABULARY, alone, make_engine, make_samples, small_model, two_steps
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 CHANGES: dict[str, dict[str, Any]] = {

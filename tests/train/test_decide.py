@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import build, save_with_tokenizer
 
 from padfree.cli.main import main
 from padfree.config import config_from_dict, load_config
@@ -20,6 +19,7 @@ from padfree.data import TokenizedDataset
 from padfree.train import run as whole_run
 from padfree.train.decide import Limits, count_steps, decide
 from padfree.train.sources import load_source, load_tokenizer
+from tests.models import build, save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Write = Callable[..., str]

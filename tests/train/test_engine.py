@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch import Tensor
-from train_cases import LOSSES, LR, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 from padfree.batch import Sample
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import SFTSettings
 from padfree.train.engine import LossSettings, NonFiniteError, StepReport
+from tests.ranks import run_ranks
+from tests.train.cases import LOSSES, LR, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 ODD = (5, 9, 4, 13, 7)
 BATCHES: dict[str, tuple[int, ...]] = {"eight": (5, 9, 4, 12, 7, 6, 3, 8), "odd": ODD, "one sample": (4,)}

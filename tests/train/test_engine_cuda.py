@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from train_cases import LOSSES, make_engine, make_samples, small_model, two_steps
 
 from padfree.distributed import distributed, make_mesh
+from tests.train.cases import LOSSES, make_engine, make_samples, small_model, two_steps
 
 pytestmark = pytest.mark.gpu
 

@@ -19,12 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
-from models import save_with_tokenizer
 from safetensors.torch import save_file
-from train_cases import alone as alone_mesh
-from train_cases import weights_of
 
 import padfree.distributed.collectives as collectives
 from padfree.batch import Sample
@@ -37,6 +32,11 @@ from padfree.record.metrics import MetricsFile
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.signals import SAME
 from padfree.train.sources import make_batcher
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.train.cases import alone as alone_mesh
+from tests.train.cases import weights_of
+from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 
 KILLS = 20
 
@@ -486,12 +486,12 @@ def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
     whole = make_loop(make_config(tmp_path / "whole", model_folder, **RL), mesh)
     whole.run()
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
-    for step, place in ((1, "checkpoint.write_safetensors"), (3, "metrics.MetricsFile.write")):
+    for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics.MetricsFile.write")):
         loop = make_loop(config, mesh)
 
         def fill(_: Any, step: int = step, place: str = place, loop: Any = loop) -> None:
             if loop.step == step:
-                monkeypatch.setattr(f"padfree.train.{place}", refuse)
+                monkeypatch.setattr(f"padfree.{place}", refuse)
 
         loop.on_step = fill
         with pytest.raises(

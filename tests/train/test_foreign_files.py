@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from models import save_with_tokenizer
 
 from padfree.cli.main import main
+from tests.models import save_with_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.toml"
 CONTENTS = {

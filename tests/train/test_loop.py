@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
-from train_cases import alone, weights_of
 
 from padfree.batch import Sample
 from padfree.config import Config
@@ -24,6 +21,9 @@ from padfree.train.determinism import deterministic
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.loop import Loop, RunResult
 from padfree.train.sources import make_batcher
+from tests.ranks import run_ranks
+from tests.train.cases import alone, weights_of
+from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from train_cases import LOSSES, MAX_TOKENS, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh
 from padfree.train.masters import computing
 from padfree.train.parallelize import inside
+from tests.train.cases import LOSSES, MAX_TOKENS, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16}
 

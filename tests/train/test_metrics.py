@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_cases import make_samples, small_model
 
 from padfree.data import read_rollouts
 from padfree.estimate.flops import Flops, peak_tflops
@@ -17,6 +16,7 @@ from padfree.packing import CostModel, plan_step
 from padfree.record.metrics import MetricsFile, write_samples
 from padfree.train.engine import StepReport
 from padfree.train.metrics import peak_memory_gib, reward_metrics, step_metrics
+from tests.train.cases import make_samples, small_model
 
 CPU = torch.device("cpu")
 

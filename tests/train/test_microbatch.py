@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from train_cases import alone, make_samples
 
 from padfree.batch import IGNORE, Sample
 from padfree.distributed import Axis, Mesh
 from padfree.train.microbatch import RowSettings, filler, make_micro_batch
+from tests.train.cases import alone, make_samples
 
 SETTINGS = RowSettings(layout="balanced")
 

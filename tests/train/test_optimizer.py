@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from distributed import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.train.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate, step_if
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from train_cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
 from transformers import PreTrainedModel
 
 from padfree.attention import cpu
@@ -23,6 +21,8 @@ from padfree.layers.recompute import recompute_layers
 from padfree.model.structure import layers_of
 from padfree.train.engine import StepReport
 from padfree.train.parallelize import inside, parallelize, transformations
+from tests.ranks import run_ranks
+from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 CHANGES: dict[str, dict[str, Any]] = {
     "full": {"checkpointing": "full"},

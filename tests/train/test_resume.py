@@ -11,16 +11,16 @@ from typing import Any, get_args
 
 import pytest
 import torch.distributed as dist
-from distributed import run_ranks
-from loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
-from models import build, save_with_tokenizer
-from train_cases import VOCABULARY, alone
 
 from padfree.checkpoint.files import hash_of
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_of
 from padfree.train.run import train
+from tests.models import build, save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.train.cases import VOCABULARY, alone
+from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import run_ranks
-from loop_cases import TIMES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from padfree.config import Config, config_from_dict
 from padfree.train.run import train
+from tests.ranks import run_ranks
+from tests.train.loop_cases import TIMES
 
 WRITERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 QUESTIONS = 5

@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from loop_cases import TIMES
-from models import save_with_tokenizer
 from tokenizers import decoders
-from train_cases import alone
 from transformers import AutoTokenizer
 
 from padfree.batch import Sample
@@ -23,12 +19,17 @@ from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
+from padfree.record.files import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
 from padfree.train.parallelize import parallelize, transformations
-from padfree.train.rollouts import FILE, Rollouts, _Examples, copy_weights
+from padfree.train.rollouts import Rollouts, _Examples, copy_weights
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.train.cases import alone
+from tests.train.loop_cases import TIMES
 
 HERE = "test_rollouts_run"
 

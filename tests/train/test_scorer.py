@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from train_cases import alone, make_samples, small_model
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh, make_mesh
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
+from tests.ranks import run_ranks
+from tests.train.cases import alone, make_samples, small_model
 
 TEMPERATURE = 0.7
 Arrays = list[np.ndarray[Any, Any]]

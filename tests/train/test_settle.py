@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from loop_cases import make_config
-from train_cases import alone
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from padfree.config import Config
@@ -14,6 +12,8 @@ from padfree.distributed import Mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.train import settle as module
 from padfree.train.settle import USABLE, settle, settle_on
+from tests.train.cases import alone
+from tests.train.loop_cases import make_config
 
 GIB = 1 << 30
 

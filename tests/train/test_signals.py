@@ -9,10 +9,10 @@ import threading
 import time
 
 import pytest
-from distributed import run_ranks
 
 from padfree.distributed import distributed, make_mesh
 from padfree.train.signals import StopSignals, agreed
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

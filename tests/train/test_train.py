@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
-from models import save_with_tokenizer
 from transformers import AutoModelForCausalLM
 
 from padfree.config import Config, LossConfig, SequenceTISConfig, config_from_dict
@@ -18,6 +16,8 @@ from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
 from padfree.train.run import train
 from padfree.train.setup import build_engine, loss_settings
 from padfree.train.sources import load_tokenizer
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from train_cases import LR, alone, make_samples, small_model
 
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError
@@ -22,6 +20,8 @@ from padfree.model.lora import is_adapter
 from padfree.train.engine import Engine
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.setup import build_engine, build_reference
+from tests.ranks import run_ranks
+from tests.train.cases import LR, alone, make_samples, small_model
 
 SAMPLES = make_samples()
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import build
 
 from padfree.batch import PackedBatch, Sample, Segments
 from padfree.check import CheckReport, CheckRow
 from padfree.packing.collate import collate
+from tests.models import build
 
 VOCABULARY = 40
 LENGTHS = (7, 12, 1, 5, 9)

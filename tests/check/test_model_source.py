@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from check_cases import save_model
-from models import build
 
 from padfree.check.model_source import default_layers, first_layers, layer_number, model_source
 from padfree.model.load import load_model
+from tests.check.cases import save_model
+from tests.models import build
 
 
 def test_stored_names_have_a_layer() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from models import build
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -25,6 +24,7 @@ from padfree.train.engine import Engine, LossSettings, StepReport
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
+from tests.models import build
 
 VOCABULARY = 40
 LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)

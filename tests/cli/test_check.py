@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import save_with_tokenizer
 
 from padfree.batch import PackedBatch, Sample
 from padfree.cli.check import context_ranks
 from padfree.cli.main import main
 from padfree.packing.collate import collate
+from tests.models import save_with_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import save_with_tokenizer
 
 from padfree.cli.main import main
+from tests.models import save_with_tokenizer
 
 
 @pytest.fixture(scope="module")

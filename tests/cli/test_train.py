@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import save_with_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from padfree.cli.main import main
 from padfree.cli.train import Bars, progress
 from padfree.config import config_from_dict, load_config
+from tests.models import save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from planner_cases import config_of, log_normal
 
 from padfree.packing import CostModel
 from padfree.planner.clock import Clock
 from padfree.planner.epoch import Shape
 from padfree.planner.run_plan import device_tokens, make_plan
 from padfree.planner.steps import Steps, sft_steps
+from tests.planner.cases import config_of, log_normal
 
 COST = CostModel(linear=1.0, quadratic=0.001)
 SECONDS = Clock(cost=COST, per_second=1000.0, source="measured somewhere")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from check_cases import make_samples
-from models import build
 
 from padfree.check.one_at_a_time import one_at_a_time, padded_pairs
+from tests.check.cases import make_samples
+from tests.models import build
 
 
 def test_one_at_a_time_is_the_loss_of_transformers() -> None:

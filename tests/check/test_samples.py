@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from models import save_with_tokenizer
 
 from padfree.check import chosen_samples, random_samples
 from padfree.check.samples import has_tokenizer, spread
+from tests.models import save_with_tokenizer
 
 
 @pytest.fixture(autouse=True)

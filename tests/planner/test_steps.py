@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planner_cases import config_of, log_normal
 
 from padfree.batch import Sample
 from padfree.planner.steps import load_steps, read_lengths, rollout_steps, sft_steps
 from padfree.train.sources import make_batcher
+from tests.planner.cases import config_of, log_normal
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

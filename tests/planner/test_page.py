@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, executable
-from planner_cases import config_of, log_normal
 
 from padfree.packing import CostModel
 from padfree.planner.clock import Clock
@@ -19,6 +17,8 @@ from padfree.planner.page import fill_figure, lengths_figure, packs_figure, padd
 from padfree.planner.run_plan import Plan, make_plan
 from padfree.planner.steps import sft_steps
 from padfree.planner.suggest import Suggestion
+from tests.browser import Browser, executable
+from tests.planner.cases import config_of, log_normal
 
 CLOCK = Clock(cost=CostModel(linear=1.0, quadratic=0.001), per_second=None, source="FLOPs")
 

@@ -8,12 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import check_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_ranks
-from models import build
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import MambaConfig
 
@@ -22,6 +19,9 @@ from padfree.check import CheckReport, check_model, random_samples
 from padfree.check.packed import Variation
 from padfree.distributed import Mesh
 from padfree.train.microbatch import RowSettings
+from tests.check import cases as cases
+from tests.models import build
+from tests.ranks import run_ranks
 
 ALONE, REVERSED = "every sample in a row alone", "a few rows, samples reversed"
 LEAKS = ("leak from even to odd samples", "leak from odd to even samples")
