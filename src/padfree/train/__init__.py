@@ -16,6 +16,7 @@ rollouts       responses of the present model to prompts, as samples
 metrics        the numbers of a step, by name
 loop           Loop: batches, updates, metrics, checkpoints
 resume         what may change between a checkpoint and the run that goes on from it
+early_imports  packages of the first step on a GPU, imported while the data is read
 run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """
