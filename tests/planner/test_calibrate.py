@@ -23,7 +23,7 @@ from padfree.planner.calibrate import (
     micro_batches,
     with_layers,
 )
-from padfree.planner.clock import choose_clock
+from padfree.planner.time_model import choose_time_model
 from tests.planner.cases import config_of
 
 MODULE = importlib.import_module("padfree.planner.calibrate")  # the package has a function of this name
@@ -110,7 +110,7 @@ def test_a_tiny_model_on_the_cpu(layers: int, monkeypatch: pytest.MonkeyPatch, t
     about = json.loads(found.path.with_suffix(".about.json").read_text())
     assert (about["device"], about["dtype"]) == ("cpu", "float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert choose_clock(config, model, None).cost == found.cost
+    assert choose_time_model(config, model, None).cost == found.cost
 
 
 @pytest.mark.usefixtures("_even_clock")

@@ -35,7 +35,7 @@ from padfree.estimate.cost_file import check_grows
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.packing import CostModel
-from padfree.planner.clock import cost_path, device_name
+from padfree.planner.time_model import cost_path, device_name
 from padfree.sizes import ModelSizes
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.optimizer import make_optimizer

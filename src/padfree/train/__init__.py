@@ -11,6 +11,8 @@ schedule       the learning rate of each step
 microbatch     samples to one rank's rows
 scorer         log-probabilities without gradient: old policy and reference
 engine         one optimizer step over a global batch
+busy_clock     how long each rank's own layers take
+determinism    algorithms that give the same bits again, and random states
 rl             rewards to advantages, the reference model, a batch between its updates
 rollouts       responses of the present model to prompts, as samples
 metrics        the numbers of a step, by name
