@@ -456,7 +456,7 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
     config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 1})
     loop = make_loop(config, mesh, clean)
     after_one: dict[str, torch.Tensor] = {}
-    loop.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
+    loop.updates.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
     embeddings = loop.engine.model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
     with pytest.raises(NonFiniteError) as caught:
@@ -493,7 +493,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
             if loop.step == step:
                 monkeypatch.setattr(f"padfree.{place}", refuse)
 
-        loop.on_step = fill
+        loop.updates.on_step = fill
         with pytest.raises(
             ValueError, match=r"^[a-z.]+: /.* cannot be written \(No space left on device\); free space"
         ):

@@ -31,7 +31,7 @@ from padfree.model import attach, lm_head_of
 from padfree.model.files import INDEX, PARTIAL
 from padfree.model.load import _from_config, _names_match, opened_together
 from padfree.sizes import ModelSizes
-from padfree.train.decide import Limits
+from padfree.train.limits import Limits
 
 FEW_LAYERS = 4
 """How many are kept where nothing else is asked for, and where every kind of layer is among them."""

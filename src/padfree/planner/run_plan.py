@@ -15,7 +15,7 @@ import numpy as np
 from padfree.batch import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
 from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance, long_row
-from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnStep, Shape, plan_epoch
+from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, Shape, plan_epoch
 from padfree.planner.memory import GIBIBYTE, DeviceMemory
 from padfree.planner.padding import ROWS as PADDED_ROWS
 from padfree.planner.padding import USUAL_ROWS, Padded, padded
@@ -213,7 +213,7 @@ def make_plan(
     layout: LayoutKind = "balanced",
     need: DeviceMemory | None = None,
     exact_steps: int | None = EXACT_STEPS,
-    progress: OnStep | None = None,
+    progress: OnPlannedStep | None = None,
 ) -> RunPlan:
     """Plan the steps and count what they cost."""
     epoch = plan_epoch(data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress)

@@ -20,7 +20,8 @@ from padfree.config import Config
 from padfree.data import Progress
 from padfree.packing import TokenBudgetBatcher
 from padfree.packing.source import shuffled
-from padfree.train.decide import decide, lengths_of
+from padfree.train.decide import decide
+from padfree.train.limits import lengths_of
 from padfree.train.sources import make_batcher
 
 Lengths = NDArray[np.int64]

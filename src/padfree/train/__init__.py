@@ -2,6 +2,7 @@
 
 sources        tokenizer, samples, and the global batches they come in
 decide         what cannot be run is refused, before anything is written or loaded
+limits         what a model can be given: token ids and positions
 settle         what the settings that are `auto` stand for on this device
 setup          settings to loss, models and engine
 parallelize    adapters, recompute, compile and sharding, applied to a plain model from outside
@@ -16,6 +17,7 @@ determinism    algorithms that give the same bits again, and random states
 rl             rewards to advantages, the reference model, a batch between its updates
 rollouts       responses of the present model to prompts, as samples
 metrics        the numbers of a step, by name
+updates        an update from its begin to its line of metrics
 loop           Loop: batches, updates, metrics, checkpoints
 resume         what may change between a checkpoint and the run that goes on from it
 early_imports  packages of the first step on a GPU, imported while the data is read

@@ -19,12 +19,13 @@ from padfree.rollout import stop_tokens
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
 from padfree.train.early_imports import EarlyImports, first_step_modules
-from padfree.train.loop import Loop, OnNote, OnStep, RunResult, refusal
+from padfree.train.loop import Loop, OnNote, RunResult, refusal
 from padfree.train.resume import data_record
 from padfree.train.rollouts import make_sampling
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.sources import longest_of, make_batcher
+from padfree.train.updates import OnStep
 
 
 def train(
