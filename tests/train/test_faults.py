@@ -30,7 +30,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.record.metrics import MetricsFile
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from padfree.train.signals import SAME
+from padfree.train.signals import SAME_REQUEST_SECONDS
 from padfree.train.sources import make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
@@ -241,7 +241,7 @@ def signalled(folder: Path) -> list[Any]:
     child, read = started("often", 4, stuck)
     assert os.read(read, 1) == b"x", output.read_text()
     os.kill(child, signal.SIGTERM)
-    time.sleep(SAME + 0.3)
+    time.sleep(SAME_REQUEST_SECONDS + 0.3)
     begin = time.monotonic()
     os.kill(child, signal.SIGTERM)
     found.append([ended(child), newest()])

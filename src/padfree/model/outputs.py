@@ -5,8 +5,8 @@
 
     logits = cap(logit_scale * (hidden @ weight.T + bias)),    cap(x) = softcap * tanh(x / softcap), or x without one
 
-Models scale their logits in ways only their code knows. The formula is therefore compared with the model's own logits
-on a small copy (`padfree.model.probe`), and a model it does not reproduce is refused.
+Models scale their logits in ways that only their code tells. The formula is therefore compared with the logits of a
+small copy (`padfree.model.probe`), and a model that it does not reproduce is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LmHead(NamedTuple):
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """[T/cp, D]: what the head of an attached model would score. Calls the base model's own forward.
 
-    Under FSDP2 the base model must therefore be a sharded module of its own, as its layers and its head are.
+    Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.train.parallelize.inside` sees to that.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: {type(model).__name__}; give the transformers model that padfree.attach returned")
@@ -59,7 +59,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unchecked_head(model: PreTrainedModel) -> LmHead | None:
-    """What the config says about the head, before anyone has compared it with the model; None: there is no head."""
+    """The head as the config describes it, not yet compared with the model; None: there is no head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None

@@ -44,22 +44,22 @@ from padfree.train.scorer import Scorer
 
 REPEATS = 3
 FLOPS_A_WEIGHT = 6  # a multiplication and an addition, forward and twice in backward
-TOKENS = {"cpu": 512, "cuda": 16384}
+MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
 """Of the largest micro-batch that is measured, or less if --max-tokens is less."""
 
-AFFORDABLE = {"cpu": 2e11, "cuda": 1e15}
+AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
 """FLOPs of that micro-batch: it has fewer tokens of a larger model, so that measuring takes minutes at most ..."""
 
-LEAST = 64
+FEWEST_TOKENS = 64
 """... but not fewer than this."""
 
-WHOLE = {"cpu": 20_000_000, "cuda": 1_000_000_000}
+WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
 """Models of which a token meets up to so many weights are measured as they are."""
 
-IN_A_ROW = {"cpu": 1, "cuda": 3}
+MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
 """Micro-batches that are measured together: from the second on the host is ahead of a GPU, as it is in a run."""
 
-TRUSTED = 4.0
+TRUSTED_FACTOR = 4.0
 """Measurements further than this factor from the fitted model are refused."""
 
 OnMeasurement = Callable[[int, int], None]
@@ -100,10 +100,10 @@ def calibrate(
         name = device_name(device.type)
         path = cost_path(name, model_config, config)
         check_output(path, "PADFREE_CACHE", makes_folder=True)  # before the measuring, which takes a while
-        depths = measured_layers(model_config, WHOLE[device.type])
+        depths = measured_layers(model_config, WHOLE_MODEL_WEIGHTS[device.type])
         flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
-        affordable = max(LEAST, int(AFFORDABLE[device.type] / flops))
-        tokens = min(max_tokens or TOKENS[device.type], TOKENS[device.type], affordable)
+        affordable = max(FEWEST_TOKENS, int(AFFORDABLE_FLOPS[device.type] / flops))
+        tokens = min(max_tokens or MEASURED_TOKENS[device.type], MEASURED_TOKENS[device.type], affordable)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         batches = micro_batches(min(tokens, positions) if positions else tokens, tokens)
         mesh = make_mesh(device)
@@ -119,7 +119,7 @@ def calibrate(
         for batch, each in zip(batches, seconds, strict=True)
     ]
     worst = max(max(each.seconds / each.predicted, each.predicted / each.seconds) for each in measured)
-    if worst > TRUSTED:
+    if worst > TRUSTED_FACTOR:
         raise ValueError(
             f"--calibrate: a micro-batch took {worst:.1f} times what the others let expect, or as much less; "
             "measure again while nothing else runs on the device"
@@ -220,10 +220,10 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 
     def run(lengths: Sequence[int]) -> float:
         if not lengths:  # the difference that the optimizer makes to the smallest of steps
-            smallest = prepared([LEAST], 1)
+            smallest = prepared([FEWEST_TOKENS], 1)
             update = seconds(lambda: engine.begin(smallest, lr=0.0).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
-        in_a_row = IN_A_ROW[mesh.device.type]
+        in_a_row = MEASURED_TOGETHER[mesh.device.type]
         step = prepared(lengths, in_a_row)
         return seconds(lambda: engine.gradients(step)) / in_a_row
 

@@ -14,11 +14,10 @@ import numpy as np
 
 from padfree.batch import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
-from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance, long_row
+from padfree.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance, long_row
 from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, Shape, plan_epoch
 from padfree.planner.memory import GIBIBYTE, DeviceMemory
-from padfree.planner.padding import ROWS as PADDED_ROWS
-from padfree.planner.padding import USUAL_ROWS, Padded, padded
+from padfree.planner.padding import PADDED_ROWS, USUAL_ROWS, Padded, padded
 from padfree.planner.steps import Lengths, StepLengths
 from padfree.planner.time_model import TimeModel
 
@@ -217,7 +216,7 @@ def make_plan(
 ) -> RunPlan:
     """Plan the steps and count what they cost."""
     epoch = plan_epoch(data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress)
-    rows = epoch.rows(ROWS)
+    rows = epoch.rows(BALANCE_ROWS)
     return RunPlan(
         lengths=data.lengths,
         over_budget=data.over_budget,
