@@ -30,7 +30,8 @@ from transformers import PreTrainedConfig
 from padfree.model import attach, lm_head_of
 from padfree.model.files import INDEX, PARTIAL
 from padfree.model.load import _from_config, _names_match, opened_together
-from padfree.train.decide import Limits
+from padfree.sizes import ModelSizes
+from padfree.train.limits import Limits
 
 FEW_LAYERS = 4
 """How many are kept where nothing else is asked for, and where every kind of layer is among them."""
@@ -96,12 +97,11 @@ def model_source(
 def default_layers(config: PreTrainedConfig) -> int:
     """`FEW_LAYERS`, or as many as it takes to meet every kind of layer."""
     total = int(config.num_hidden_layers)
-    values = config.to_dict()
-    lists = [value for value in values.values() if _is_per_layer(value, total)]
+    lists = [value for value in config.to_dict().values() if _is_per_layer(value, total)]
     kinds = [repr([value[layer] for value in lists]) for layer in range(total)]
     last_new = max(kinds.index(kind) for kind in kinds)
-    dense = values.get("first_k_dense_replace")  # the layers from here on have experts
-    sparse = dense if isinstance(dense, int) and dense < total else 0
+    dense = ModelSizes.of(config).dense_first
+    sparse = dense if dense < total else 0
     return min(total, max(FEW_LAYERS, last_new + 1, sparse + 1))
 
 

@@ -41,7 +41,7 @@ from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
 from padfree.check.samples import LONGEST, random_samples
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model
-from padfree.train.decide import check_fits
+from padfree.train.limits import check_fits
 
 TIMEOUT = 3600.0
 """Seconds that processes wait for the reference."""

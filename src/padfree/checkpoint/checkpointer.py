@@ -49,30 +49,31 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from padfree.checkpoint.manifest import (
+from padfree.checkpoint.files import (
     DTYPES,
-    FORMAT,
-    MANIFEST,
     CheckpointError,
     Reader,
-    base_tensors,
-    bits_of,
     check_file,
     check_json,
+    hash_of,
+    write_safetensors,
+    write_text,
+)
+from padfree.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    base_tensors,
+    bits_of,
     check_model,
     check_reference,
     class_name,
     describe_adapters,
-    describe_optimizer,
-    hash_of,
     join_manifest,
-    load_optimizer,
     read_manifest,
     saved_tensors,
     state_tensors,
-    write_safetensors,
-    write_text,
 )
+from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimizer
 from padfree.distributed.collectives import watching
 from padfree.model.export import sync
 from padfree.model.load import local_part, local_region

@@ -23,7 +23,7 @@ from padfree.planner.steps import Lengths
 EXACT_STEPS = 128
 """How many steps are planned, unless more are asked for."""
 
-OnStep = Callable[[int, int], None]
+OnPlannedStep = Callable[[int, int], None]
 """Called with how many steps are planned and how many will be."""
 
 
@@ -145,7 +145,7 @@ def plan_epoch(
     cost: CostModel,
     *,
     exact_steps: int | None = EXACT_STEPS,
-    progress: OnStep | None = None,
+    progress: OnPlannedStep | None = None,
 ) -> EpochPlan:
     """Plan `exact_steps` of the steps, spread over the epoch; None: all of them."""
     if exact_steps is not None and exact_steps < 1:

@@ -17,7 +17,7 @@ import numpy as np
 from padfree.packing import CostModel
 from padfree.planner.steps import Lengths
 
-ROWS = (2, 4, 8, 16, 32)
+PADDED_ROWS = (2, 4, 8, 16, 32)
 """The sizes of padded micro-batches that are shown."""
 
 USUAL_ROWS = 8

@@ -38,11 +38,11 @@ from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
 from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
 
-LOGS = (".log", ".out", ".err")
+LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
 """Sections that every `config.json` of a run has had."""
 
-WAIT = 1.0
+LOCK_SECONDS = 1.0
 """Seconds to wait for the lock: a process that was killed just now may take a moment to end."""
 
 
@@ -78,7 +78,9 @@ def check_run_folder(config: Config) -> None:
     elif not _from_before_markers(folder):
         own = {MARKER, LOCK, HOLDER}
         foreign = sorted(
-            path.name for path in folder.iterdir() if path.name not in own and path.suffix not in (*LOGS, ".writing")
+            path.name
+            for path in folder.iterdir()
+            if path.name not in own and path.suffix not in (*LOG_SUFFIXES, ".writing")
         )
         if foreign:
             raise ValueError(
@@ -147,7 +149,7 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
     identity, lock, error = None, None, None
     if first:
         try:
-            identity, lock = _take(config)
+            identity, lock = _lock(config)
         except ValueError as caught:
             error = str(caught)
     raise_together(error)
@@ -160,14 +162,14 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
             lock.release()
 
 
-def _take(config: Config) -> tuple[Identity, FileLock]:
+def _lock(config: Config) -> tuple[Identity, FileLock]:
     check_run_folder(config)  # before anything is written, the lock included
     folder = Path(config.run.folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK)
         try:
-            lock.acquire(timeout=WAIT, poll_interval=0.1)
+            lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.1)
         except Timeout:
             raise _in_use(folder, _read_holder(folder)) from None
         except (OSError, NotImplementedError) as error:
@@ -191,7 +193,7 @@ def check_not_in_use(folder: Path) -> None:
         return
     lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=WAIT, poll_interval=0.1)
+        lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.1)
     except Timeout:
         raise _in_use(folder, _read_holder(folder)) from None
     except (OSError, NotImplementedError):

@@ -51,7 +51,7 @@ from padfree.losses import (
 from padfree.model import hidden_states, lm_head_of
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
-from padfree.train.clock import BusyClock
+from padfree.train.busy_clock import BusyClock
 from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if

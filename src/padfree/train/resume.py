@@ -26,7 +26,8 @@ from transformers import PreTrainedConfig
 
 from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.checkpoint.checkpointer import latest_in
-from padfree.checkpoint.manifest import CheckpointError, hash_of, read_manifest
+from padfree.checkpoint.files import CheckpointError, hash_of
+from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config, config_from_dict
 from padfree.data import TokenizedDataset
 from padfree.record.files import CHECKPOINTS
