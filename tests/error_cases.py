@@ -60,6 +60,10 @@ from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
 from padfree.page import Page
+from padfree.rollout import SamplingRequest
+from padfree.rollout.cached_model import CachedModel
+from padfree.rollout.decode import Decoder
+from padfree.rollout.weights import PolicyModel
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
 from tests.models import build, row, save_with_tokenizer
@@ -161,6 +165,8 @@ CASES["config"] = [
     ("reference.refresh", changed("reference.refresh=0", recipe="rl")),
     ("rollout.group", changed("rollout.group=0", recipe="rl")),
     ("rollout.max_new_tokens", changed("rollout.max_new_tokens=0", recipe="rl")),
+    ("rollout.engine", changed("rollout.engine=sglang", recipe="rl")),
+    ("rollout.kv_cache_memory", changed("rollout.kv_cache_memory=0", recipe="rl"), "rollout.kv_cache_memory=auto"),
     ("rollout.reward", changed("rollout.reward=exact_match")),
     ("batch.samples", changed("rollout.reward=exact_match", "batch.samples=12", recipe="rl")),
     ("schedule.warmup", changed("schedule.warmup=-1")),
@@ -694,6 +700,19 @@ CASES["model"] = [
 ]
 HIDDEN, WEIGHT, LABELS = torch.randn(5, 8), torch.randn(7, 8), torch.tensor([1, 2, -100, 6, 0])
 TRAINED = HIDDEN.clone().requires_grad_()
+
+
+def decoded(cache_bytes: int | None) -> Any:
+    policy = PolicyModel(model := build("qwen3"), torch.float32, torch.device("cpu"))
+    policy.update(model)
+    decoder = Decoder(CachedModel(policy.model), num_lanes=1, temperature=1.0, stops=[0], cache_bytes=cache_bytes)
+    return decoder.sample([SamplingRequest(tokens=np.arange(3), room=4, key=1)])
+
+
+CASES["rollout"] = [
+    ("rollout.kv_cache_memory", lambda folder: decoded(1000), lambda folder: decoded(None)),
+]
+
 CASES["head"] = [
     (
         "hidden",

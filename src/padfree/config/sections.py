@@ -91,7 +91,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """In-process rollouts: `reward` names a built-in or `module:function`; None: `data.path` holds finished rollouts.
+    """Rollouts of the run itself: `reward` names a built-in or `module:function`; None: `data.path` has finished ones.
 
     With it `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
     """
@@ -99,11 +99,21 @@ class RolloutConfig:
     reward: str | None = None
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
-    batch: int = 64  # responses a device writes at a time
+    engine: Literal["in_process", "vllm"] = "in_process"  # who samples
+    batch: int = 256  # responses a device writes at a time
+    kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes; None: auto."""
+        return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
             need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
+        if self.kv_cache_memory != "auto":
+            memory = self.kv_cache_memory
+            need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,7 @@ def export_model(
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
-    empty = _empty_copy(model, dtype or model.dtype)
+    empty = empty_copy(model, dtype or model.dtype)
     parameters = {clean_name(name) for name, _ in empty.named_parameters()}
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(empty).items() if name in parameters}
     tensors: dict[str, Tensor] = {}
@@ -211,7 +211,8 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same class and config on the meta device, without what was put around the modules of `model`."""
     # fully_shard gives a model a class of its own, made of FSDPModule and the model's class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)

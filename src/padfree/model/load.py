@@ -80,7 +80,7 @@ def load_model(
     with torch.device("meta"):
         model = _from_config(config, dtype, trust_remote_code)
     keep_in_float32(model, dtype)
-    restored = _restored_buffers(model)
+    restored = restored_buffers(model)
     direct = files is not None and _names_match(model, files)
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
     if shard is not None:
@@ -240,7 +240,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(kept)
 
 
-def _restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers that no file holds, on the CPU, by name; `model` is on the meta device."""
     for tensor in named_tensors(model).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
