@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from timer import Stopwatch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -103,12 +103,11 @@ def main() -> None:
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as name:
             write_task(Path(name), seed)
-            begin = time.perf_counter()
-            rewards = rewards_of(task_config(Path(name), seed=seed, steps=arguments.steps))
-            seconds = time.perf_counter() - begin
+            with Stopwatch() as watch:
+                rewards = rewards_of(task_config(Path(name), seed=seed, steps=arguments.steps))
         last = sum(rewards[-5:]) / len(rewards[-5:])
-        runs.append({"seed": seed, "first": rewards[0], "last": last, "seconds": seconds, "rewards": rewards})
-        print(f"{seed:4d}  {rewards[0]:6.3f}  {last:7.3f}  {seconds:8.1f}", flush=True)
+        runs.append({"seed": seed, "first": rewards[0], "last": last, "seconds": watch.seconds, "rewards": rewards})
+        print(f"{seed:4d}  {rewards[0]:6.3f}  {last:7.3f}  {watch.seconds:8.1f}", flush=True)
     if arguments.json is not None:
         about = {
             "torch": torch.__version__,

@@ -34,8 +34,9 @@ from torch import Tensor
 import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
-from padfree.batch import PackedBatch, Sample, Segments
-from padfree.cli.demo import SIZES, Demo
+from padfree.batch import LmHead, PackedBatch, Sample, Segments
+from padfree.cli.demo.folder import Demo
+from padfree.cli.demo.recipes import SIZES
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -320,16 +321,6 @@ CASES["packing"] = [
         lambda folder: TokenBudgetBatcher([sample()], budget=1),
     ),
     (
-        "max_tokens",
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained"),
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained", max_tokens=8),
-    ),
-    (
-        "warmup_steps",
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2),
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2, warmup_start=4),
-    ),
-    (
         "budget",
         lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8))),
         lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8, overlong="alone"))),
@@ -343,16 +334,6 @@ CASES["packing"] = [
         "epochs",
         lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=0),
         lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=1),
-    ),
-    (
-        "drop_last",
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2, drop_last=True),
-        lambda folder: FixedSizeBatcher([sample()], batch_size=1, drop_last=True),
-    ),
-    (
-        "max_length",
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2).padded_length,
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2, max_length=4).padded_length,
     ),
     (
         "max_length",
@@ -785,6 +766,16 @@ CASES["head"] = [
     ),
     (
         "token_loss",
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: (logprobs, {})),
+        lambda folder: fused_loss(HIDDEN, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
+    ),
+    (
+        "softcap",
+        lambda folder: score(HIDDEN, LmHead(weight=WEIGHT), LABELS, softcap=1.0),
+        lambda folder: score(HIDDEN, LmHead(weight=WEIGHT), LABELS),
+    ),
+    (
+        "token_loss",
         lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs.detach()),
         lambda folder: fused_loss(TRAINED, WEIGHT, LABELS, lambda logprobs, *_: logprobs),
     ),
@@ -835,53 +826,53 @@ CASES["losses"] = [
         lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", None]),
         lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", "b"]),
     ),
-    ("clip low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
-    ("clip dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
-    ("gspo high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
-    ("cispo low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
+    ("loss.clip.low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
+    ("loss.clip.dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
+    ("loss.gspo.high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
+    ("loss.cispo.low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
     (
-        "token TIS",
+        "loss.token_tis",
         lambda folder: losses.TokenTISSettings(low=2, high=3),
         lambda folder: losses.TokenTISSettings(low=1, high=3),
     ),
     (
-        "sequence mask statistic",
+        "loss.sequence_mask.statistic",
         lambda folder: losses.SequenceMaskSettings(statistic="max"),
         lambda folder: losses.SequenceMaskSettings(statistic="mean"),
     ),
-    ("opsm delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
+    ("loss.opsm.delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
     (
-        "old_policy",
+        "loss.old_policy",
         lambda folder: losses.PolicySettings(old_policy="other"),
         lambda folder: losses.PolicySettings(old_policy="trainer"),
     ),
     (
-        "kl_estimator",
+        "loss.kl_estimator",
         lambda folder: losses.PolicySettings(kl_estimator="k4"),
         lambda folder: losses.PolicySettings(kl_estimator="k3"),
     ),
     (
-        "kl_coefficient",
+        "loss.kl_coefficient",
         lambda folder: losses.PolicySettings(kl_coefficient=-1),
         lambda folder: losses.PolicySettings(kl_coefficient=0),
     ),
     (
-        "entropy_coefficient",
+        "loss.entropy_coefficient",
         lambda folder: losses.PolicySettings(entropy_coefficient=float("nan")),
         lambda folder: losses.PolicySettings(entropy_coefficient=0.1),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 2),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 1),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="sampler"),
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="trainer"),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="current"),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="sampler"),
     ),

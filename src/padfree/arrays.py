@@ -3,7 +3,9 @@
     [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
 
 numpy has no bfloat16 and refuses tensors on a device or with a gradient; here they are no special case. Nothing is
-rounded to an integer: where whole numbers are needed, others are refused.
+rounded to an integer: where whole numbers are needed, others are refused. And arithmetic on ranges of such numbers.
+
+`splitmix64` is the one source of shuffled orders and sampling keys.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype} array of shape {array.shape}; give a flat list of integers")
     return array.astype(np.int64, copy=False)
+
+
+def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of some ranges, one range after the other: 2 and 0, 3 and 2 long -> 2 3 4 0 1."""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:
@@ -105,3 +112,19 @@ def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> No
         raise ValueError(
             f"{field} of {name}: shape {array.shape} for {length} tokens; give one entry per token (prompt included)"
         )
+
+
+SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""The increment of splitmix64 and its two multipliers."""
+
+
+def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What splitmix64 gives from each of these states.
+
+    It is written out instead of taken from a library's generator, so that no version of a library can change it.
+    """
+    increment, first, second = (np.uint64(number) for number in SPLITMIX64)
+    values = states + increment
+    values = (values ^ (values >> np.uint64(30))) * first
+    values = (values ^ (values >> np.uint64(27))) * second
+    return values ^ (values >> np.uint64(31))

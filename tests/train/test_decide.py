@@ -17,7 +17,7 @@ from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
 from padfree.train import run as whole_run
 from padfree.train.decide import count_steps, decide
-from padfree.train.sources import load_source, load_tokenizer
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.models import build, save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -318,7 +318,7 @@ def test_steps_are_counted_as_a_run_makes_them(
     overrides = [f"model.path={models['qwen3']}", "model.dtype=float32", f"data.path={path}", "run.device=cpu"]
     folder = f"run.folder={tmp_path / 'run'}"
     config = load_config(RECIPES / f"{recipe}.toml", [*overrides, folder, "checkpoint.export=false", *changes])
-    samples = load_source(config, load_tokenizer(config)).samples
+    samples = load_training_data(config, load_tokenizer(config)).samples
     assert count_steps(config, samples, enough=1000) == whole_run.train(config).step
 
 
@@ -331,7 +331,7 @@ def test_a_token_is_found_where_it_counts(models: dict[str, str], write: Write) 
         "run": {"folder": "unused"},
     }
     config = config_from_dict(values)
-    data = load_source(config, load_tokenizer(config)).samples
+    data = load_training_data(config, load_tokenizer(config)).samples
     assert isinstance(data, TokenizedDataset)
     largest = int(max(np.max(sample.tokens) for sample in data))
     assert data.first_token_from(largest) == (1, largest)

@@ -31,7 +31,7 @@ from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.record.metrics import MetricsFile
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.signals import SAME_REQUEST_SECONDS
-from padfree.train.sources import make_batcher
+from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.cases import alone as alone_mesh

@@ -25,7 +25,7 @@ from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rollouts import Rollouts, _Examples, copy_weights
 from padfree.train.run import train
 from padfree.train.setup import build_engine
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.cases import alone
@@ -88,7 +88,7 @@ def first_samples(config: Config) -> list[Sample]:
     if mesh.loss.rank == 0:
         mark_run_folder(config)  # which the rollouts write to
     tokenizer = load_tokenizer(config)
-    batcher = make_batcher(config, load_source(config, tokenizer).samples)
+    batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)
     return Rollouts(config, mesh, build_engine(config, mesh).model, tokenizer).samples(groups, batcher.step)
 

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import IGNORE, LayoutKind, Sample
+from padfree.batch import IGNORE, Sample
 from padfree.check.compare import Extent, extent
 from padfree.check.model_source import ModelSource
+from padfree.config.choices import LayoutKind
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
@@ -172,7 +173,6 @@ class PackedPath:
             group=context.group if context.size > 1 else None,
             kind=settings.layout,
             method=settings.method,
-            backend=settings.attention,
         )
         return replace(batch, packed=packed, local=local, num_labels=int((local.labels != IGNORE).sum()))
 

@@ -11,15 +11,7 @@ setting that is missing are each one line that names the setting and the cure.
 This package imports neither torch nor any other part of padfree, so that a recipe can be checked where neither works.
 """
 
-from padfree.config.loss import (
-    BandConfig,
-    ClipConfig,
-    LossConfig,
-    OPSMConfig,
-    RatioConfig,
-    SequenceMaskConfig,
-    SequenceTISConfig,
-)
+from padfree.config.loss import LossConfig
 from padfree.config.reader import config_from_dict, load_config
 from padfree.config.sections import (
     BatchConfig,
@@ -38,25 +30,19 @@ from padfree.config.sections import (
 )
 
 __all__ = [
-    "BandConfig",
     "BatchConfig",
     "CheckpointConfig",
-    "ClipConfig",
     "Config",
     "DataConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
-    "OPSMConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "RatioConfig",
     "ReferenceConfig",
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",
-    "SequenceMaskConfig",
-    "SequenceTISConfig",
     "TrackConfig",
     "config_from_dict",
     "load_config",

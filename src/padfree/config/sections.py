@@ -7,6 +7,25 @@ from dataclasses import asdict, dataclass, field
 from os.path import expanduser
 from typing import Any, Literal
 
+from padfree.config.choices import (
+    CheckpointingOrAuto,
+    CompilerOrAuto,
+    ComputeDtype,
+    ContextMethod,
+    DeviceName,
+    ExportDtype,
+    HeadMemory,
+    Init,
+    LayerKernels,
+    LayoutKind,
+    LoraExport,
+    LossOn,
+    OnBadRow,
+    Overlong,
+    PromptFormat,
+    RunOverlong,
+    ScheduleKind,
+)
 from padfree.config.loss import LossConfig
 from padfree.config.rules import need
 
@@ -26,9 +45,9 @@ class ModelConfig:
     """`path`: a folder, a Hub id, or a config file (random weights). `dtype` is what is computed in."""
 
     path: str
-    init: Literal["weights", "random"] = "weights"  # random: whatever weights there are, the run begins without them
+    init: Init = "weights"  # random: whatever weights there are, the run begins without them
     tokenizer: str | None = None  # None: that of the model
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: ComputeDtype = "float32"
     attention: str = "auto"
     trust_remote_code: bool = False
 
@@ -45,7 +64,7 @@ class LoraConfig:
     alpha: float | None = None  # None: the rank, a scale of 1
     dropout: float = 0.0
     targets: tuple[str, ...] = ("all-linear",)  # or names of modules, such as q_proj
-    export: Literal["merged", "adapter"] = "merged"
+    export: LoraExport = "merged"
 
     def __post_init__(self) -> None:
         need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
@@ -95,13 +114,13 @@ class DataConfig:
     subset: str | None = None  # of a Hub id
     split: str = "train"  # of a Hub id
     columns: dict[str, str] = field(default_factory=dict)
-    loss_on: Literal["assistant", "last", "all"] = "assistant"
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    loss_on: LossOn = "assistant"
+    prompt_format: PromptFormat = "auto"
     chat_template: str | None = None  # a file; None: the tokenizer's own
     append_eos: bool = True
     max_length: int | None = None
-    overlong: Literal["error", "truncate", "drop"] = "error"
-    on_bad_row: Literal["error", "skip"] = "error"
+    overlong: Overlong = "error"
+    on_bad_row: OnBadRow = "error"
     shuffle: bool = True
     epochs: int | None = 1  # None: until run.steps
 
@@ -123,7 +142,7 @@ class BatchConfig:
     samples: int | None = None
     tokens: int | None = None
     max_tokens: int
-    overlong: Literal["error", "alone"] = "error"  # a sample longer than tokens or max_tokens
+    overlong: RunOverlong = "error"  # a sample longer than tokens or max_tokens
     buffer: int = 256  # samples that a token budget chooses from
     cost: str | None = None  # a file of `padfree plan --calibrate`; None: counted from the model's config
 
@@ -161,7 +180,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate's course: `warmup` steps up, then as `kind` says down to `final` of it at `run.steps`."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: ScheduleKind = "constant"
     warmup: int = 0
     final: float = 0.0
 
@@ -176,16 +195,17 @@ class ParallelConfig:
 
     context: int = 1
     replicate: int = 1
-    layout: Literal["contiguous", "headtail", "balanced"] = "balanced"
-    method: Literal["allgather", "ring", "ulysses"] = "allgather"
-    checkpointing: Literal["auto", "none", "host", "selective", "full"] = "auto"  # the fastest that fits the device
-    compile: Literal["auto", "none", "inductor", "aot_eager"] | bool = "auto"  # true: inductor; auto: on a GPU
-    head_memory: Literal["speed", "low"] | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
+    layout: LayoutKind = "balanced"
+    method: ContextMethod = "allgather"
+    checkpointing: CheckpointingOrAuto = "auto"  # the fastest that fits the device
+    compile: CompilerOrAuto | bool = "auto"  # true: inductor; auto: on a GPU
+    kernels: LayerKernels = "auto"  # padfree's operators in compiled layers; none: torch.compile alone
+    head_memory: HeadMemory | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
     reshard: Literal["auto"] | bool = "auto"  # true: only layers that compute are whole; false: all, if that fits
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
 
     @property
-    def head_bytes(self) -> Literal["speed", "low"] | int:
+    def head_bytes(self) -> HeadMemory | int:
         """`head_memory` as the head takes it."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
@@ -209,7 +229,7 @@ class CheckpointConfig:
     asynchronous: bool = False
     resume: bool = True  # from the newest in the run folder, if there is one
     export: bool = True
-    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"  # of the exported weights; base: model's
+    export_dtype: ExportDtype = "base"  # of the exported weights; base: model's
 
     def __post_init__(self) -> None:
         need(self.every is None or self.every >= 1, "checkpoint.every", self.every, "give 1 or more")
@@ -236,7 +256,7 @@ class RunConfig:
     folder: str
     steps: int | None = None  # None: until the data ends
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     timeout: float = 600.0
     deterministic: bool = False  # only algorithms that give the same bits again
 

@@ -10,21 +10,22 @@ its own tokens. Positions, sample numbers and weights go with their tokens.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.arrays import need_whole
-from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch, need_tensor
+from padfree.batch import AttnContext, LocalBatch, PackedBatch, need_tensor
+from padfree.config.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.ring import prepare_steps
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
 
-METHODS = ("allgather", "ring", "ulysses")
+METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
 
 
 def shard(
@@ -89,9 +90,9 @@ def gather_tokens(
     """[T/world, ...] of each rank -> [T, ...] in row order on every rank; differentiable.
 
     Which gradient is right depends on what the ranks do with the whole. `replicated`: every rank computes the same loss
-    from it, and only one of them counts, so a rank keeps its own rows of its own gradient. `partial`: the ranks compute
-    different parts, and the loss is their sum, so the gradients of all ranks are added before each keeps its rows.
-    Either way the sum over ranks of the parameters' gradients is that of one process.
+    from it, and only one of them counts, so a rank keeps its own tokens of its own gradient. `partial`: the ranks
+    compute different parts, and the loss is their sum, so the gradients of all ranks are added before each keeps its
+    tokens. Either way the sum over ranks of the parameters' gradients is that of one process.
     """
     if loss not in ("replicated", "partial"):
         raise ValueError(f"loss: {loss!r}; choose replicated or partial")

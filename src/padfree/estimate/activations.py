@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from padfree.layers.compile import FIRST
-from padfree.layers.offload import AWAY
-from padfree.layers.recompute import Checkpointing
+from padfree.config.choices import Checkpointing
+from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
+from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.structure import layers_of
 from padfree.sizes import ModelSizes
 
@@ -43,7 +43,7 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
     inputs = sizes.hidden * size
     num_layers = len(layers_of(model))
     if checkpointing == "host":
-        return outside + (num_layers - math.ceil(AWAY * num_layers)) * _host_layer(sizes, size)
+        return outside + (num_layers - math.ceil(OFFLOADED_FRACTION * num_layers)) * _host_layer(sizes, size)
     kept = 0
     if checkpointing == "selective" and compiled:
         kept = num_layers * (sizes.output * size + FLOAT32 * sizes.heads)
@@ -55,8 +55,9 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
 def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
     """What waits in the host's memory under `host`, of one token."""
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
-    first = math.ceil(FIRST * num_layers)
-    return first * size * sizes.hidden + (math.ceil(AWAY * num_layers) - first) * _host_layer(sizes, size)
+    input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
+    offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
+    return input_only * size * sizes.hidden + (offloaded - input_only) * _host_layer(sizes, size)
 
 
 def _host_layer(sizes: ModelSizes, size: int) -> int:

@@ -6,8 +6,7 @@
 `attach` changes the name of the model's attention implementation, through transformers' own interface, and adds a
 forward pre-hook that checks the arguments. No class, method or weight is replaced, and
 `model.set_attn_implementation("sdpa")` undoes it. Attach first, then compile the layers, then wrap them in activation
-checkpointing, then apply FSDP2. Attention is one operator in the graph of a compiled layer; over context ranks it
-breaks the graph.
+checkpointing, then apply FSDP2. In a compiled layer attention is one operator; over context ranks it is a graph break.
 
 Before that, the architecture must pass: padfree must be able to do what the config says, and a small copy must compute
 the same packed as one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the reason.
@@ -18,12 +17,15 @@ serve (`auto`).
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.attention import BACKENDS
+from padfree.batch import LmHead
 from padfree.model.interface import check_inputs, is_attached, register
-from padfree.model.outputs import LmHead, base_of, unchecked_head
+from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
 
 TESTED = (
@@ -159,10 +161,18 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     return None
 
 
+_PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose head was found right: it is asked for in every micro-batch, and compared once."""
+
+
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """Weight, bias, soft cap and scale of the model's head; refused where they do not reproduce its logits."""
-    reason = probe(model).head
-    head = unchecked_head(model)
+    """The model's head as it is at this moment; refused where it does not reproduce the model's logits.
+
+    Its weight is the model's own parameter: under FSDP2 a DTensor, and whole `inside` the model.
+    """
+    head = described_head(model)
+    reason = None if model in _PLAIN_HEADS else probe(model).head
     if reason or head is None:
         raise ValueError(f"model: {type(model).__name__} has no plain head: {reason}; use the model's own logits")
+    _PLAIN_HEADS.add(model)
     return head

@@ -18,14 +18,13 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-Init = Literal["weights", "random"]
-"""Where the weights of a model come from: its files, or a random initialisation."""
+from padfree.config.choices import Init
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

@@ -47,8 +47,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from padfree.config.choices import Init
 from padfree.distributed import raise_together
-from padfree.model.files import Init, one_line, open_model, opened
+from padfree.model.files import one_line, open_model, opened
 from padfree.model.lora import initial_values, is_adapter
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")

@@ -39,7 +39,7 @@ from transformers.utils import logging as hf_logging
 
 from padfree.batch import AttnContext, Segments, row_inputs
 from padfree.model.interface import NAME, attention
-from padfree.model.outputs import base_of, unchecked_head
+from padfree.model.outputs import base_of, described_head
 from padfree.model.shrink import VOCABULARY, shrink
 
 PROBE = f"{NAME}_probe"
@@ -214,7 +214,7 @@ def _compare(model: PreTrainedModel) -> Verdict:
         return _refusal("its attention does not go through transformers' AttentionInterface")
     if refusal := samples.refusal(model, packed):
         return refusal
-    head, base = unchecked_head(model), base_of(model)
+    head, base = described_head(model), base_of(model)
     if head is None or base is model:
         return Verdict(leak=None, head="it has no head on top of a base model")
     hidden = _in_order(_first(base(**row)), order)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig
+from padfree.config.choices import Checkpointing
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
-from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
 from padfree.planner.epoch import Shape
 from padfree.train.settle import USABLE_FRACTION

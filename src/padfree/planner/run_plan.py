@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.batch import LayoutKind
+from padfree.config.choices import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
 from padfree.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance, long_row
 from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, Shape, plan_epoch

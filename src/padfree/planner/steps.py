@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from padfree.config import Config
 from padfree.data import Progress
 from padfree.packing import TokenBudgetBatcher
-from padfree.packing.source import shuffled
+from padfree.packing.epochs import shuffled
 from padfree.train.decide import decide
 from padfree.train.limits import lengths_of
-from padfree.train.sources import make_batcher
+from padfree.train.rl.update_batch import update_parts
+from padfree.train.training_data import make_batcher
 
 Lengths = NDArray[np.int64]
 
@@ -106,11 +107,10 @@ def rollout_steps(samples: Any, config: Config) -> StepLengths:
     once = replace(config, data=replace(config.data, epochs=1))
     for number, groups in enumerate(make_batcher(once, samples), start=1):
         batch = _lengths([sample for group in groups for sample in group])
-        for epoch in range(loss.epochs):
-            order = np.arange(len(batch))
-            if loss.mini_batches > 1:
-                order = shuffled(len(batch), config.run.seed, number * loss.epochs + epoch)
-            steps += [batch[part] for part in np.array_split(order, min(loss.mini_batches, len(batch)))]
+        parts = update_parts(
+            len(batch), epochs=loss.epochs, mini_batches=loss.mini_batches, seed=config.run.seed, number=number
+        )
+        steps += [batch[part] for part in parts]
     return StepLengths(lengths=_lengths(samples), steps=steps)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from padfree.batch import LayoutKind
+from padfree.config.choices import LayoutKind
 from padfree.packing import CostModel
 from padfree.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance
 from padfree.planner.epoch import EpochPlan, Shape, plan_epoch

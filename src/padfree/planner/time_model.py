@@ -83,7 +83,7 @@ def cost_path(device: str, model_config: Any, config: Config) -> Path:
     """Where the measurement for this device, model and way of computing is kept."""
     values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
     parallel = config.parallel
-    way = [parallel.compile, parallel.checkpointing, parallel.reshard, parallel.offload]
+    way = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]
     key = hash_of([device, values, config.model.dtype, way, config.lora.rank])
     words = re.sub(r"[^a-z0-9]+", "-", f"{device} {model_config.model_type} {config.model.dtype}".lower())
     return default_cache_folder() / "cost" / f"{words}-{key[:12]}.json"

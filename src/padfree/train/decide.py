@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.attention import choose_backend
-from padfree.attention.capability import BACKENDS
+from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
+from padfree.config.choices import Init
+from padfree.config.functions import is_path
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_folder
 from padfree.data import TokenizedDataset
@@ -33,8 +34,10 @@ from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
 from padfree.distributed import raise_together
 from padfree.estimate.cost_file import read_cost
+from padfree.losses import load_objective
+from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
-from padfree.model.files import Init, open_model
+from padfree.model.files import open_model
 from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
@@ -44,7 +47,14 @@ from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
-from padfree.train.sources import Samples, Source, check_rollouts, load_source, load_tokenizer, make_batcher
+from padfree.train.training_data import (
+    Samples,
+    TrainingData,
+    check_rollouts,
+    load_tokenizer,
+    load_training_data,
+    make_batcher,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,7 +62,7 @@ class Decided:
     """What deciding has loaded on the way, and what is worth saying before the first step."""
 
     tokenizer: Any
-    source: Source
+    source: TrainingData
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
 
@@ -97,12 +107,14 @@ def _decided(
     check_settings(config, processes=processes, device_type=device_type)
     if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
         check_free(config)
+    if is_path(config.loss.kind) and not dry:
+        load_objective(config.loss.kind)
     model, limits = check_models(config)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
     if config.rollout.reward is not None:
         stop_tokens(tokenizer, model)
-    source = load_source(config, tokenizer, progress=progress, import_reward=not dry)
+    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
     check_source(config, source, limits, tokenizer)
     notes = [*_notes(config, source, limits, dry)]
     if not planned:
@@ -130,6 +142,8 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     check_placement(config, device_type)
     if config.rollout.reward is not None:
         check_reward_name(config.rollout.reward)
+    if is_path(config.loss.kind):
+        USER_OBJECTIVE.check(config.loss.kind)
     if config.batch.cost is not None:
         read_cost(config.batch.cost)
     check_names(config)
@@ -184,7 +198,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 # Data
 
 
-def check_source(config: Config, source: Source, limits: Limits, tokenizer: Any) -> None:
+def check_source(config: Config, source: TrainingData, limits: Limits, tokenizer: Any) -> None:
     """Refuse data that the model cannot take or that lack what the loss needs."""
     sampled = config.rollout.reward is not None
     limit = limits.positions
@@ -210,7 +224,7 @@ def _largest_id(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
-def check_lengths(config: Config, source: Source) -> None:
+def check_lengths(config: Config, source: TrainingData) -> None:
     """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone."""
     batch, context = config.batch, config.parallel.context
     if batch.overlong != "error":
@@ -224,7 +238,7 @@ def check_lengths(config: Config, source: Source) -> None:
 
 
 def _raise_over(
-    setting: str, cap: int, context: int, lengths: np.ndarray[Any, np.dtype[np.int64]], source: Source
+    setting: str, cap: int, context: int, lengths: np.ndarray[Any, np.dtype[np.int64]], source: TrainingData
 ) -> None:
     over = np.flatnonzero(lengths > cap * context)
     first, needed = int(over[0]), -(-int(lengths.max()) // context)
@@ -237,7 +251,7 @@ def _raise_over(
     )
 
 
-def _check_columns(config: Config, source: Source) -> None:
+def _check_columns(config: Config, source: TrainingData) -> None:
     """Arrays of a rollout: what the loss needs is in every row, and what some rows have all have."""
     loss, reference = config.loss, config.reference.path
     needs: dict[str, tuple[str, str]] = {}
@@ -266,7 +280,7 @@ def _check_columns(config: Config, source: Source) -> None:
             )
 
 
-def _check_rows(config: Config, source: Source) -> None:
+def _check_rows(config: Config, source: TrainingData) -> None:
     """A built-in reward says of every row whether it can judge a response to it."""
     name = config.rollout.reward
     if name not in BUILT_IN:
@@ -280,7 +294,7 @@ def _check_rows(config: Config, source: Source) -> None:
 # What is odd and no mistake
 
 
-def _notes(config: Config, source: Source, limits: Limits, dry: bool) -> Iterator[str]:
+def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> Iterator[str]:
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"
@@ -295,6 +309,8 @@ def _notes(config: Config, source: Source, limits: Limits, dry: bool) -> Iterato
             )
     if dry and config.rollout.reward is not None and config.rollout.reward not in BUILT_IN:
         yield f"rollout.reward {config.rollout.reward} is not imported by a dry run: whether it works is not known"
+    if dry and is_path(config.loss.kind):
+        yield f"loss.kind {config.loss.kind} is not imported by a dry run: whether it works is not known"
 
 
 def count_steps(config: Config, samples: Samples, *, enough: int) -> int:

@@ -47,7 +47,7 @@ from padfree.losses import (
     needs_entropy,
     token_weights,
 )
-from padfree.model import hidden_states
+from padfree.model import hidden_states, lm_head_of
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
@@ -55,7 +55,7 @@ from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
 from padfree.train.parallelize import inside
-from padfree.train.scorer import Scorer, head_of
+from padfree.train.scorer import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,14 +228,13 @@ class Engine:
 
     def _losses(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Statistics]:
         """Of one row: the loss to differentiate, [T/cp] weighted token losses, and statistics."""
-        settings, head = self.settings.loss, head_of(model)
+        settings, head = self.settings.loss, lm_head_of(model)
         hidden, labels = hidden_states(model, batch.local), batch.local.labels
         inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
         entropy, temperature = needs_entropy(settings), self.scorer.temperature
         if not is_elementwise(settings):
             scores = score(
-                hidden, head.weight, labels, temperature=temperature, bias=head.bias, softcap=head.softcap,
-                logit_scale=head.logit_scale, entropy=entropy, num_labels=batch.num_labels,
+                hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=batch.num_labels,
                 memory=self.settings.head_memory,
             )  # fmt: skip
             output = compute_loss(
@@ -244,9 +243,8 @@ class Engine:
             loss = output.loss
         else:
             fused = fused_loss(
-                hidden, head.weight, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
-                temperature=temperature, bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale,
-                entropy=entropy, num_labels=batch.num_labels,
+                hidden, head, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
+                temperature=temperature, entropy=entropy, num_labels=batch.num_labels,
                 memory=self.settings.head_memory,
             )  # fmt: skip
             with torch.no_grad():

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.data import TokenizedDataset
-from padfree.train.sources import Samples
+from padfree.train.training_data import Samples
 
 TABLE_MARGIN = 8
 """A table of positions may have a few rows more than the config says (OPT: two)."""

@@ -35,7 +35,7 @@ from padfree.config import Config
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
-from padfree.losses import PolicySettings, ReinforceSettings
+from padfree.losses import PolicySettings, needs_old_logprobs
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG
 from padfree.record.metrics import MetricsFile
@@ -53,11 +53,12 @@ from padfree.train.resume import (
     model_fields,
 )
 from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.signals import StopSignals, agreed
-from padfree.train.sources import Batcher
+from padfree.train.training_data import Batcher
 from padfree.train.updates import OnStep, Updates
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
@@ -74,7 +75,10 @@ class RunResult:
 
 
 MakeSamples = Callable[[Sequence[Any]], list[Sample]]
-"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say."""
+"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
+
+It may have `timings`, see `padfree.train.rl.batch_times`.
+"""
 
 OnNote = Callable[[str], None]
 """Called with a line for the user: what was decided for them, or what the run waits for."""
@@ -98,7 +102,7 @@ class Loop:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
-        self.make_samples = make_samples or _flat
+        self.make_samples = make_samples
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_note = on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
@@ -203,7 +207,15 @@ class Loop:
 
     def _next_batch(self) -> RolloutBatch | None:
         groups = next(self.batcher, None)
-        return None if groups is None else self._prepared(_distinct(self.make_samples(groups)))
+        if groups is None:
+            return None
+        times = BatchTimes()
+        if self.make_samples is None:
+            return self._prepared(_distinct(_flat(groups)), times)
+        with times.measure("sampling"):
+            samples = self.make_samples(groups)
+        times.split_sampling(getattr(self.make_samples, "timings", {}))
+        return self._prepared(_distinct(samples), times)
 
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
@@ -224,7 +236,7 @@ class Loop:
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(*following.samples_of(part))
 
-    def _prepared(self, batch: list[Sample]) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
@@ -233,16 +245,20 @@ class Loop:
         metrics |= signal_of(batch, self.config.loss.advantage).metrics()
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
-            found = self.reference.logprobs(batch)
+            with times.measure("reference"):
+                found = self.reference.logprobs(batch)
             batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
-        unasked = isinstance(settings.objective, ReinforceSettings) and not settings.corrections
-        old = self.engine.scorer.logprobs(batch) if settings.old_policy == "trainer" and not unasked else None
+        old = None
+        if needs_old_logprobs(settings):
+            with times.measure("old_logprobs"):
+                old = self.engine.scorer.logprobs(batch)
         return RolloutBatch(
             samples=batch,
             parts=update_parts(len(batch), **self._minibatch_settings()),
             epochs=self.config.loss.epochs,
             old_logprobs=old,
             metrics=metrics,
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
 
     def _minibatch_settings(self) -> dict[str, int]:
@@ -258,6 +274,8 @@ class Loop:
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
+        if batch.done == 0:
+            metrics = {**batch.times, **metrics}
         schedule = self.config.schedule
         lr = self.config.optimizer.lr * learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final

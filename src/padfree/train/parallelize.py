@@ -3,7 +3,7 @@
     attach          attention inside each sample                         padfree.model.attach
     freeze          no gradients: the reference model
     adapters        trained instead of the weights                       lora.rank
-    compile         each layer by itself                                 parallel.compile
+    compile         each layer by itself                                 parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process
     masters         float32 weights behind bfloat16 ones                 a single process: `padfree.train.masters`
@@ -42,9 +42,10 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
+from padfree.config.choices import Checkpointing
 from padfree.distributed import Mesh
-from padfree.layers.compile import Kept, compile_layers
-from padfree.layers.recompute import Checkpointing, recompute_layers
+from padfree.layers.compile import compile_layers
+from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
@@ -62,26 +63,26 @@ def transformations(
     *,
     attention: str = "auto",
     compile: str = "none",
+    operators: bool = True,
     checkpointing: Checkpointing = "none",
     dtype: torch.dtype = torch.float32,
     reshard: bool = True,
     offload: bool = False,
     frozen: bool = False,
     lora: LoraConfig | None = None,
-    seed: int = 0,
 ) -> list[Transformation]:
-    """What is done to a model, in order; `seed` is for the adapters of a model that has its weights already."""
+    """What is done to a model, in order."""
     steps: list[Transformation] = [partial(_attach, attention=attention)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
-        steps.append(partial(add_adapters, settings=lora, seed=seed))
+        steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "there is no such checkpointing of layers as they come"
     # The compiler is told what a layer keeps. `full`, and layers that are not compiled, get PyTorch's checkpointing.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
-        steps.append(partial(_compile, backend=compile, kept=kept))
+        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators))
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(_recompute, mode=checkpointing))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
@@ -105,8 +106,8 @@ def _freeze(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
 
 
-def _compile(model: PreTrainedModel, backend: str, kept: Kept) -> None:
-    compile_layers(layers_of(model), backend, kept)
+def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool) -> None:
+    compile_layers(layers_of(model), backend, kept, operators=operators)
 
 
 def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:

@@ -24,7 +24,7 @@ from padfree.train.resume import data_record
 from padfree.train.rollouts import make_sampling
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
-from padfree.train.sources import longest_of, make_batcher
+from padfree.train.training_data import longest_of, make_batcher
 from padfree.train.updates import OnStep
 
 

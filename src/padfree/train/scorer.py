@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
+from padfree.batch import Sample, at_tokens
+from padfree.config.choices import PackOverlong
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
-from padfree.model.outputs import LmHead, unchecked_head
 from padfree.packing import CostModel, StepPlan, plan_step
-from padfree.packing.step_plan import Overlong
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
@@ -43,7 +42,7 @@ class Scorer:
         max_tokens: int,
         rows: RowSettings | None = None,
         temperature: float = 1.0,
-        overlong: Overlong = "error",
+        overlong: PackOverlong = "error",
         cost: CostModel | None = None,
     ) -> None:
         lm_head_of(model)  # refused here rather than in the first step
@@ -75,8 +74,9 @@ class Scorer:
                 row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
-                for i, values in zip(indices, batch.packed.unpack(row), strict=True):
-                    found[starts[i] + 1 : starts[i + 1]] = values[:-1]
+                # The head scores exactly 0 where there is no label, so also at the last position of each sample.
+                for i, values in zip(indices, batch.packed.unpack(at_tokens(row)), strict=True):
+                    found[starts[i] : starts[i + 1]] = values
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
         host = found.cpu().numpy()
@@ -84,15 +84,10 @@ class Scorer:
 
     def _scores(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[T/cp]"""
-        head = head_of(model)
         return score(
-            hidden_states(model, batch.local), head.weight, batch.local.labels, temperature=self.temperature,
-            bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale, num_labels=batch.num_labels,
-        ).logprobs  # fmt: skip
-
-
-def head_of(model: PreTrainedModel) -> LmHead:
-    """The head as it is at this moment: whole `inside` a sharded model."""
-    head = unchecked_head(model)
-    assert head is not None
-    return head
+            hidden_states(model, batch.local),
+            lm_head_of(model),
+            batch.local.labels,
+            temperature=self.temperature,
+            num_labels=batch.num_labels,
+        ).logprobs

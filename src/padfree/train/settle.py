@@ -22,10 +22,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, ParallelConfig
+from padfree.config.choices import Checkpointing
 from padfree.distributed import Mesh
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
-from padfree.layers.recompute import Checkpointing
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
 from padfree.sizes import ModelSizes

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.estimate.flops import Flops
+from padfree.losses import PolicySettings
 from padfree.record.events import Events
 from padfree.record.files import NONFINITE
 from padfree.record.metrics import MetricsFile, write_samples
@@ -99,6 +100,8 @@ class Updates:
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
         self._last_end, self.votes = end, report.votes
+        if isinstance(self._engine.settings.loss, PolicySettings):
+            numbers["seconds/update"] = numbers["seconds"]
         written = {**numbers, **begun.metrics}
         with writing(self._folder):
             self._metrics.write(written)
