@@ -22,7 +22,7 @@ from padfree.cp import keys_read, make_layout, modelled_cost
 from padfree.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
-ROWS = 32
+BALANCE_ROWS = 32
 """So many rows are laid out to tell how balanced they are."""
 
 

@@ -1,6 +1,7 @@
 """A whole run, from its settings to the exported model.
 
-settings -> decide      what cannot be run is refused, before anything is written or loaded
+settings -> decide      what cannot be run is refused, before anything is written or loaded; on a GPU the packages of
+                        the first step are imported meanwhile
          -> settle      what `auto` stands for
          -> the loop    engine, reference, sampler, batches
          -> export
@@ -24,13 +25,15 @@ from padfree.rollout.engines import make_sampler
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
+from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
-from padfree.train.loop import Loop, OnNote, OnStep, RunResult, refusal
+from padfree.train.loop import Loop, OnNote, RunResult, refusal
 from padfree.train.masters import computing
 from padfree.train.resume import data_record
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.training_data import longest_of, make_batcher
+from padfree.train.updates import OnStep
 
 
 def train(
@@ -55,15 +58,22 @@ def train(
             replicate=config.parallel.replicate,
             timeout=config.run.timeout,
         )
-        # Nothing is written before all is decided. What can be refused at once is, since reading data may take long.
-        raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
-        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        with held_run_folder(config):
-            return _train(config, mesh, decided, on_step=on_step, on_note=on_note)
+        with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
+            # Nothing is written before all is decided. What can be refused at once is: reading data may take long.
+            raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
+            decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+            with held_run_folder(config):
+                return _train(config, mesh, decided, imports, on_step=on_step, on_note=on_note)
 
 
 def _train(
-    config: Config, mesh: Mesh, decided: Decided, *, on_step: OnStep | None, on_note: OnNote | None
+    config: Config,
+    mesh: Mesh,
+    decided: Decided,
+    imports: EarlyImports,
+    *,
+    on_step: OnStep | None,
+    on_note: OnNote | None,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
     settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
@@ -72,6 +82,7 @@ def _train(
         for line in (*decided.notes, *settled.lines()):
             on_note(line)
     batcher = make_batcher(config, source.samples)
+    imports.wait()
     engine = build_engine(config, mesh)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)

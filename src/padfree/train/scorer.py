@@ -65,7 +65,7 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
-        score = partial(self._scores, self.temperature if temperature is None else temperature)
+        scores = partial(self._scores, self.temperature if temperature is None else temperature)
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
@@ -73,7 +73,7 @@ class Scorer:
         with computing(self.model):
             for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
                 batch = make_micro_batch(samples, indices, self.mesh, self.rows)
-                row = gather_tokens(inside(self.model, score, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
                 # The head scores exactly 0 where there is no label, so also at the last position of each sample.

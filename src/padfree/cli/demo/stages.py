@@ -50,9 +50,9 @@ def make_plan(demo: Demo) -> dict[str, Any]:
     with demo.bar(None) as bar:
         bar(0, "tokenising and planning")
         need = planner.DeviceMemory(config, skeleton(config.model.path))
-        clock = planner.choose_clock(config, need.model.config, None)
+        time_model = planner.choose_time_model(config, need.model.config, None)
         shape = planner.Shape(ranks=1, max_tokens=config.batch.max_tokens)
-        plan = planner.make_plan(planner.load_steps(config), shape, clock, need=need)
+        plan = planner.make_plan(planner.load_steps(config), shape, time_model, need=need)
         planner.write_page(plan, demo.folder / "plan.html", title="Plan of the demo's fine-tuning")
     summary = plan.summary()
     shortest, longest = (summary["length"][name] for name in ("shortest", "longest"))

@@ -1,17 +1,17 @@
-"""From the units of a cost model to seconds.
+"""How long steps take: a cost model, and how many of its units a device does in a second.
 
-    batch.cost, or measured on this device by `padfree plan --calibrate`     seconds already
-    a GPU whose peak is known, bfloat16                                      FLOPs / (SHARE · peak)
-    neither                                                                  FLOPs stay FLOPs
+    batch.cost, or measured on this device by `padfree plan --calibrate`     its units are seconds
+    a GPU whose peak is known, bfloat16                                      FLOPs, PEAK_FRACTION of the peak a second
+    neither                                                                  FLOPs, and no seconds
 
-What is predicted is forward and backward of the slowest rank of each micro-batch, and, where it was measured, the
-optimizer. Communication between devices, compiling, checkpoints and, in RL, rollouts and scoring come on top.
+The time is that of forward and backward on the slowest rank of each micro-batch, and of the optimizer where it was
+measured. Communication, compiling, checkpoints and, in RL, rollouts and scoring come on top.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from padfree.config import Config
 from padfree.data import default_cache_folder
 from padfree.data.store import hash_of
 from padfree.estimate.cost_file import read_cost
-from padfree.estimate.flops import peak_tflops
+from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
-from padfree.packing.cost import FORWARD_AND_BACKWARD
 
-SHARE = 0.4
+PEAK_FRACTION = 0.4
 """Of a GPU's peak, what training a dense model reaches without much effort."""
 
 IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
@@ -33,41 +32,43 @@ IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_versi
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Clock:
-    """A cost model, and how many of its units are a second."""
+class TimeModel:
+    """A cost model, and how many of its units are done in a second."""
 
     cost: CostModel
-    per_second: float | None  # None: nobody knows
+    per_second: float | None  # None: it is not known
     source: str  # in words
 
     def seconds(self, cost: float) -> float | None:
         return None if self.per_second is None else cost / self.per_second
 
 
-def choose_clock(config: Config, model_config: Any | None, gpu: str | None) -> Clock:
+def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """The best there is: a file that is named, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
     if config.batch.cost is not None:
-        return Clock(cost=read_cost(config.batch.cost), per_second=1.0, source=f"measured, {config.batch.cost}")
+        return TimeModel(cost=read_cost(config.batch.cost), per_second=1.0, source=f"measured, {config.batch.cost}")
     if model_config is None:
-        return Clock(cost=CostModel.tokens(), per_second=None, source="tokens; --model gives FLOPs")
+        return TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; --model gives FLOPs")
     here = device_name(config.run.device)
     is_here = gpu is None or gpu.lower() in here.lower()
     stored = cost_path(here, model_config, config)
     if is_here and stored.exists():
-        return Clock(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}")
-    cost = CostModel.from_config(model_config)
-    if config.lora.rank:  # the gradients of frozen weights are not needed
-        cost = replace(cost, linear=cost.linear * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD)
+        return TimeModel(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}")
+    cost = model_cost(model_config, adapters=config.lora.rank > 0)
     name = gpu or here
     peak = peak_tflops(name)
     if gpu is not None and peak is None:
         raise ValueError(f"--gpu: {gpu!r} is not in the table; give one such as H100, H200, A100, B200, or L40S")
     if peak is None:
-        return Clock(cost=cost, per_second=None, source="FLOPs; --gpu or --calibrate gives seconds")
+        return TimeModel(cost=cost, per_second=None, source="FLOPs; --gpu or --calibrate gives seconds")
     if config.model.dtype != "bfloat16":
-        return Clock(cost=cost, per_second=None, source="FLOPs; peaks are known for bfloat16 only, see --dtype")
-    return Clock(
-        cost=cost, per_second=SHARE * peak * 1e12, source=f"{SHARE:.0%} of the {peak:,.0f} TFLOP/s of {name} assumed"
+        return TimeModel(
+            cost=cost, per_second=None, source="FLOPs; peaks are known for bfloat16 only, set model.dtype=bfloat16"
+        )
+    return TimeModel(
+        cost=cost,
+        per_second=PEAK_FRACTION * peak * 1e12,
+        source=f"{PEAK_FRACTION:.0%} of the {peak:,.0f} TFLOP/s of {name} assumed",
     )
 
 

@@ -1,13 +1,13 @@
-"""A rank's own time in a step: what its layers take going forward, waiting for weights left out.
+"""How long a rank's own layers take in forward, without the waiting for weights.
 
     FSDP2's hook before the layer   waits for its weights       | our hook: a mark
     the layer                       this rank's own work        |
                                                                 | our hook: a mark
     FSDP2's hook behind the layer   frees the weights
 
-Under FSDP2 every layer is a meeting of all ranks, so the time of a whole step says nothing about who was slow. On a GPU
-marks are events, for which nobody waits before the step's numbers are read. The hooks would cut the graphs of compiled
-layers, so those are not timed.
+Under FSDP2 all ranks meet in every layer, so the time of a whole step does not say which rank was slow. On a GPU marks
+are events, and the host waits for them only when it reads the step's numbers. Compiled layers are not timed: the hooks
+would break their graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from padfree.model.structure import layers_of
 
 
 class BusyClock:
-    """The layers of a model, timed."""
+    """Times the layers of a model."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"
@@ -35,7 +35,7 @@ class BusyClock:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> BusyClock | None:
-        """None where there is nothing to compare, or where timing would cost."""
+        """None where there is nothing to compare, or where timing would slow the layers down."""
         if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
             return None
         return BusyClock(model, mesh)
@@ -51,12 +51,12 @@ class BusyClock:
             self._marks.append(time.perf_counter())
 
     def cut(self) -> list[Any]:
-        """The marks since the last call: those of one step."""
+        """The marks since the last call, which are those of one step."""
         marks, self._marks = self._marks, []
         return marks
 
     def seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        """Of each data rank, by the marks of a step. Every rank calls it, when the device is done with that step."""
+        """Of each data rank, from the marks of a step that the device is done with. Every rank calls it."""
         pairs = zip(marks[::2], marks[1::2], strict=True)
         own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
         mesh = self._mesh

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from padfree.packing import CostModel
-from padfree.planner.clock import SHARE, choose_clock, cost_path
+from padfree.planner.time_model import PEAK_FRACTION, choose_time_model, cost_path
 from tests.planner.cases import config_of
 
 MODEL = Qwen3Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
@@ -23,22 +23,22 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_gpu_named_on_the_command_line() -> None:
-    clock = choose_clock(config_of(model={"dtype": "bfloat16"}), MODEL, "H100")
-    assert clock.cost == CostModel.from_config(MODEL)
-    assert clock.seconds(989e12 * SHARE * 3) == pytest.approx(3.0)
-    assert clock.source == "40% of the 989 TFLOP/s of H100 assumed"
-    assert choose_clock(config_of(), MODEL, "H100").per_second is None  # float32 has no peak here
+    time_model = choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, "H100")
+    assert time_model.cost == CostModel.from_config(MODEL)
+    assert time_model.seconds(989e12 * PEAK_FRACTION * 3) == pytest.approx(3.0)
+    assert time_model.source == "40% of the 989 TFLOP/s of H100 assumed"
+    assert choose_time_model(config_of(), MODEL, "H100").per_second is None  # float32 has no peak here
     with pytest.raises(ValueError, match="--gpu: 'abacus' is not in the table"):
-        choose_clock(config_of(), MODEL, "abacus")
+        choose_time_model(config_of(), MODEL, "abacus")
 
 
 def test_without_a_gpu_or_a_model() -> None:
-    assert choose_clock(config_of(), MODEL, None).seconds(1.0) is None
-    assert choose_clock(config_of(), None, None).cost == CostModel.tokens()
+    assert choose_time_model(config_of(), MODEL, None).seconds(1.0) is None
+    assert choose_time_model(config_of(), None, None).cost == CostModel.tokens()
 
 
 def test_adapters_need_two_of_three_products() -> None:
-    whole, adapters = (choose_clock(config_of(lora={"rank": rank}), MODEL, None).cost for rank in (0, 4))
+    whole, adapters = (choose_time_model(config_of(lora={"rank": rank}), MODEL, None).cost for rank in (0, 4))
     assert adapters == CostModel(linear=whole.linear * 2 / 3, quadratic=whole.quadratic)
 
 
@@ -48,18 +48,18 @@ def test_a_measurement_of_this_device_is_used_and_a_named_file_goes_before_it(tm
     assert stored.parent == tmp_path / "cost"
     stored.parent.mkdir()
     MEASURED.to_json(stored)
-    clock = choose_clock(config, MODEL, None)
-    assert clock.cost == MEASURED
-    assert clock.seconds(2.5) == 2.5
-    assert "measured on cpu" in clock.source
+    time_model = choose_time_model(config, MODEL, None)
+    assert time_model.cost == MEASURED
+    assert time_model.seconds(2.5) == 2.5
+    assert "measured on cpu" in time_model.source
     # for another device, model or dtype it is not
-    assert choose_clock(config_of(model={"dtype": "bfloat16"}), MODEL, "H100").cost != MEASURED
-    assert choose_clock(config, LlamaConfig(hidden_size=64), None).cost != MEASURED
-    assert choose_clock(config_of(model={"dtype": "bfloat16"}), MODEL, None).cost != MEASURED
+    assert choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, "H100").cost != MEASURED
+    assert choose_time_model(config, LlamaConfig(hidden_size=64), None).cost != MEASURED
+    assert choose_time_model(config_of(model={"dtype": "bfloat16"}), MODEL, None).cost != MEASURED
 
     named = tmp_path / "named.json"
     CostModel(linear=7.0).to_json(named)
-    assert choose_clock(config_of(batch={"cost": str(named)}), MODEL, "H100").cost == CostModel(linear=7.0)
+    assert choose_time_model(config_of(batch={"cost": str(named)}), MODEL, "H100").cost == CostModel(linear=7.0)
 
 
 def test_the_key_does_not_depend_on_where_a_model_lies() -> None:
@@ -81,5 +81,5 @@ def test_files_that_hold_no_cost_model(text: str | None, message: str, tmp_path:
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=f"batch.cost: .*{message}") as error:
-        choose_clock(config_of(batch={"cost": str(path)}), MODEL, None)
+        choose_time_model(config_of(batch={"cost": str(path)}), MODEL, None)
     assert "\n" not in str(error.value)
