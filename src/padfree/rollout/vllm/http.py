@@ -38,6 +38,10 @@ class ServerLostError(RuntimeError):
     """A server that cannot be relied on now. Its line names the server."""
 
 
+class _IncompleteError(Exception):
+    """An answer without what was asked for."""
+
+
 class RestartedError(ServerLostError):
     """A server that answers and has lost the weights it was given."""
 
@@ -133,8 +137,8 @@ class Server:
                 ]
                 tokens, logprobs = _drawn_of(choice)
                 if len(tokens) != drawn:
-                    raise ValueError(f"{len(tokens)} tokens instead of {drawn}")
-            except (KeyError, TypeError, ValueError) as error:
+                    raise _IncompleteError(f"{len(tokens)} tokens instead of {drawn}")
+            except (_IncompleteError, KeyError, TypeError, ValueError) as error:
                 raise self._lost(f"answered without the log-probabilities of the canary ({_line(error)})") from None
             found.append(([*sequence, *tokens], [*map(float, given), *logprobs]))
         return found
@@ -229,7 +233,7 @@ class Server:
     ) -> Response:
         try:
             tokens, logprobs = _drawn_of(choice)
-        except (KeyError, TypeError, ValueError) as error:
+        except (_IncompleteError, KeyError, TypeError, ValueError) as error:
             raise self._lost(
                 f"/v1/completions answered without token ids and log-probabilities ({_line(error)})"
             ) from None
@@ -287,12 +291,12 @@ def _plain_sampling(temperature: float) -> dict[str, Any]:
 def _drawn_of(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise ValueError("token ids that are no whole numbers")
+        raise _IncompleteError("token ids that are no whole numbers")
     values = [float(value) for value in logprobs]
     if len(values) != len(tokens):
-        raise ValueError(f"{len(tokens)} tokens and {len(values)} log-probabilities")
+        raise _IncompleteError(f"{len(tokens)} tokens and {len(values)} log-probabilities")
     if not np.isfinite(values).all() or max(values, default=0.0) > 1e-4:
-        raise ValueError("log-probabilities above 0, or no numbers")
+        raise _IncompleteError("log-probabilities above 0, or no numbers")
     return tokens, values
 
 
