@@ -93,9 +93,10 @@ def first_samples(config: Config) -> list[Sample]:
     tokenizer = load_tokenizer(config)
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)
-    model = build_engine(config, mesh).model
-    writer = RolloutWriter(config, mesh, make_sampler(config, mesh, model, tokenizer), tokenizer)
-    return writer.samples(model, groups, batch=batcher.step, version=0)
+    engine = build_engine(config, mesh)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    writer = RolloutWriter(config, mesh, sampler, tokenizer)
+    return writer.samples(engine.model, groups, batch=batcher.step, version=0)
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:

@@ -102,7 +102,7 @@ def estimate_memory(
         other = skeleton(config.reference.path, trust_remote_code=code, setting="reference.path")
         reference = _counts(other, shards).all * (size if sharded else FLOAT32)
     sampler = cache = 0
-    if config.rollout.reward is not None:
+    if config.rollout.reward is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)

@@ -22,6 +22,11 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from padfree.batch import Sample
+
+Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
+"""Samples and a temperature -> the trainer's own log-probability of every token [n]. A collective of all ranks."""
+
 OnProgress = Callable[[int], None]
 """Called now and then with the number of tokens that were sampled so far."""
 

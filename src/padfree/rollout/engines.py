@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
-from padfree.rollout.base import Sampler
+from padfree.rollout.base import Sampler, Score
 
 ENGINES = {
     "in_process": "padfree.rollout.in_process:make_in_process_sampler",
@@ -18,8 +18,11 @@ ENGINES = {
 """`module:function` for each engine; the function takes what `make_sampler` takes."""
 
 
-def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any) -> Sampler:
-    """The sampler that the settings name. Every rank calls it; `trained` is the model whose weights it will get."""
+def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
+    """The sampler that the settings name. Every rank calls it; `trained` is the model whose weights it will get.
+
+    With `score` it can see that they have arrived.
+    """
     module, function = ENGINES[config.rollout.engine].split(":")
-    sampler: Sampler = getattr(import_module(module), function)(config, mesh, trained, tokenizer)
+    sampler: Sampler = getattr(import_module(module), function)(config, mesh, trained, tokenizer, score)
     return sampler

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
-from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
 from padfree.rollout.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.decode import Decoder
 from padfree.rollout.hf_cache import stop_tokens, write_responses
@@ -29,8 +29,10 @@ from padfree.rollout.weights import PolicyModel
 from padfree.warning import PadfreeWarning
 
 
-def make_in_process_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any) -> InProcessSampler:
-    """A sampler for the model of a run; `trained` says of which class it is."""
+def make_in_process_sampler(
+    config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
+) -> InProcessSampler:
+    """A sampler for the model of a run; `trained` says of which class it is. Here weights need no `score` to arrive."""
     return InProcessSampler(
         PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
         stops=stop_tokens(tokenizer, trained),

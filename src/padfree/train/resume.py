@@ -66,6 +66,16 @@ RULES: dict[str, Rule] = {
     "rollout.engine": "may change",
     "rollout.batch": "may change",
     "rollout.kv_cache_memory": "may change",
+    "rollout.servers": "may change",
+    "rollout.launch.command": "may change",
+    "rollout.launch.devices": "may change",
+    "rollout.launch.environment": "may change",
+    "rollout.transfer": "may change",
+    "rollout.transfer_folder": "may change",
+    "rollout.timeout": "may change",
+    "rollout.canary": "may change",
+    "rollout.top_p": "may change",
+    "rollout.top_k": "may change",
     "data.path": "may change if the samples stay the same",
     "data.subset": "may change if the samples stay the same",
     "data.split": "may change if the samples stay the same",
@@ -150,7 +160,7 @@ def made_with(
 
 def flat_settings(config: Config) -> dict[str, Any]:
     """Every setting by its name, as JSON gives it back, without the run folder, which may be moved."""
-    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns",))
+    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns", "rollout.launch.environment"))
     del found["run.folder"]
     return found
 

@@ -133,7 +133,8 @@ def _rollout_writer(config: Config, mesh: Mesh, engine: Engine, tokenizer: Any) 
     """What makes samples of prompts; None where the run's data are samples already."""
     if config.rollout.reward is None:
         return None
-    return RolloutWriter(config, mesh, make_sampler(config, mesh, engine.model, tokenizer), tokenizer)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    return RolloutWriter(config, mesh, sampler, tokenizer)
 
 
 def _longest(config: Config, longest: int) -> dict[str, int]:
