@@ -21,7 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from padfree.cli.demo_data import problems, train_tokenizer, write_rows
+from padfree.cli.demo.data import problems, train_tokenizer, write_rows
 from padfree.config import Config, config_from_dict
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
