@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,6 +31,7 @@ from padfree.rollout.vllm.launch import Launcher, server_command
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.run import train
 from padfree.train.setup import build_engine
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.vllm import vllm_cases
@@ -117,7 +117,7 @@ def first_samples(config: Config) -> list[Sample]:
     if mesh.loss.rank == 0:
         mark_run_folder(config)
     tokenizer = load_tokenizer(config)
-    batcher = make_batcher(config, load_source(config, tokenizer).samples)
+    batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     found = RolloutWriter(config, mesh, sampler, tokenizer).samples(
