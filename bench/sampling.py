@@ -9,13 +9,13 @@ compiled and graphs captured before the clock starts. Where a decode step spends
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from step_ways import SHAPES
+from timer import Stopwatch, median_event_seconds
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from padfree.rollout import SamplingRequest, draw
@@ -60,10 +60,10 @@ def measure(
     )
     vocabulary = int(model.config.vocab_size)
     equal = make_requests([tokens] * responses, prompt_tokens, vocabulary)
-    begin = time.perf_counter()
-    decoder.prepare(equal)
-    decoder.sample(equal[:GROUP])
-    print(f"compiled and captured in {time.perf_counter() - begin:.1f} s", flush=True)
+    with Stopwatch(device) as watch:
+        decoder.prepare(equal)
+        decoder.sample(equal[:GROUP])
+    print(f"compiled and captured in {watch.seconds:.1f} s", flush=True)
     found: dict[str, Any] = {"equal": rate(decoder, equal)}
     step = found["equal"]["seconds"] / found["equal"]["steps"] * 1e3
     report("equal lengths", found["equal"], f"{step:.2f} ms a step")
@@ -122,10 +122,9 @@ def drawn_lengths(count: int, mean: float, longest: int) -> list[int]:
 
 
 def rate(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, float]:
-    synchronize(decoder.device)
-    begin = time.perf_counter()
-    responses = decoder.sample(requests)
-    seconds = time.perf_counter() - begin
+    with Stopwatch(decoder.device) as watch:
+        responses = decoder.sample(requests)
+    seconds = watch.seconds
     tokens = sum(len(response.tokens) for response in responses)
     assert tokens == sum(request.room for request in requests)
     statistics = decoder.statistics
@@ -147,11 +146,9 @@ def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dic
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
     model.generate(input_ids, max_new_tokens=4, **options)
-    synchronize(model.device)
-    begin = time.perf_counter()
-    output = model.generate(input_ids, max_new_tokens=tokens, **options)
-    synchronize(model.device)
-    seconds = time.perf_counter() - begin
+    with Stopwatch(model.device) as watch:
+        output = model.generate(input_ids, max_new_tokens=tokens, **options)
+    seconds = watch.seconds
     written = output.shape[0] * (output.shape[1] - input_ids.shape[1])
     return {"tokens": written, "seconds": seconds, "tokens/s": written / seconds}
 
@@ -176,26 +173,10 @@ def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> di
             times["rest"] += milliseconds
     head = decoder.model.head()
     hidden = torch.zeros(len(requests), head.weight.shape[1], dtype=head.weight.dtype, device=head.weight.device)
-    times["head"] = milliseconds_of(lambda: draw.products(hidden, head))
+    (seconds,) = median_event_seconds(lambda: draw.products(hidden, head), repeats=5, calls=20)
+    times["head"] = 1e3 * seconds
     times["matmuls"] -= times["head"]
     return times
-
-
-def milliseconds_of(function: Callable[[], Any]) -> float:
-    for _ in range(3):
-        function()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(20):
-        function()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 20
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def report(name: str, found: dict[str, float], *more: str) -> None:

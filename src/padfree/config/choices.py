@@ -40,3 +40,7 @@ LayerKernels = Literal["auto", "none"]
 Compiler = Literal["none", "inductor", "aot_eager"]
 CompilerOrAuto = Literal["auto", Compiler]
 HeadMemory = Literal["speed", "low"]
+
+# rollout
+SAMPLING_ENGINES = ("in_process", "vllm")
+"""Those of `rollout.engine` that padfree has."""

@@ -100,9 +100,9 @@ class UserFunction:
         try:
             inspect.signature(function).bind(*self.arguments)
         except TypeError as error:
-            number = {1: "this argument", 2: "these two arguments"}[len(self.arguments)]
+            these = "this argument" if len(self.arguments) == 1 else f"these {len(self.arguments)} arguments"
             raise ValueError(
-                f"{self.setting}: {path!r} cannot be called with {wanted}: {error}; take {number}"
+                f"{self.setting}: {path!r} cannot be called with {wanted}: {error}; take {these}"
             ) from None
 
 

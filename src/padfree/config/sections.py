@@ -9,6 +9,7 @@ from os.path import expanduser
 from typing import Any, Literal
 
 from padfree.config.choices import (
+    SAMPLING_ENGINES,
     CheckpointingOrAuto,
     CompilerOrAuto,
     ComputeDtype,
@@ -27,8 +28,9 @@ from padfree.config.choices import (
     RunOverlong,
     ScheduleKind,
 )
+from padfree.config.functions import is_path
 from padfree.config.loss import LossConfig
-from padfree.config.rules import need
+from padfree.config.rules import closest, need
 
 
 def _expand(section: Any, *names: str) -> None:
@@ -114,7 +116,7 @@ class RolloutConfig:
     reward: str | None = None
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
-    engine: Literal["in_process", "vllm"] = "in_process"  # who samples
+    engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
     batch: int = 256  # responses a device writes at a time
     kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
     # Of vllm alone
@@ -145,6 +147,7 @@ class RolloutConfig:
         need(0 < self.timeout < math.inf, "rollout.timeout", self.timeout, "give more than 0 seconds")
         need(self.canary is None or self.canary > 0, "rollout.canary", self.canary, "give more than 0, or leave it out")
         need(self.transfer_folder != "", "rollout.transfer_folder", "", "give a folder, or leave it out")
+        self._check_engine()
         servers, command = list(self.servers), list(self.launch.command)
         if self.engine != "vllm":
             cure = "set rollout.engine=vllm, or leave it out"
@@ -157,6 +160,14 @@ class RolloutConfig:
         need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
         cure = "give the addresses of servers that run, or rollout.launch.command to have them started, and not both"
         need(bool(servers) != bool(command), "rollout.servers", servers, cure)
+
+    def _check_engine(self) -> None:
+        if self.engine in SAMPLING_ENGINES or is_path(self.engine):
+            return
+        near = closest(self.engine, SAMPLING_ENGINES)
+        meant = "" if near is None else f"did you mean {near!r}? "
+        cure = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
+        need(False, "rollout.engine", self.engine, cure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

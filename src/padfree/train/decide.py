@@ -42,6 +42,7 @@ from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
+from padfree.rollout.engines import check_engine_name
 from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
@@ -142,6 +143,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     check_placement(config, device_type)
     if config.rollout.reward is not None:
         check_reward_name(config.rollout.reward)
+        check_engine_name(config.rollout.engine)
     if is_path(config.loss.kind):
         USER_OBJECTIVE.check(config.loss.kind)
     if config.batch.cost is not None:
