@@ -21,20 +21,21 @@ import copy
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 import numpy as np
 import torch
+from timer import median_event_seconds, median_seconds
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from padfree.attention import choose_backend, varlen_attention, varlen_forward
-from padfree.batch import LayoutKind, Sample, Segments
+from padfree.batch import Sample, Segments
+from padfree.config.choices import LayoutKind
 
 SECTIONS = {"cpu": ("model",), "cuda": ("kernels", "wrapper", "context")}
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 32, 8, 128
@@ -200,15 +201,16 @@ def train_time(
     forward: Callable[[], Tensor], model: torch.nn.Module, labels: Tensor, repeats: int
 ) -> tuple[float, Tensor, float]:
     """Seconds of a forward and backward, the logits [T, V] and the norm of all gradients."""
-    times = []
-    for _ in range(repeats + 1):
-        model.zero_grad()
-        start = time.perf_counter()
+    logits = torch.empty(0)
+
+    def both() -> None:
+        nonlocal logits
         logits = forward()
         F.cross_entropy(logits, labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-        times.append(time.perf_counter() - start)
+
+    seconds = median_seconds(both, labels.device, repeats=repeats, warmup=1, before=model.zero_grad)
     norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
-    return statistics.median(times[1:]), logits.detach(), float(torch.stack(norms).norm())
+    return seconds, logits.detach(), float(torch.stack(norms).norm())
 
 
 # Kernels
@@ -235,28 +237,10 @@ class Inputs:
 
 
 def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1, ahead: bool = False) -> list[float]:
-    """Median milliseconds of each, in turns so that what drifts drifts for all; `calls` in a row are one time.
-
-    `ahead` lets the device wait at first, so that the host is ahead of it as in training, and its latency not in the
-    time.
-    """
-    for function in functions:
-        for _ in range(3):
-            function()
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for function, taken in zip(functions, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            if ahead:
-                torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(calls):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            taken.append(start.elapsed_time(end) / calls)
-    return [statistics.median(taken) for taken in times]
+    """Median milliseconds of each; `ahead`: the device waits at first, and the host's latency is not in the time."""
+    cycles = AHEAD_CYCLES if ahead else 0
+    times = median_event_seconds(*functions, repeats=repeats, calls=calls, warmup=3, sleep_cycles=cycles)
+    return [1e3 * seconds for seconds in times]
 
 
 def with_gradient(function: Callable[..., Tensor], leaves: list[Tensor], dout: Tensor) -> Callable[[], list[Tensor]]:

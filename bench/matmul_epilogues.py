@@ -10,13 +10,12 @@ take turns of `TURN` seconds and all meet the same clock; times are medians of t
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from itertools import product
 
 import torch
 from quack.gemm_config import GemmConfig
+from timer import median_of_turns
 from torch import Tensor
 
 from padfree.layers.ops import quack_matmul_epilogues as kernels
@@ -44,10 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, ways in comparisons(every_tile=arguments.tiles).items():
         print(f"\n{name}")
-        for run in ways.values():
-            run()
-        turns = [{way: microseconds(run) for way, run in ways.items()} for _ in range(TURNS)]
-        medians = {way: statistics.median(turn[way] for turn in turns) for way in ways}
+        medians = {way: 1e6 * seconds for way, seconds in median_of_turns(ways, turns=TURNS, seconds=TURN).items()}
         first = next(iter(medians.values()))
         for way, median in medians.items():
             print(f"  {way:40s} {median:8.1f} µs  {median / first:.3f}", flush=True)
@@ -103,17 +99,6 @@ def label(tile: GemmConfig, note: str) -> str:
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
-
-
-def microseconds(way: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < TURN:
-        for _ in range(10):
-            way()
-        torch.cuda.synchronize()
-        count += 10
-    return (time.perf_counter() - begin) / count * 1e6
 
 
 if __name__ == "__main__":

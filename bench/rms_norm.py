@@ -18,7 +18,6 @@ for the others. Before the times, results of every configuration are compared wi
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from timer import launch_seconds, median_event_seconds
 from torch import Tensor
 
 from padfree.layers.ops import triton_qk_norm_rope
@@ -42,6 +42,7 @@ QK_NORM_ROPE_SHAPES = {(14_918, 32, 128): 14.0, (14_918, 8, 128): 8.0}
 BANDWIDTH = 4.3e12
 EPS = 1e-6
 REPETITIONS = 12
+AHEAD_CYCLES = 200_000  # that the host may be behind
 # rows, warps, stages, resident
 FORWARD = [
     Configuration(1, 2, 1, 10), Configuration(1, 2, 1, 16), Configuration(1, 4, 1, 4), Configuration(1, 8, 1, 4),
@@ -168,31 +169,8 @@ def qk_norm_rope_lines(heads: Heads) -> list[Line]:
 
 def median(call: Callable[[], Any], flush: Tensor) -> float:
     """Microseconds on the device, the cache filled with something else before each call."""
-    for _ in range(2):
-        call()
-    make: Any = torch.cuda.Event
-    pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(REPETITIONS)]
-    for begin, end in pairs:
-        flush.zero_()
-        # The host must be ahead, or its own time is counted: this keeps the device busy meanwhile.
-        torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs)
-
-
-def host_time(call: Callable[[], Any]) -> float:
-    """Microseconds that the host takes to launch it."""
-    call()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(20):
-        call()
-    spent = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return 1e6 * spent / 20
+    times = median_event_seconds(call, repeats=REPETITIONS, before=flush.zero_, sleep_cycles=AHEAD_CYCLES, wait=False)
+    return 1e6 * times[0]
 
 
 def short(configuration: Configuration) -> str:
@@ -250,7 +228,9 @@ def bench_lines(
                 print(f"    {short(configuration):44}{found:8.1f} us {floor / found:6.2f}{mark}", flush=True)
         best[line.is_forward] = sorted(times, key=lambda configuration: times[configuration])[:3]
         if chosen in times:
-            print(f"    the host launches it in {host_time(partial(line.kernel, configuration=chosen)):.0f} us")
+            print(
+                f"    the host launches it in {1e6 * launch_seconds(partial(line.kernel, configuration=chosen)):.0f} us"
+            )
         if time.perf_counter() < deadline:
             torch._dynamo.reset()
             found = attempt("compiled", partial(median, torch.compile(line.plain, dynamic=False), flush))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from timer import Stopwatch, synchronize
 
 from padfree.batch import Sample
 from padfree.config import Config, load_config
@@ -34,7 +33,7 @@ from padfree.train.engine import Engine, PendingStep
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.settle import device_memory, settle
 from padfree.train.setup import build_engine
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
 SET_UP = 5
 
@@ -78,7 +77,7 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
     """The updates of the run's first batches, one begun while the other is at work."""
     with distributed(device=config.run.device) as device:
         mesh = make_mesh(device)
-        batcher = make_batcher(config, load_source(config, load_tokenizer(config)).samples)
+        batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
         batches = [[sample for group in groups for sample in group] for groups in islice(batcher, num_steps)]
         model = skeleton(config.model.path)
         config = settle(config, model, processes=1, device_type=device.type, memory=device_memory(device)).config
@@ -86,11 +85,10 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
         engine = build_engine(config, mesh)
         prepared = [given(engine, config, batch) for batch in batches]
         updates(engine, prepared[:SET_UP])
-        begin = time.perf_counter()
-        updates(engine, prepared[SET_UP:])
-        seconds = time.perf_counter() - begin
+        with Stopwatch() as watch:
+            updates(engine, prepared[SET_UP:])
     tokens = sum(len(sample) for samples, _ in prepared[SET_UP:] for sample in samples)
-    return {"tokens/s": tokens / seconds, "estimate": estimate / 2**30}
+    return {"tokens/s": tokens / watch.seconds, "estimate": estimate / 2**30}
 
 
 def given(engine: Engine, config: Config, batch: Sequence[Any]) -> tuple[list[Sample], list[Any] | None]:
@@ -117,8 +115,7 @@ def updates(engine: Engine, steps: Sequence[tuple[list[Sample], list[Any] | None
         earlier = pending
     assert earlier is not None
     earlier.finish()
-    if engine.mesh.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(engine.mesh.device)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
 from padfree.batch import LmHead, PackedBatch, Sample, Segments
-from padfree.cli.demo import SIZES, Demo
+from padfree.cli.demo.folder import Demo
+from padfree.cli.demo.recipes import SIZES
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -59,9 +60,14 @@ from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
 from padfree.page import Page
+from padfree.rollout import SamplingRequest
+from padfree.rollout.cached_model import CachedModel
+from padfree.rollout.decode import Decoder
+from padfree.rollout.weights import PolicyModel
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
 from tests.models import build, row, save_with_tokenizer
+from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -114,6 +120,8 @@ def one_by_one(*calls: Mistake) -> Mistake:
     return provoke
 
 
+SERVED = 'rollout.launch.command=["vllm", "serve"]'
+
 CASES["config"] = [
     ("config", lambda folder: load_config(folder / "nowhere.toml"), lambda folder: load_config(RECIPES / "sft.toml")),
     (
@@ -160,7 +168,32 @@ CASES["config"] = [
     ("reference.refresh", changed("reference.refresh=0", recipe="rl")),
     ("rollout.group", changed("rollout.group=0", recipe="rl")),
     ("rollout.max_new_tokens", changed("rollout.max_new_tokens=0", recipe="rl")),
+    ("rollout.engine", changed("rollout.engine=sglang", recipe="rl"), "rollout.engine=in_process"),
+    ("rollout.engine", changed("rollout.engine=in_proces", recipe="rl"), "rollout.engine=in_process"),
+    ("rollout.kv_cache_memory", changed("rollout.kv_cache_memory=0", recipe="rl"), "rollout.kv_cache_memory=auto"),
     ("rollout.reward", changed("rollout.reward=exact_match")),
+    ("rollout.top_p", changed("rollout.top_p=0.9", recipe="rl-vllm")),
+    ("rollout.top_k", changed("rollout.top_k=50", recipe="rl-vllm")),
+    ("rollout.timeout", changed("rollout.timeout=0", recipe="rl-vllm")),
+    ("rollout.timeout", changed("rollout.timeout=1200", recipe="rl-vllm")),
+    ("rollout.canary", changed("rollout.canary=-1", recipe="rl-vllm")),
+    ("rollout.transfer_folder", changed('rollout.transfer_folder=""', recipe="rl-vllm")),
+    ("rollout.transfer", changed("rollout.transfer=file", recipe="rl-vllm")),
+    ("rollout.launch.command", changed('rollout.launch.command=["vllm", ""]', recipe="rl-vllm"), SERVED),
+    ("rollout.launch.command", changed("rollout.launch.command=vllm", recipe="rl-local")),
+    ("rollout.launch.devices", changed("rollout.launch.devices=[]", recipe="rl-vllm"), "rollout.launch.devices=cpu"),
+    ("rollout.servers", changed("rollout.servers=http://a:1", recipe="rl-local")),
+    ("rollout.servers", changed("rollout.engine=vllm", recipe="rl-local"), "rollout.servers=http://a:1"),
+    ("rollout.servers", changed("rollout.engine=vllm", recipe="rl-local"), "rollout.launch.command=vllm"),
+    ("rollout.servers", changed("rollout.servers=http://a:1", recipe="rl-vllm"), "rollout.launch.command=[]"),
+    *(
+        ("rollout.servers", changed("rollout.launch.command=[]", f"rollout.servers={url}", recipe="rl-vllm"), right)
+        for url, right in (
+            ("localhost:8000", "rollout.servers=http://localhost:8000"),
+            ("http://", "rollout.servers=http://127.0.0.1:8000"),
+            ('["http://a:1", "http://a:1"]', "rollout.servers=http://a:1"),
+        )
+    ),
     ("batch.samples", changed("rollout.reward=exact_match", "batch.samples=12", recipe="rl")),
     ("schedule.warmup", changed("schedule.warmup=-1")),
     ("schedule.warmup", changed("schedule.warmup=9", "run.steps=3")),
@@ -320,16 +353,6 @@ CASES["packing"] = [
         lambda folder: TokenBudgetBatcher([sample()], budget=1),
     ),
     (
-        "max_tokens",
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained"),
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, count="trained", max_tokens=8),
-    ),
-    (
-        "warmup_steps",
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2),
-        lambda folder: TokenBudgetBatcher([sample()], budget=8, warmup_steps=2, warmup_start=4),
-    ),
-    (
         "budget",
         lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8))),
         lambda folder: next(iter(TokenBudgetBatcher([sample(9)], budget=8, overlong="alone"))),
@@ -343,16 +366,6 @@ CASES["packing"] = [
         "epochs",
         lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=0),
         lambda folder: FixedSizeBatcher([sample()], batch_size=2, epochs=1),
-    ),
-    (
-        "drop_last",
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2, drop_last=True),
-        lambda folder: FixedSizeBatcher([sample()], batch_size=1, drop_last=True),
-    ),
-    (
-        "max_length",
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2).padded_length,
-        lambda folder: FixedSizeBatcher([sample()], batch_size=2, max_length=4).padded_length,
     ),
     (
         "max_length",
@@ -713,6 +726,19 @@ CASES["model"] = [
 ]
 HIDDEN, WEIGHT, LABELS = torch.randn(5, 8), torch.randn(7, 8), torch.tensor([1, 2, -100, 6, 0])
 TRAINED = HIDDEN.clone().requires_grad_()
+
+
+def decoded(cache_bytes: int | None) -> Any:
+    policy = PolicyModel(model := build("qwen3"), torch.float32, torch.device("cpu"))
+    policy.update(model)
+    decoder = Decoder(CachedModel(policy.model), num_lanes=1, temperature=1.0, stops=[0], cache_bytes=cache_bytes)
+    return decoder.sample([SamplingRequest(tokens=np.arange(3), room=4, key=1)])
+
+
+CASES["rollout"] = [
+    ("rollout.kv_cache_memory", lambda folder: decoded(1000), lambda folder: decoded(None)),
+]
+
 CASES["head"] = [
     (
         "hidden",
@@ -845,53 +871,53 @@ CASES["losses"] = [
         lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", None]),
         lambda folder: losses.token_weights("group-mean", MASKS, groups=["a", "b"]),
     ),
-    ("clip low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
-    ("clip dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
-    ("gspo high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
-    ("cispo low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
+    ("loss.clip.low", lambda folder: losses.ClipSettings(low=2), lambda folder: losses.ClipSettings(low=1)),
+    ("loss.clip.dual", lambda folder: losses.ClipSettings(dual=1), lambda folder: losses.ClipSettings(dual=2)),
+    ("loss.gspo.high", lambda folder: losses.GSPOSettings(high=-1), lambda folder: losses.GSPOSettings(high=0)),
+    ("loss.cispo.low", lambda folder: losses.CISPOSettings(low=3), lambda folder: losses.CISPOSettings(low=None)),
     (
-        "token TIS",
+        "loss.token_tis",
         lambda folder: losses.TokenTISSettings(low=2, high=3),
         lambda folder: losses.TokenTISSettings(low=1, high=3),
     ),
     (
-        "sequence mask statistic",
+        "loss.sequence_mask.statistic",
         lambda folder: losses.SequenceMaskSettings(statistic="max"),
         lambda folder: losses.SequenceMaskSettings(statistic="mean"),
     ),
-    ("opsm delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
+    ("loss.opsm.delta", lambda folder: losses.OPSMSettings(delta=-1), lambda folder: losses.OPSMSettings(delta=0)),
     (
-        "old_policy",
+        "loss.old_policy",
         lambda folder: losses.PolicySettings(old_policy="other"),
         lambda folder: losses.PolicySettings(old_policy="trainer"),
     ),
     (
-        "kl_estimator",
+        "loss.kl_estimator",
         lambda folder: losses.PolicySettings(kl_estimator="k4"),
         lambda folder: losses.PolicySettings(kl_estimator="k3"),
     ),
     (
-        "kl_coefficient",
+        "loss.kl_coefficient",
         lambda folder: losses.PolicySettings(kl_coefficient=-1),
         lambda folder: losses.PolicySettings(kl_coefficient=0),
     ),
     (
-        "entropy_coefficient",
+        "loss.entropy_coefficient",
         lambda folder: losses.PolicySettings(entropy_coefficient=float("nan")),
         lambda folder: losses.PolicySettings(entropy_coefficient=0.1),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 2),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),) * 1),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="sampler"),
         lambda folder: losses.PolicySettings(corrections=(losses.TokenTISSettings(),), old_policy="trainer"),
     ),
     (
-        "corrections",
+        "loss.corrections",
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="current"),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="sampler"),
     ),
@@ -1681,3 +1707,5 @@ CASES["runs"] = [
         ),
     ),
 ]
+
+CASES["vllm"] = [*SERVER_CASES]

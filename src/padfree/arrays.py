@@ -4,6 +4,8 @@
 
 numpy has no bfloat16 and refuses tensors on a device or with a gradient; here they are no special case. Nothing is
 rounded to an integer: where whole numbers are needed, others are refused. And arithmetic on ranges of such numbers.
+
+`splitmix64` is the one source of shuffled orders and sampling keys.
 """
 
 from __future__ import annotations
@@ -110,3 +112,19 @@ def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> No
         raise ValueError(
             f"{field} of {name}: shape {array.shape} for {length} tokens; give one entry per token (prompt included)"
         )
+
+
+SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""The increment of splitmix64 and its two multipliers."""
+
+
+def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What splitmix64 gives from each of these states.
+
+    It is written out instead of taken from a library's generator, so that no version of a library can change it.
+    """
+    increment, first, second = (np.uint64(number) for number in SPLITMIX64)
+    values = states + increment
+    values = (values ^ (values >> np.uint64(30))) * first
+    values = (values ^ (values >> np.uint64(27))) * second
+    return values ^ (values >> np.uint64(31))

@@ -9,9 +9,10 @@
 
 Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
 
-Labels are shifted inside each sample here, once. Everything that belongs to a prediction is shifted with them:
-`labels[t]`, `weights[t]` and `rollout.advantages[t]` all speak of the token that position t predicts.
-From there on every per-token quantity is local, and splitting the token axis over devices is only a permutation.
+Position t predicts token t + 1 of its sample. Whatever belongs to a token is moved to the position that predicts it
+when the batch is made (`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all speak of the token
+that position t predicts. From there on every per-token quantity is local, and splitting the token axis over devices is
+only a permutation. `at_tokens` is the way back.
 
 Host arrays are numpy, device arrays are torch. Numbers a kernel launch needs on the host (`max_seqlen`, the
 offsets of the segments) are kept on the host from the start, so that nobody synchronises with the device for them.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
+from padfree.config.choices import LayoutKind
 
 IGNORE = -100
 """The label of a position that is not scored."""
@@ -43,6 +45,26 @@ def need_tensor(name: str, values: object) -> None:
         raise ValueError(f"{name}: {type(values).__name__}; give a tensor, such as torch.as_tensor({name})")
     if values.is_complex():
         raise ValueError(f"{name}: {values.dtype}; give real numbers, such as {name}.real")
+
+
+def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: int = 0) -> NDArray[Any]:
+    """[T] values of tokens, each moved to the position that predicts its token; `offsets` [B+1] bound the samples.
+
+    tokens      a b c | d e        offsets 0 3 5
+    moved       b c - | e -        the last position of a sample predicts nothing: `fill`
+    """
+    moved = np.empty_like(values)
+    moved[:-1] = values[1:]
+    moved[offsets[1:][np.diff(offsets) > 0] - 1] = fill
+    return moved
+
+
+def at_tokens(values: Tensor) -> Tensor:
+    """[T] values of predictions, each moved to the token that is predicted: the way back from `at_predictions`.
+
+    The last position of each sample predicts nothing and must hold 0, which goes to the first token of the next.
+    """
+    return values.roll(1)
 
 
 def _name(uid: str | int | None) -> str:
@@ -92,8 +114,13 @@ class Sample:
         return self.loss_mask
 
     @property
+    def scored(self) -> NDArray[np.bool_]:
+        """[n] which tokens are scored: the trained ones, except the first, which nothing predicts."""
+        return self.mask & (np.arange(len(self)) > 0)
+
+    @property
     def num_labels(self) -> int:
-        """How many tokens are scored: the trained ones, except the first of the sample."""
+        """How many tokens are scored."""
         return int(np.count_nonzero(self.mask[1:]))
 
     def truncated(self, length: int) -> Sample:
@@ -334,9 +361,6 @@ def row_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> d
         "max_length_q": segments.max_seqlen,
         "max_length_k": segments.max_seqlen,
     }
-
-
-LayoutKind = Literal["contiguous", "headtail", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import pytest
 
 import padfree
 from padfree import losses
-from padfree.config import OptimizerConfig, config_from_dict, load_config
+from padfree.config import Config, OptimizerConfig, config_from_dict, load_config
 
 NEEDED: dict[str, Any] = {
     "model": {"path": "m"},
@@ -113,6 +113,14 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
         ({"data": {"path": []}}, "data.path: []; give one file"),
         ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, clip"),
+        (
+            {"loss": {"kind": "mine"}},
+            "loss.kind: 'mine'; give one of sft, clip, gspo, cispo, reinforce, or 'module",
+        ),
+        ({"loss": {"kind": "mine.py:f"}}, "loss.kind: 'mine.py:f'; give one of"),
+        ({"loss": {"kind": "mine:f", "low": 0.1}}, "loss.low: 0.1; set loss.low=none, loss.kind 'mine:f' has no such"),
+        ({"loss": {"kind": "clip", "clip": {"low": 5}}}, "loss.clip.low: 5.0; give 0 up to 1"),
+        ({"loss": {"kind": "clip", "clip": {"low": None}}}, "loss.clip.low: None; give a number"),
         (
             {"loss": {"kind": "gspo", "dual": 3}},
             "loss.dual: 3.0; set loss.dual=none, loss.kind 'gspo' has no such bound",
@@ -244,22 +252,27 @@ CORRECTIONS: dict[str, type[Any]] = {
 }
 
 
+def objective(config: Config) -> losses.Objective:
+    settings = config.loss.settings()
+    assert isinstance(settings, losses.PolicySettings)
+    return settings.objective
+
+
 @pytest.mark.parametrize("recipe", ["rl", "rl-local"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_of_loss_alone_can_be_changed_in_a_recipe(recipe: str, kind: str) -> None:
     """The bounds of clip stay with clip: the others have those of the losses themselves."""
-    loss = load_config(RECIPES / f"{recipe}.toml", [f"loss.kind={kind}"]).loss
-    assert loss.bounds() == ({"low": 0.2, "high": 0.28} if kind == "clip" else {})
-    if kind != "clip":
-        assert KINDS[kind](**loss.bounds()) == KINDS[kind]()
+    found = objective(load_config(RECIPES / f"{recipe}.toml", [f"loss.kind={kind}"]))
+    assert found == (losses.ClipSettings(low=0.2, high=0.28) if kind == "clip" else KINDS[kind]())
 
 
 def test_bounds_of_a_kind_and_of_the_chosen_kind() -> None:
     changes = ["loss.gspo.low=1e-4", "loss.gspo.high=2e-4", "loss.clip.dual=3"]
-    assert load_config(RECIPES / "rl.toml", changes).loss.bounds() == {"low": 0.2, "high": 0.28, "dual": 3.0}
+    assert objective(load_config(RECIPES / "rl.toml", changes)) == losses.ClipSettings(low=0.2, high=0.28, dual=3.0)
     chosen = ["loss.kind=gspo", *changes]
-    assert load_config(RECIPES / "rl.toml", chosen).loss.bounds() == {"low": 1e-4, "high": 2e-4}
-    assert load_config(RECIPES / "rl.toml", [*chosen, "loss.low=0.1"]).loss.bounds() == {"low": 0.1, "high": 2e-4}
+    assert objective(load_config(RECIPES / "rl.toml", chosen)) == losses.GSPOSettings(low=1e-4, high=2e-4)
+    changed = load_config(RECIPES / "rl.toml", [*chosen, "loss.low=0.1"])
+    assert objective(changed) == losses.GSPOSettings(low=0.1, high=2e-4)
 
 
 def test_bounds_beside_the_kind_do_not_reach_another_kind(tmp_path: Path) -> None:
@@ -267,13 +280,13 @@ def test_bounds_beside_the_kind_do_not_reach_another_kind(tmp_path: Path) -> Non
         tmp_path / "own.toml",
         'model.path="m"\ndata.path="d"\nrun.folder="f"\n[batch]\nsamples=4\nmax_tokens=8\n[loss]\nkind="clip"\nlow=0.2',
     )
-    assert load_config(recipe).loss.bounds() == {"low": 0.2}
+    assert objective(load_config(recipe)) == losses.ClipSettings(low=0.2)
     with pytest.raises(
         ValueError, match=r"^loss.low: 0.2 in .* is for loss.kind 'clip', not 'gspo'; set loss.low=none"
     ):
         load_config(recipe, ["loss.kind=gspo"])
-    for cure, bounds in (("loss.low=none", {}), ("loss.low=0.001", {"low": 0.001})):
-        assert load_config(recipe, ["loss.kind=gspo", cure]).loss.bounds() == bounds
+    for cure, found in (("loss.low=none", losses.GSPOSettings()), ("loss.low=0.001", losses.GSPOSettings(low=0.001))):
+        assert objective(load_config(recipe, ["loss.kind=gspo", cure])) == found
 
 
 VALUES = (None, -1.0, 0.0, 0.5, 1.0, 1.5, 5.0, math.inf, math.nan)
@@ -292,7 +305,7 @@ def loss_config(**changes: Any) -> Callable[[], Any]:
 
 
 def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
-    """The same rules twice: once where torch is not needed."""
+    """Wherever a bound stands: in the table of its kind, beside the kind, or in the losses' own settings."""
 
     def given(**values: Any) -> dict[str, Any]:
         return {name: value for name, value in values.items() if value is not None}

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from padfree.batch import Sample, common_fields
-from padfree.data import RolloutDataSettings, Rollouts, SkippedRow, read_rollouts
+from padfree.data import RolloutData, RolloutDataSettings, SkippedRow, read_rollouts
 from tests.data.tiny_tokenizers import tiny_tokenizer
 
 CHAT = tiny_tokenizer("chatml")
 BASE = tiny_tokenizer(kind="bos")
 EOS = "<|im_end|>"
-Read = Callable[..., Rollouts]
+Read = Callable[..., RolloutData]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    def reading(rows: list[Any], tokenizer: Any = None, **changes: Any) -> Rollouts:
+    def reading(rows: list[Any], tokenizer: Any = None, **changes: Any) -> RolloutData:
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         (tmp_path / "r.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
         return read_rollouts(tmp_path / "r.jsonl", RolloutDataSettings(**changes), tokenizer=tokenizer)
@@ -31,7 +31,7 @@ def read(tmp_path: Path) -> Read:
     return reading
 
 
-def one(rollouts: Rollouts) -> Sample:
+def one(rollouts: RolloutData) -> Sample:
     (sample,) = rollouts.samples
     return sample
 

@@ -1,4 +1,4 @@
-"""Compiled layers: the same gradients whatever they save and whichever operators they have."""
+"""Compiled layers: the same gradients whatever they save and whichever operators they have; no cache is stale."""
 
 from __future__ import annotations
 

@@ -15,17 +15,16 @@ from padfree.packing.stream import FixedSizeBatcher, TokenBudgetBatcher
 
 
 class Document:
-    """A sample that knows who it is; the first `trained` of its tokens are trained on."""
+    """A sample that knows who it is."""
 
-    def __init__(self, index: int, length: int, trained: int | None = None) -> None:
+    def __init__(self, index: int, length: int) -> None:
         self.index, self.length = index, length
-        self.num_labels = length if trained is None else trained
 
     def __len__(self) -> int:
         return self.length
 
     def truncated(self, length: int) -> Document:
-        return Document(self.index, length, min(self.num_labels, length))
+        return Document(self.index, length)
 
 
 def documents(lengths: list[int]) -> list[Document]:
@@ -71,10 +70,11 @@ def test_worked_examples_of_the_design() -> None:
 
 
 def test_real_samples() -> None:
-    """Half of the tokens of each are trained on: 3, 5, 1 and 4 of them."""
-    samples = [Sample(tokens=np.arange(n), loss_mask=np.arange(n) >= n // 2, uid=n) for n in (6, 9, 2, 7)]
-    batcher = TokenBudgetBatcher(samples, budget=8, count="trained", max_tokens=20)
+    samples = [Sample(tokens=np.arange(n), uid=n) for n in (6, 9, 2, 7)]
+    batcher = TokenBudgetBatcher(samples, budget=15)
     assert [[sample.uid for sample in batch] for batch in batcher] == [[6, 9], [2, 7]]
+    ((cut,),) = TokenBudgetBatcher(samples[1:2], budget=4, overlong="truncate")
+    assert (cut.uid, cut.tokens.tolist()) == (9, [0, 1, 2, 3])
 
 
 @settings(max_examples=600, deadline=None)
@@ -101,12 +101,8 @@ def test_token_budget_resumes_at_every_position(data: st.DataObject) -> None:
     overlong = data.draw(st.sampled_from(["error", "truncate", "drop", "alone"]))
     longest = budget if overlong == "error" else 2 * budget
     lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=25))
-    samples = [Document(i, n, trained=data.draw(st.integers(0, n))) for i, n in enumerate(lengths)]
+    samples = documents(lengths)
     options: dict[str, Any] = {"budget": budget, "buffer_size": data.draw(st.integers(1, 8)), "overlong": overlong}
-    if data.draw(st.booleans()):
-        options |= {"count": "trained", "max_tokens": data.draw(st.integers(longest, 2 * longest))}
-    if data.draw(st.booleans()):
-        options |= {"warmup_start": data.draw(st.integers(1, budget)), "warmup_steps": data.draw(st.integers(1, 5))}
     kind = data.draw(st.sampled_from(["sequence", "iterable", "shuffled"]))
     if kind == "iterable":
         check_resume(lambda: TokenBudgetBatcher(iter(samples), **options))
@@ -124,26 +120,21 @@ def test_token_budget_resumes_at_every_position(data: st.DataObject) -> None:
     st.lists(st.integers(0, 9), min_size=1, max_size=25),
     st.integers(1, 6),
     st.booleans(),
-    st.booleans(),
     st.integers(1, 3),
 )
-def test_fixed_size_resumes_at_every_position(
-    lengths: list[int], batch_size: int, shuffle: bool, drop_last: bool, epochs: int
-) -> None:
-    drop_last = drop_last and batch_size <= len(lengths)
+def test_fixed_size_resumes_at_every_position(lengths: list[int], batch_size: int, shuffle: bool, epochs: int) -> None:
     samples = documents(lengths)
     check_resume(
         lambda: FixedSizeBatcher(
             samples,
             batch_size=batch_size,
             shuffle=shuffle,
-            drop_last=drop_last,
             epochs=epochs,
             max_length=6,
             overlong="truncate",
         )
     )
-    check_resume(lambda: FixedSizeBatcher(iter(samples), batch_size=batch_size, drop_last=drop_last))
+    check_resume(lambda: FixedSizeBatcher(iter(samples), batch_size=batch_size))
 
 
 def test_resume_without_end() -> None:
@@ -175,24 +166,6 @@ def test_later_samples_fill_the_gap() -> None:
     assert batches == [[0, 2], [1, 3], [4]]
 
 
-def test_trained_tokens_count_and_the_cap_holds() -> None:
-    samples = [Document(0, 10, 2), Document(1, 10, 2), Document(2, 10, 6), Document(3, 10, 4), Document(4, 10, 0)]
-    batcher = TokenBudgetBatcher(samples, budget=8, count="trained", max_tokens=30, buffer_size=5)
-    assert indices(batcher) == [[0, 1, 3], [2, 4]]
-    assert batcher.padded_length == 30
-
-
-def test_budget_warms_up_in_a_line() -> None:
-    batcher = TokenBudgetBatcher(documents([1] * 200), budget=40, buffer_size=1, warmup_start=10, warmup_steps=3)
-    assert [len(batch) for batch in batcher] == [10, 20, 30, 40, 40, 40, 20]
-
-
-def test_sample_above_a_budget_that_warms_up_is_on_its_own() -> None:
-    batcher = TokenBudgetBatcher(documents([30, 2, 2]), budget=40, buffer_size=3, warmup_start=4, warmup_steps=2)
-    assert indices(batcher) == [[0], [1, 2]]
-    assert batcher.num_overlong == 0
-
-
 def test_overlong_samples_are_counted() -> None:
     samples = documents([4, 15, 3, 11, 2])
     truncate = TokenBudgetBatcher(samples, budget=10, overlong="truncate")
@@ -202,20 +175,6 @@ def test_overlong_samples_are_counted() -> None:
     alone = TokenBudgetBatcher(samples, budget=10, overlong="alone")
     assert indices(alone) == [[0, 2, 4], [1], [3]]
     assert truncate.num_overlong == drop.num_overlong == alone.num_overlong == 2
-
-
-def test_truncation_to_trained_tokens() -> None:
-    """A real sample is cut where its budget of trained tokens is used up, or at the cap, whichever is first."""
-    sample = Sample(tokens=np.arange(20), loss_mask=np.arange(20) >= 10)
-    for budget, max_tokens, length in ((4, 100, 14), (4, 12, 12), (50, 15, 15)):
-        batcher = TokenBudgetBatcher(
-            [sample], budget=budget, count="trained", max_tokens=max_tokens, overlong="truncate"
-        )
-        ((cut,),) = batcher
-        assert len(cut) == length
-        assert cut.num_labels == min(budget, max(0, length - 10))
-    ((row,),) = TokenBudgetBatcher([list(range(20))], budget=7, overlong="truncate")
-    assert row == list(range(7))
 
 
 def test_nothing_is_lost_by_an_error() -> None:
@@ -235,27 +194,10 @@ def test_nothing_is_lost_by_an_error() -> None:
             assert fixed.state_dict()["position"] == 0
 
 
-def test_overlong_by_either_limit() -> None:
-    for budget, max_tokens, field in ((5, 20, "budget: 5"), (9, 12, "max_tokens: 12")):
-        batcher = TokenBudgetBatcher([Document(0, 15, 6)], budget=budget, count="trained", max_tokens=max_tokens)
-        with pytest.raises(ValueError, match=rf"{field} is less than sample 0 .* 15 tokens \(6 trained\)"):
-            next(batcher)
-
-
 def test_last_batch() -> None:
     samples = documents([1] * 5)
     assert indices(FixedSizeBatcher(samples, batch_size=2, epochs=2)) == [[0, 1], [2, 3], [4], [0, 1], [2, 3], [4]]
-    for source, epochs in ((samples, 2), (iter(samples), 1)):
-        batcher = FixedSizeBatcher(source, batch_size=2, epochs=epochs, drop_last=True)
-        assert indices(batcher) == [[0, 1], [2, 3]] * epochs
-        assert batcher.num_dropped == epochs
-
-
-def test_padded_length() -> None:
-    assert FixedSizeBatcher([], batch_size=2, max_length=4).padded_length == 8
-    assert TokenBudgetBatcher([], budget=10).padded_length == 10
-    with pytest.raises(ValueError, match="max_length: not set"):
-        _ = FixedSizeBatcher([], batch_size=2).padded_length
+    assert indices(FixedSizeBatcher(iter(samples), batch_size=2)) == [[0, 1], [2, 3], [4]]
 
 
 def test_rows_of_a_data_set_need_a_length() -> None:
@@ -282,8 +224,6 @@ def other(settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     changed = {
         "budget": 11,
         "buffer_size": 5,
-        "count": {"count": "trained", "max_tokens": 50},
-        "warmup_start": {"warmup_start": 2, "warmup_steps": 3},
         "overlong": "drop",
         "shuffle": True,
         "seed": 1,
@@ -300,6 +240,18 @@ def test_state_of_another_configuration(name: str, options: dict[str, Any]) -> N
     state = TokenBudgetBatcher(documents([1, 2, 3, 4]), budget=10, buffer_size=4).state_dict()
     with pytest.raises(ValueError, match=f"^{name}: the state was saved with"):
         TokenBudgetBatcher(**options).load_state_dict(state)
+
+
+def test_a_state_may_have_settings_that_a_stream_does_not_have() -> None:
+    samples = documents([1, 2, 3])
+    for make in (lambda: TokenBudgetBatcher(samples, budget=3), lambda: FixedSizeBatcher(samples, batch_size=2)):
+        begun = make()
+        next(begun)
+        state = begun.state_dict()
+        state["settings"]["drop_last"] = False
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == begun.state_dict() | {"settings": resumed.state_dict()["settings"]}
 
 
 def test_state_of_another_kind() -> None:
@@ -327,11 +279,6 @@ def test_state_of_an_iterable() -> None:
     [
         (lambda: TokenBudgetBatcher([], budget=0), "budget: 0"),
         (lambda: TokenBudgetBatcher([], budget=1, buffer_size=0), "buffer_size: 0"),
-        (lambda: TokenBudgetBatcher([], budget=1, count="some"), "count: 'some'"),
-        (lambda: TokenBudgetBatcher([], budget=1, count="trained"), "max_tokens: None with count='trained'"),
-        (lambda: TokenBudgetBatcher([], budget=1, max_tokens=5), "max_tokens: 5 with count='all'"),
-        (lambda: TokenBudgetBatcher([], budget=1, warmup_steps=5), "warmup_steps: 5 with warmup_start None"),
-        (lambda: TokenBudgetBatcher([], budget=1, warmup_start=2, warmup_steps=5), "warmup_start: 2 is above"),
         (lambda: TokenBudgetBatcher([], budget=1, overlong="cut"), "overlong: 'cut'"),
         (lambda: TokenBudgetBatcher([], budget=1, seed=-1), "seed: -1"),
         (lambda: TokenBudgetBatcher([], budget=1, epochs=0), "epochs: 0"),
@@ -339,7 +286,6 @@ def test_state_of_an_iterable() -> None:
         (lambda: TokenBudgetBatcher(iter([]), budget=1, epochs=None), "source: an iterable without len"),
         (lambda: FixedSizeBatcher([], batch_size=0), "batch_size: 0"),
         (lambda: FixedSizeBatcher([], batch_size=1, overlong="drop"), "overlong: 'drop'"),
-        (lambda: FixedSizeBatcher([1], batch_size=2, drop_last=True), "drop_last: a source of 1 samples"),
     ],
 )
 def test_bad_input(make: Callable[[], object], message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from padfree.batch import Sample
 from padfree.planner.steps import load_steps, read_lengths, rollout_steps, sft_steps
-from padfree.train.sources import make_batcher
+from padfree.train.training_data import make_batcher
 from tests.planner.cases import config_of, log_normal
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.rollout.noise import _mixed, _mixed_on_device, gumbel_noise, response_keys
+from padfree.arrays import splitmix64
+from padfree.rollout.noise import _mixed_on_device, gumbel_noise, response_keys
 
 
 def test_keys_depend_on_seed_batch_and_number_alone() -> None:
@@ -18,10 +19,10 @@ def test_keys_depend_on_seed_batch_and_number_alone() -> None:
 
 def test_the_hash_is_splitmix64_and_stays_so() -> None:
     """A changed hash would change the rollouts of resumed runs."""
-    assert _mixed(np.zeros(1, np.uint64)).tolist() == [0xE220A8397B1DCDAF], "what splitmix64 begins with from 0"
+    assert splitmix64(np.zeros(1, np.uint64)).tolist() == [0xE220A8397B1DCDAF], "what splitmix64 begins with from 0"
     values = np.array([0, 1, 2**63, 2**64 - 1, 123456789], np.uint64)
     on_device = _mixed_on_device(torch.from_numpy(values.view(np.int64).copy()))
-    assert np.array_equal(on_device.numpy().view(np.uint64), _mixed(values))
+    assert np.array_equal(on_device.numpy().view(np.uint64), splitmix64(values))
     assert response_keys(1, 2, np.array([3, 4])).tolist() == [-3426316478316322125, -4390005432366339039]
 
 

@@ -20,7 +20,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.train.determinism import deterministic
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.loop import Loop, RunResult
-from padfree.train.sources import make_batcher
+from padfree.train.training_data import make_batcher
 from tests.ranks import run_ranks
 from tests.train.cases import alone, weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config

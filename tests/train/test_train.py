@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from padfree.config import Config, LossConfig, SequenceTISConfig, config_from_dict
+from padfree.config import Config, LossConfig, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
 from padfree.train.run import train
-from padfree.train.setup import build_engine, loss_settings
-from padfree.train.sources import load_tokenizer
+from padfree.train.setup import build_engine
+from padfree.train.training_data import load_tokenizer
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 
@@ -125,7 +125,7 @@ def test_settings_reach_the_parts(model_folder: Path, tmp_path: Path) -> None:
     assert (engine.scorer.temperature, engine.scorer.max_tokens) == (0.5, 64)
     assert (engine.scorer.rows.layout, engine.scorer.rows.method) == ("headtail", "ring")
     assert all(layer.gradient_checkpointing for layer in engine.model.model.layers)
-    settings = loss_settings(config.loss)
+    settings = config.loss.settings()
     assert (settings.objective.low, settings.objective.high) == (0.1, 0.2)  # type: ignore[union-attr]
     assert engine.optimizer.param_groups[0]["eps"] == 1e-4
 
@@ -134,9 +134,9 @@ def test_corrections_have_their_own_settings() -> None:
     config = LossConfig(
         kind="clip",
         corrections=("sequence_tis", "opsm"),
-        sequence_tis=SequenceTISConfig(high=3.0, geometric=True),
+        sequence_tis=SequenceTISSettings(high=3.0, geometric=True),
     )
-    settings = loss_settings(config)
+    settings = config.settings()
     assert isinstance(settings, PolicySettings)
     assert settings.corrections == (SequenceTISSettings(high=3.0, geometric=True), OPSMSettings())
 

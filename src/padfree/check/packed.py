@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -24,9 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import IGNORE, LayoutKind, Sample
+from padfree.batch import IGNORE, Sample
 from padfree.check.compare import Extent, extent
 from padfree.check.model_source import ModelSource
+from padfree.config.choices import LayoutKind
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
@@ -141,9 +143,10 @@ class PackedPath:
         """As `logprobs`, with a pad of the tokens `fill(length)`."""
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
+        scores = partial(self.scorer._scores, self.scorer.temperature)
         with torch.no_grad():
             for batch, indices in self._padded(_all_scored(samples), fill).rows:
-                row = gather_tokens(inside(self.model, self.scorer._scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
                 for index, values in zip(indices, batch.packed.unpack(row), strict=True):
@@ -172,7 +175,6 @@ class PackedPath:
             group=context.group if context.size > 1 else None,
             kind=settings.layout,
             method=settings.method,
-            backend=settings.attention,
         )
         return replace(batch, packed=packed, local=local, num_labels=int((local.labels != IGNORE).sum()))
 

@@ -15,7 +15,7 @@ from padfree.batch import Sample
 from padfree.config import DataConfig
 from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_sft, read_rollouts
 from padfree.data.sources import open_sources
-from padfree.train.sources import open_tokenizer, text_settings
+from padfree.train.training_data import open_tokenizer, text_settings
 
 SHORTEST, LONGEST = 3, 96
 """Tokens of random samples."""

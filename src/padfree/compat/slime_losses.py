@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.arrays import number_array
+from padfree.config.choices import KLEstimator
+from padfree.config.loss_settings import ClipSettings
 from padfree.losses import checks
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
-from padfree.losses.policy import clipped_ratio
+from padfree.losses.objectives.clip import clipped_ratio
 from padfree.losses.segments import segment_sum, spread
-from padfree.losses.settings import ClipSettings, KLEstimator
 
 
 def selective_log_softmax(logits: Tensor, input_ids: Tensor) -> Tensor:

@@ -11,21 +11,14 @@ setting that is missing are each one line that names the setting and the cure.
 This package imports neither torch nor any other part of padfree, so that a recipe can be checked where neither works.
 """
 
-from padfree.config.loss import (
-    BandConfig,
-    ClipConfig,
-    LossConfig,
-    OPSMConfig,
-    RatioConfig,
-    SequenceMaskConfig,
-    SequenceTISConfig,
-)
+from padfree.config.loss import LossConfig
 from padfree.config.reader import config_from_dict, load_config
 from padfree.config.sections import (
     BatchConfig,
     CheckpointConfig,
     Config,
     DataConfig,
+    LaunchConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -38,25 +31,20 @@ from padfree.config.sections import (
 )
 
 __all__ = [
-    "BandConfig",
     "BatchConfig",
     "CheckpointConfig",
-    "ClipConfig",
     "Config",
     "DataConfig",
+    "LaunchConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
-    "OPSMConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "RatioConfig",
     "ReferenceConfig",
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",
-    "SequenceMaskConfig",
-    "SequenceTISConfig",
     "TrackConfig",
     "config_from_dict",
     "load_config",

@@ -1,138 +1,117 @@
 """The settings of the loss.
 
-Bounds belong to a kind of loss: `[loss.clip]` is not used by gspo, so that `loss.kind=gspo` alone is a whole change.
+    [loss]                   [loss.clip]        [loss.gspo]       a table for each kind of loss and each correction:
+    kind = "clip"            high = 0.28        low = 1e-4        the losses' own settings (`loss_settings`)
+    settings() -> PolicySettings(objective=ClipSettings(high=0.28), ...)
 
-The rules are those of `padfree.losses.settings`, and a test compares the two. They stand here once more because a
-recipe is judged where torch need not be imported.
+Bounds belong to a kind of loss: `[loss.clip]` is not used by gspo, so that `loss.kind=gspo` alone is a whole change.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from padfree.config.rules import need
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BandConfig:
-    """Bounds of an importance weight; None: those of `padfree.losses`."""
-
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceTISConfig(BandConfig):
-    geometric: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceMaskConfig(BandConfig):
-    statistic: Literal["mean", "sum", "token"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OPSMConfig:
-    delta: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RatioConfig:
-    """Bounds of the ratio in `gspo` and `cispo`; None: those of `padfree.losses`."""
-
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipConfig(RatioConfig):
-    dual: float | None = None
-
-
-BOUNDS = {"clip": ("low", "high", "dual"), "gspo": ("low", "high"), "cispo": ("low", "high")}
-"""Which bounds a kind of loss has."""
-
-BANDS = {"token_tis": (0.0, 2.0), "sequence_tis": (0.0, 2.0), "icepop": (0.5, 5.0), "sequence_mask": (0.5, 2.0)}
-"""Low and high of the corrections where a recipe says neither."""
-
-
-def _check_bounds(prefix: str, bounds: dict[str, Any]) -> None:
-    """Bounds of a ratio: it is kept in [1 - low, 1 + high]."""
-    low, high, dual = (bounds.get(name) for name in ("low", "high", "dual"))
-    need(low is None or 0 <= low <= 1, f"{prefix}low", low, "give 0 up to 1")
-    need(high is None or high >= 0, f"{prefix}high", high, "give 0 or more")
-    need(dual is None or dual > 1, f"{prefix}dual", dual, "give more than 1, or leave it out")
+from padfree.config.choices import Advantage, KLEstimator, OldPolicy, WeightMode
+from padfree.config.functions import is_path
+from padfree.config.loss_settings import (
+    CISPOSettings,
+    ClipSettings,
+    Correction,
+    CustomObjective,
+    GSPOSettings,
+    IcePopSettings,
+    Objective,
+    OPSMSettings,
+    PolicySettings,
+    ReinforceSettings,
+    SequenceMaskSettings,
+    SequenceTISSettings,
+    SFTSettings,
+    TokenTISSettings,
+    check_number,
+)
+from padfree.config.rules import closest, need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """What is minimised. Everything below `temperature` is for RL; `None` bounds are those of `padfree.losses`.
+    """What is minimised. Everything below `temperature` is for RL.
 
-    `clip`, `gspo` and `cispo` are the bounds of each kind: those of the others wait. `low`, `high` and `dual` are for
-    the kind that is chosen, whatever its table says.
+    The fields that are an `Objective` are the kinds of policy loss, and those that are a `Correction` the corrections:
+    a line here adds one. `low`, `high` and `dual` are for the kind that is chosen, whatever its table says.
     """
 
-    kind: Literal["sft", "clip", "gspo", "cispo", "reinforce"] = "sft"
-    weights: Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"] = (
-        "token-mean"
-    )
+    kind: str = "sft"  # or one of the objectives below, or the user's own as module:function
+    weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights = "constant"
     temperature: float = 1.0
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"] = "grpo"
+    advantage: Advantage = "grpo"
     low: float | None = None
     high: float | None = None
     dual: float | None = None
-    clip: ClipConfig = ClipConfig()
-    gspo: RatioConfig = RatioConfig()
-    cispo: RatioConfig = RatioConfig()
-    old_policy: Literal["trainer", "sampler", "current"] = "trainer"
-    corrections: tuple[Literal["token_tis", "sequence_tis", "icepop", "sequence_mask", "opsm"], ...] = ()
-    token_tis: BandConfig = BandConfig()  # settings of the corrections that are named
-    sequence_tis: SequenceTISConfig = SequenceTISConfig()
-    icepop: BandConfig = BandConfig()
-    sequence_mask: SequenceMaskConfig = SequenceMaskConfig()
-    opsm: OPSMConfig = OPSMConfig()
+    clip: ClipSettings = field(default_factory=ClipSettings)
+    gspo: GSPOSettings = field(default_factory=GSPOSettings)
+    cispo: CISPOSettings = field(default_factory=CISPOSettings)
+    reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
+    old_policy: OldPolicy = "trainer"
+    corrections: tuple[str, ...] = ()  # names of those below
+    token_tis: TokenTISSettings = field(default_factory=TokenTISSettings)
+    sequence_tis: SequenceTISSettings = field(default_factory=SequenceTISSettings)
+    icepop: IcePopSettings = field(default_factory=IcePopSettings)
+    sequence_mask: SequenceMaskSettings = field(default_factory=SequenceMaskSettings)
+    opsm: OPSMSettings = field(default_factory=OPSMSettings)
     kl_coefficient: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
     epochs: int = 1  # passes over a rollout batch
     mini_batches: int = 1  # optimizer steps in a pass
 
-    def bounds(self) -> dict[str, float]:
-        """The bounds of the chosen kind that are given, by name."""
-        found = {}
-        for name in BOUNDS.get(self.kind, ()):
-            value = getattr(self, name)
-            value = getattr(getattr(self, self.kind), name) if value is None else value
-            if value is not None:
-                found[name] = value
-        return found
+    def settings(self) -> SFTSettings | PolicySettings:
+        """The loss as `padfree.losses` computes it."""
+        if self.kind == "sft":
+            return SFTSettings()
+        return PolicySettings(
+            objective=self._objective(),
+            old_policy=self.old_policy,
+            corrections=tuple(getattr(self, name) for name in self.corrections),
+            kl_coefficient=self.kl_coefficient,
+            kl_estimator=self.kl_estimator,
+            entropy_coefficient=self.entropy_coefficient,
+        )
+
+    def _objective(self) -> Objective:
+        if is_path(self.kind):
+            return CustomObjective(path=self.kind)
+        chosen: Objective = getattr(self, self.kind)
+        given = {name: value for name in BOUNDS if (value := getattr(self, name)) is not None}
+        return replace(chosen, **given)
 
     def needs_sampler_logprobs(self) -> bool:
         """Whether the log-probabilities that the sampler reported are part of the loss."""
-        return self.kind != "sft" and (self.old_policy == "sampler" or bool({*self.corrections} - {"opsm"}))
+        settings = self.settings()
+        return isinstance(settings, PolicySettings) and settings.needs_sampler_logprobs
 
     def __post_init__(self) -> None:
+        self._check_kind()
         need(0 < self.temperature < math.inf, "loss.temperature", self.temperature, "give more than 0")
         for name in ("epochs", "mini_batches"):
             need(getattr(self, name) >= 1, f"loss.{name}", getattr(self, name), "give 1 or more")
         self._check_weights()
-        for name in ("low", "high", "dual"):
-            value = getattr(self, name)
-            fits = value is None or name in BOUNDS.get(self.kind, ())
-            need(fits, f"loss.{name}", value, f"set loss.{name}=none, loss.kind {self.kind!r} has no such bound")
-        _check_bounds("loss.", {name: getattr(self, name) for name in ("low", "high", "dual")})
-        for kind in BOUNDS:
-            _check_bounds(f"loss.{kind}.", asdict(getattr(self, kind)))
+        self._check_bounds()
         self._check_corrections()
-        fits = 0 <= self.kl_coefficient < math.inf
-        need(fits, "loss.kl_coefficient", self.kl_coefficient, "give 0 or more")
-        fits = math.isfinite(self.entropy_coefficient)
-        need(fits, "loss.entropy_coefficient", self.entropy_coefficient, "give a finite number")
         if self.kind == "sft":
             self._check_sft()
+        self.settings()  # has rules of its own
+
+    def _check_kind(self) -> None:
+        known = ("sft", *OBJECTIVES)
+        if self.kind in known or is_path(self.kind):
+            return
+        near = closest(self.kind, known)
+        meant = "" if near is None else f"did you mean {near!r}? "
+        need(False, "loss.kind", self.kind, f"{meant}give one of {', '.join(known)}, or 'module:function'")
 
     def _check_weights(self) -> None:
         constant = self.constant
@@ -143,27 +122,25 @@ class LossConfig:
             cure = f"set loss.constant=none, loss.weights {self.weights!r} has no divisor of its own"
             need(constant is None, "loss.constant", constant, cure)
 
+    def _check_bounds(self) -> None:
+        kind = OBJECTIVES.get(self.kind)
+        own = () if kind is None else tuple(entry.name for entry in fields(kind))
+        for name in BOUNDS:
+            value = getattr(self, name)
+            cure = f"set loss.{name}=none, loss.kind {self.kind!r} has no such bound"
+            need(value is None or name in own, f"loss.{name}", value, cure)
+            if kind is not None and value is not None:
+                check_number(kind, name, value, "loss.")
+
     def _check_corrections(self) -> None:
-        for name in ("token_tis", "sequence_tis", "icepop", "sequence_mask", "opsm"):
-            for setting, value in asdict(getattr(self, name)).items():
-                asked = value is None or name in self.corrections
-                need(asked, f"loss.{name}.{setting}", value, f"leave it out, or add {name!r} to loss.corrections")
-        for name, (low, high) in BANDS.items():
-            band = getattr(self, name)
-            low, high = low if band.low is None else band.low, high if band.high is None else band.high
-            right = 0 <= low <= 1 <= high and low < high
-            need(right, f"loss.{name}", [low, high], "give 0 <= low <= 1 <= high, and low < high")
-        delta = self.opsm.delta
-        need(delta is None or delta >= 0, "loss.opsm.delta", delta, "give 0 or more")
         names = list(self.corrections)
-        need(len(set(names)) == len(names), "loss.corrections", names, "give each of them once")
-        if self.old_policy == "sampler":
-            alone = set(names) <= {"opsm"}
-            cure = "set loss.old_policy=trainer, with 'sampler' the sampler is compared with itself"
-            need(alone, "loss.corrections", names, cure)
-        if self.old_policy == "current":
-            cure = "set loss.old_policy=trainer, with 'current' opsm never masks"
-            need("opsm" not in names, "loss.corrections", names, cure)
+        cure = f"give a list, each one of {', '.join(CORRECTIONS)}"
+        need(set(names) <= CORRECTIONS.keys(), "loss.corrections", names, cure)
+        for name, kind in CORRECTIONS.items():
+            for entry in fields(kind):
+                value = getattr(getattr(self, name), entry.name)
+                asked = value == entry.default or name in names
+                need(asked, f"loss.{name}.{entry.name}", value, f"leave it out, or add {name!r} to loss.corrections")
 
     def _check_sft(self) -> None:
         """Nothing of RL may be set and then not be used."""
@@ -178,3 +155,17 @@ class LossConfig:
             need(value == unset, f"loss.{name}", value, "leave it out, SFT has no such term")
         need(self.weights != "group-mean", "loss.weights", self.weights, "choose another, SFT has no groups")
         need(self.epochs == self.mini_batches == 1, "loss.epochs", self.epochs, "leave it out, SFT has data.epochs")
+
+
+Table = TypeVar("Table", Objective, Correction)
+
+
+def _tables(kind: type[Table]) -> dict[str, type[Table]]:
+    """The fields of `LossConfig` that hold settings of this kind, by name."""
+    factories: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(LossConfig)}
+    return {name: made for name, made in factories.items() if isinstance(made, type) and issubclass(made, kind)}
+
+
+BOUNDS = ("low", "high", "dual")
+OBJECTIVES = _tables(Objective)
+CORRECTIONS = _tables(Correction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -10,6 +9,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from padfree.config.loss import BOUNDS
+from padfree.config.rules import closest
 from padfree.config.sections import Config
 
 
@@ -37,7 +38,7 @@ def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequen
     """Bounds that a file gives beside its own kind of loss must not reach another kind that an override chooses."""
     loss = _loss_of(values)
     said = {override.partition("=")[0].strip() for override in overrides}
-    for name in ("low", "high", "dual"):
+    for name in BOUNDS:
         inherited = loss.get(name) is not None and f"loss.{name}" not in said
         if inherited and kind is not None and loss.get("kind") != kind:
             raise ValueError(
@@ -114,9 +115,9 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
 
 
 def _closest(name: str, names: Sequence[str], prefix: str) -> str:
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if found:
-        return f"did you mean {prefix}{found[0]}?"
+    near = closest(name, names)
+    if near is not None:
+        return f"did you mean {prefix}{near}?"
     return f"there are {', '.join(prefix + each for each in names)}"
 
 
@@ -128,8 +129,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"
-        if isinstance(value, str) and (near := difflib.get_close_matches(value, choices, n=1, cutoff=0.5)):
-            cure = f"did you mean {near[0]!r}? {cure}"
+        if isinstance(value, str) and (near := closest(value, choices)) is not None:
+            cure = f"did you mean {near!r}? {cure}"
         raise ValueError(f"{name}: {value!r}; {cure}")
     return converted
 

@@ -1,11 +1,34 @@
-"""How a setting that cannot be is refused."""
+"""How a setting that cannot be is refused, and how an error of other code is shown."""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Sequence
+from typing import Any, get_args
 
 
 def need(right: bool, name: str, value: Any, cure: str) -> None:
     """One line with the setting, its value and the cure, unless it is right."""
     if not right:
         raise ValueError(f"{name}: {value!r}; {cure}")
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Refuse what is none of the `choices`, a `Literal` or a list of names."""
+    names = get_args(choices) or tuple(choices)
+    need(isinstance(value, str) and value in names, name, value, f"give one of {', '.join(names)}")
+
+
+def closest(value: str, names: Sequence[str]) -> str | None:
+    """The name that was probably meant, if one is near."""
+    found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def shown_error(error: Exception) -> str:
+    """What kind of error it is, and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0]

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from os.path import expanduser
 from typing import Any, Literal
 
+from padfree.config.choices import (
+    SAMPLING_ENGINES,
+    CheckpointingOrAuto,
+    CompilerOrAuto,
+    ComputeDtype,
+    ContextMethod,
+    DeviceName,
+    ExportDtype,
+    HeadMemory,
+    Init,
+    LayerKernels,
+    LayoutKind,
+    LoraExport,
+    LossOn,
+    OnBadRow,
+    Overlong,
+    PromptFormat,
+    RunOverlong,
+    ScheduleKind,
+)
+from padfree.config.functions import is_path
 from padfree.config.loss import LossConfig
-from padfree.config.rules import need
+from padfree.config.rules import closest, need
 
 
 def _expand(section: Any, *names: str) -> None:
@@ -26,9 +48,9 @@ class ModelConfig:
     """`path`: a folder, a Hub id, or a config file (random weights). `dtype` is what is computed in."""
 
     path: str
-    init: Literal["weights", "random"] = "weights"  # random: whatever weights there are, the run begins without them
+    init: Init = "weights"  # random: whatever weights there are, the run begins without them
     tokenizer: str | None = None  # None: that of the model
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: ComputeDtype = "float32"
     attention: str = "auto"
     trust_remote_code: bool = False
 
@@ -45,7 +67,7 @@ class LoraConfig:
     alpha: float | None = None  # None: the rank, a scale of 1
     dropout: float = 0.0
     targets: tuple[str, ...] = ("all-linear",)  # or names of modules, such as q_proj
-    export: Literal["merged", "adapter"] = "merged"
+    export: LoraExport = "merged"
 
     def __post_init__(self) -> None:
         need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
@@ -71,8 +93,22 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """vLLM servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
+
+    command: tuple[str, ...] = ()  # its words; the model, the port and what else the run needs are added
+    devices: tuple[str, ...] = ("0",)  # CUDA_VISIBLE_DEVICES of each server; "cpu": none
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        need(all(self.command), "rollout.launch.command", list(self.command), "give words, none of them empty")
+        cure = 'give CUDA_VISIBLE_DEVICES of each server, such as ["0", "1"], or "cpu"'
+        need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), cure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """In-process rollouts: `reward` names a built-in or `module:function`; None: `data.path` holds finished rollouts.
+    """Rollouts of the run itself: `reward` names a built-in or `module:function`; None: `data.path` has finished ones.
 
     With it `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
     """
@@ -80,11 +116,58 @@ class RolloutConfig:
     reward: str | None = None
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
-    batch: int = 64  # responses a device writes at a time
+    engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
+    batch: int = 256  # responses a device writes at a time
+    kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
+    # Of vllm alone
+    servers: tuple[str, ...] = ()  # addresses of servers that run
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    transfer: Literal["group", "files"] = "group"  # how weights get to servers
+    transfer_folder: str | None = None  # of files, seen by run and servers; None: memory, or the run folder
+    timeout: float = 600.0
+    canary: float | None = None  # mean difference of log-probabilities that is allowed; None: by model.dtype
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes; None: auto."""
+        return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
             need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
+        if self.kv_cache_memory != "auto":
+            memory = self.kv_cache_memory
+            need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
+        _expand(self, "transfer_folder")
+        cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
+        need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
+        need(self.top_k is None, "rollout.top_k", self.top_k, cure)
+        need(0 < self.timeout < math.inf, "rollout.timeout", self.timeout, "give more than 0 seconds")
+        need(self.canary is None or self.canary > 0, "rollout.canary", self.canary, "give more than 0, or leave it out")
+        need(self.transfer_folder != "", "rollout.transfer_folder", "", "give a folder, or leave it out")
+        self._check_engine()
+        servers, command = list(self.servers), list(self.launch.command)
+        if self.engine != "vllm":
+            cure = "set rollout.engine=vllm, or leave it out"
+            need(not servers, "rollout.servers", servers, cure)
+            need(not command, "rollout.launch.command", command, cure)
+            return
+        for url in servers:
+            right = re.fullmatch(r"https?://[^/:\s]+(:\d{1,5})?(/\S*)?", url) is not None
+            need(right, "rollout.servers", url, 'give addresses such as ["http://127.0.0.1:8000"]')
+        need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
+        cure = "give the addresses of servers that run, or rollout.launch.command to have them started, and not both"
+        need(bool(servers) != bool(command), "rollout.servers", servers, cure)
+
+    def _check_engine(self) -> None:
+        if self.engine in SAMPLING_ENGINES or is_path(self.engine):
+            return
+        near = closest(self.engine, SAMPLING_ENGINES)
+        meant = "" if near is None else f"did you mean {near!r}? "
+        cure = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
+        need(False, "rollout.engine", self.engine, cure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +178,13 @@ class DataConfig:
     subset: str | None = None  # of a Hub id
     split: str = "train"  # of a Hub id
     columns: dict[str, str] = field(default_factory=dict)
-    loss_on: Literal["assistant", "last", "all"] = "assistant"
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    loss_on: LossOn = "assistant"
+    prompt_format: PromptFormat = "auto"
     chat_template: str | None = None  # a file; None: the tokenizer's own
     append_eos: bool = True
     max_length: int | None = None
-    overlong: Literal["error", "truncate", "drop"] = "error"
-    on_bad_row: Literal["error", "skip"] = "error"
+    overlong: Overlong = "error"
+    on_bad_row: OnBadRow = "error"
     shuffle: bool = True
     epochs: int | None = 1  # None: until run.steps
 
@@ -123,7 +206,7 @@ class BatchConfig:
     samples: int | None = None
     tokens: int | None = None
     max_tokens: int
-    overlong: Literal["error", "alone"] = "error"  # a sample longer than tokens or max_tokens
+    overlong: RunOverlong = "error"  # a sample longer than tokens or max_tokens
     buffer: int = 256  # samples that a token budget chooses from
     cost: str | None = None  # a file of `padfree plan --calibrate`; None: counted from the model's config
 
@@ -161,7 +244,7 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate's course: `warmup` steps up, then as `kind` says down to `final` of it at `run.steps`."""
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: ScheduleKind = "constant"
     warmup: int = 0
     final: float = 0.0
 
@@ -176,17 +259,17 @@ class ParallelConfig:
 
     context: int = 1
     replicate: int = 1
-    layout: Literal["contiguous", "headtail", "balanced"] = "balanced"
-    method: Literal["allgather", "ring", "ulysses"] = "allgather"
-    checkpointing: Literal["auto", "none", "host", "selective", "full"] = "auto"  # the fastest that fits the device
-    compile: Literal["auto", "none", "inductor", "aot_eager"] | bool = "auto"  # true: inductor; auto: on a GPU
-    kernels: Literal["auto", "none"] = "auto"  # padfree's operators in compiled layers; none: torch.compile alone
-    head_memory: Literal["speed", "low"] | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
+    layout: LayoutKind = "balanced"
+    method: ContextMethod = "allgather"
+    checkpointing: CheckpointingOrAuto = "auto"  # the fastest that fits the device
+    compile: CompilerOrAuto | bool = "auto"  # true: inductor; auto: on a GPU
+    kernels: LayerKernels = "auto"  # padfree's operators in compiled layers; none: torch.compile alone
+    head_memory: HeadMemory | float = "speed"  # 4 and 1 GiB, or so many; with less, some is computed twice
     reshard: Literal["auto"] | bool = "auto"  # true: only layers that compute are whole; false: all, if that fits
     offload: bool = False  # weights, gradients and optimizer state wait on the CPU
 
     @property
-    def head_bytes(self) -> Literal["speed", "low"] | int:
+    def head_bytes(self) -> HeadMemory | int:
         """`head_memory` as the head takes it."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
@@ -210,7 +293,7 @@ class CheckpointConfig:
     asynchronous: bool = False
     resume: bool = True  # from the newest in the run folder, if there is one
     export: bool = True
-    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"  # of the exported weights; base: model's
+    export_dtype: ExportDtype = "base"  # of the exported weights; base: model's
 
     def __post_init__(self) -> None:
         need(self.every is None or self.every >= 1, "checkpoint.every", self.every, "give 1 or more")
@@ -237,7 +320,7 @@ class RunConfig:
     folder: str
     steps: int | None = None  # None: until the data ends
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     timeout: float = 600.0
     deterministic: bool = False  # only algorithms that give the same bits again
 
@@ -307,6 +390,9 @@ class Config:
         compared = group > 1 or advantage not in GROUPED
         cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
         need(compared, "rollout.group", group, cure)
+        cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
+        vllm = self.rollout.engine == "vllm"
+        need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
         need(known, "reference.path", None, cure)

@@ -37,7 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import need_whole
-from padfree.batch import Layout, LayoutKind, Segments
+from padfree.batch import Layout, Segments
+from padfree.config.choices import LayoutKind
 
 Indices = NDArray[np.int64]
 Reals = NDArray[np.float64]

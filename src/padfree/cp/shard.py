@@ -10,21 +10,22 @@ its own tokens. Positions, sample numbers and weights go with their tokens.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.arrays import need_whole
-from padfree.batch import AttnContext, LayoutKind, LocalBatch, PackedBatch, need_tensor
+from padfree.batch import AttnContext, LocalBatch, PackedBatch, need_tensor
+from padfree.config.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.ring import prepare_steps
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
 
-METHODS = ("allgather", "ring", "ulysses")
+METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
 
 
 def shard(

@@ -24,7 +24,7 @@ from padfree.data.rewards import (
     load_reward,
     number_after_hashes,
 )
-from padfree.data.rollouts import Rollouts, read_rollouts
+from padfree.data.rollouts import RolloutData, read_rollouts
 from padfree.data.settings import RolloutDataSettings, SFTDataSettings
 from padfree.data.store import default_cache_folder
 
@@ -33,8 +33,8 @@ __all__ = [
     "Progress",
     "Reward",
     "RewardFunction",
+    "RolloutData",
     "RolloutDataSettings",
-    "Rollouts",
     "SFTDataSettings",
     "SkippedRow",
     "TokenizedDataset",

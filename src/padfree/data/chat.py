@@ -18,8 +18,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from padfree.data.records import RowError, check_encodable, shown, shown_error, string
-from padfree.data.settings import LossOn, TextSettings
+from padfree.config.choices import LossOn
+from padfree.config.rules import shown_error
+from padfree.data.records import RowError, check_encodable, shown, string
+from padfree.data.settings import TextSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,14 +17,16 @@ import hashlib
 from collections.abc import Iterator
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, SupportsIndex, get_args
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import Sample
+from padfree.config.choices import Overlong
+from padfree.config.rules import check_choice
 from padfree.data.records import DataReport, SkippedRow
-from padfree.data.settings import Overlong, check_choice, check_max_length
+from padfree.data.settings import check_max_length
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 
 SCANNED_TOKENS = 1 << 22
@@ -36,7 +38,7 @@ class TokenizedDataset:
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
         check_max_length(max_length)
-        check_choice("overlong", overlong, get_args(Overlong))
+        check_choice("overlong", overlong, Overlong)
         self.folder = Path(folder)
         self.max_length = max_length
         self.overlong: Overlong = overlong

@@ -34,7 +34,7 @@ from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import SFT_SCHEMA, Fields, check_mapping, resolve
 from padfree.data.records import RowError, SkippedRow, bad_row, items, string
 from padfree.data.settings import SFTDataSettings
-from padfree.data.sources import Chunk, Source, open_sources, optional_package, record_of
+from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package, record_of
 from padfree.data.store import (
     FORMAT,
     Writer,
@@ -163,7 +163,7 @@ def load_sft(
 
 
 def _identity(
-    sources: list[Source], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
+    sources: list[RecordSource], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
 ) -> dict[str, Any]:
     """All that the tokens depend on."""
     import tokenizers
@@ -187,7 +187,7 @@ def _identity(
 
 def _build(
     folder: Path,
-    sources: list[Source],
+    sources: list[RecordSource],
     tokenizer: PreTrainedTokenizerBase,
     settings: SFTDataSettings,
     identity: dict[str, Any],
@@ -232,7 +232,7 @@ def _build(
         writer.finish({**identity, "files": files})
 
 
-def _fields_of(source: Source, settings: SFTDataSettings, renders_chat: bool) -> Fields | None:
+def _fields_of(source: RecordSource, settings: SFTDataSettings, renders_chat: bool) -> Fields | None:
     columns = source.columns()
     if columns is None:
         return None

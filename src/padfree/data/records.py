@@ -101,14 +101,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def shown_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no message"])[0]
-
-
 def parse_line(line: bytes) -> dict[str, Any]:
     """One line of JSON Lines, with or without what ends it."""
     try:

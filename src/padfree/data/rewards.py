@@ -8,29 +8,22 @@ A reward function takes the response and the row that its prompt came from, with
     def length_penalty(response: str, row: Mapping[str, Any]) -> float: ...
 
 It is code of its own, so what it raises or returns is checked, and the error names the sample.
-
-A recipe names the function, and a recipe may come from somebody else. So the standard library, whose `os.system`,
-`subprocess.run` or `builtins.eval` would take two arguments as well, is no place for a reward; and
-`check_reward_name` says what is wrong with a name without importing anything.
+`padfree.config.functions` finds it. `check_reward_name` says what is wrong with a name without importing anything.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
-from padfree.data.records import LARGEST, shown, shown_error
+from padfree.config.functions import UserFunction, is_path
+from padfree.config.rules import shown_error
+from padfree.data.records import LARGEST, shown
 
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 
@@ -84,6 +77,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float:
 
 
 BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "number_after_hashes": number_after_hashes}
+USER_REWARD = UserFunction(setting="reward", noun="reward", arguments=("response", "row"), result="a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,79 +103,15 @@ class Reward:
 
 
 def check_reward_name(name: str) -> None:
-    """Refuse a name that cannot be a reward's. Nothing is imported: no code but padfree's own runs.
-
-    Whether the module has such a function, and what it takes, only `load_reward` can tell.
-    """
+    """Refuse a name that cannot be a reward's. Nothing is imported: no code but padfree's own runs."""
     if name in BUILT_IN:
         return
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+    if not is_path(name):
         raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function'")
-    package = name.partition(":")[0].partition(".")[0]
-    if package in sys.stdlib_module_names:
-        raise ValueError(
-            f"reward: {name!r}: {package} is Python's own, and none of its functions is a reward; "
-            "write one in a module of your own and name that"
-        )
-    with _current_folder() as folder:
-        # a package is found without being imported, a module inside it is not
-        found = package in sys.modules or importlib.util.find_spec(package) is not None
-    if not found:
-        raise ValueError(
-            f"reward: {name!r}: there is no module {package}; give a module that is installed or in {folder}"
-        )
+    USER_REWARD.check(name)
 
 
 def load_reward(name: str) -> Reward:
     """A built-in reward, or `module:function` from the installed packages or the current folder, which is imported."""
     check_reward_name(name)
-    if name in BUILT_IN:
-        return Reward(name, BUILT_IN[name])
-    module_name, _, function_name = name.partition(":")
-    function = getattr(_imported(module_name, name), function_name, None)
-    if not callable(function):
-        what = "no" if function is None else "a value but no function"
-        raise ValueError(f"reward: {name!r}: the module has {what} {function_name!r}; correct the name")
-    _check_function(name, function)
-    return Reward(name, function)
-
-
-@contextmanager
-def _current_folder() -> Iterator[str]:
-    """Modules of the current folder can be found, as with `python -m`."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        yield folder
-    finally:
-        sys.path.remove(folder)
-
-
-def _imported(module_name: str, name: str) -> Any:
-    with _current_folder() as folder:
-        try:
-            return importlib.import_module(module_name)
-        except Exception as error:  # importing runs the user's module
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            itself = missing is not None and f"{module_name}.".startswith(f"{missing}.")
-            cure = f"give a module that is installed or in {folder}" if itself else "correct the module"
-            raise ValueError(
-                f"reward: {name!r}: importing {module_name} raised {shown_error(error)}; {cure}"
-            ) from error
-
-
-def _check_function(name: str, function: Callable[..., Any]) -> None:
-    """A plain function of (response, row), written in Python and not by Python."""
-    home = str(getattr(function, "__module__", None)).partition(".")[0]
-    if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
-        what = "a class" if inspect.isclass(function) else f"a function of {home}, which is Python's own"
-        raise ValueError(f"reward: {name!r} is {what}; write a function of (response, row) and name that")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise ValueError(f"reward: {name!r} is async or a generator; make it a plain function that returns a number")
-    try:
-        inspect.signature(function).bind("response", {})
-    except TypeError as error:
-        raise ValueError(
-            f"reward: {name!r} cannot be called with (response, row): {error}; take these two arguments"
-        ) from None
+    return Reward(name, BUILT_IN[name] if name in BUILT_IN else USER_REWARD.load(name))

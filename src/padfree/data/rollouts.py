@@ -77,7 +77,7 @@ ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rollouts:
+class RolloutData:
     """The samples of rollout files, in the order of their rows, and what became of every row."""
 
     samples: Sequence[Sample]
@@ -313,7 +313,7 @@ class _Collected:
             raise bad_row(row, unit)
         self.skipped.append(row)
 
-    def rollouts(self) -> Rollouts:
+    def rollouts(self) -> RolloutData:
         self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
@@ -333,7 +333,7 @@ class _Collected:
             dropped=tuple(self.dropped),
             truncated=tuple(self.truncated),
         )
-        return Rollouts(samples=self.samples, lines=self.lines, report=report)
+        return RolloutData(samples=self.samples, lines=self.lines, report=report)
 
 
 def read_rollouts(
@@ -341,7 +341,7 @@ def read_rollouts(
     settings: RolloutDataSettings | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Rollouts:
+) -> RolloutData:
     """Read rollout files, or folders of them. The tokenizer is needed for rollouts in text."""
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, SCHEMA)

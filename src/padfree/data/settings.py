@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
-LossOn = Literal["assistant", "last", "all"]
-PromptFormat = Literal["auto", "chat", "plain"]
-Overlong = Literal["error", "truncate", "drop"]
-OnBadRow = Literal["error", "skip"]
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: {value!r}; use one of {', '.join(choices)}")
+from padfree.config.choices import LossOn, OnBadRow, Overlong, PromptFormat
+from padfree.config.rules import check_choice
 
 
 def check_max_length(max_length: int | None) -> None:
@@ -49,9 +42,9 @@ class TextSettings:
     on_bad_row: OnBadRow = "error"
 
     def __post_init__(self) -> None:
-        check_choice("prompt_format", self.prompt_format, get_args(PromptFormat))
-        check_choice("overlong", self.overlong, get_args(Overlong))
-        check_choice("on_bad_row", self.on_bad_row, get_args(OnBadRow))
+        check_choice("prompt_format", self.prompt_format, PromptFormat)
+        check_choice("overlong", self.overlong, Overlong)
+        check_choice("on_bad_row", self.on_bad_row, OnBadRow)
         check_max_length(self.max_length)
 
 
@@ -64,7 +57,7 @@ class SFTDataSettings(TextSettings):
     def __post_init__(self) -> None:
         # `super()` without arguments does not see the class that `slots` makes anew.
         TextSettings.__post_init__(self)
-        check_choice("loss_on", self.loss_on, get_args(LossOn))
+        check_choice("loss_on", self.loss_on, LossOn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

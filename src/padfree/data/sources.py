@@ -3,7 +3,7 @@
     "data/"                                     every .jsonl, .json and .parquet file below it, sorted by path
     ["a/train.jsonl", "b/train.jsonl"]          named a/train.jsonl and b/train.jsonl from their common folder
     "openai/gsm8k"                              not on this disk: a Hub id, through the datasets package
-    -> Source ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
+    -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 
 A sample is known by the name of its file and its line (`train.jsonl:17`), wherever the file lies. Lines, records and
 rows count from 1. A line of white space holds no row and is passed over, but it counts as a line. A byte order mark at
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config.hub import check_name, shortened
-from padfree.data.records import RowError, as_record, first_line, parse_line, shown
+from padfree.config.rules import first_line
+from padfree.data.records import RowError, as_record, parse_line, shown
 
 CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class Chunk:
     size: int
 
 
-class Source(ABC):
+class RecordSource(ABC):
     """One file, or one data set of the Hub. `size` is in bytes, for the progress bar and the number of processes."""
 
     name: str
@@ -85,7 +86,7 @@ class Source(ABC):
             first = end
 
 
-class FileSource(Source):
+class FileSource(RecordSource):
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
@@ -179,7 +180,7 @@ class ParquetFile(FileSource):
         yield from self._numbered(parts, file.metadata.num_rows)
 
 
-class HubSource(Source):
+class HubSource(RecordSource):
     """A `datasets.Dataset`: rows are read from its own memory-mapped files."""
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -219,12 +220,12 @@ def record_of(record: Record) -> dict[str, Any]:
 
 def open_sources(
     data: str | Path | Iterable[str | Path], *, split: str = "train", subset: str | None = None
-) -> list[Source]:
+) -> list[RecordSource]:
     """The sources behind paths, folders and Hub ids, in the order given; a folder's files sorted by path."""
     entries = [data] if isinstance(data, (str, Path)) else list(data)
     if not entries:
         raise ValueError("data: nothing given; give a file, a folder or a Hub id")
-    found: list[Source | Path] = []
+    found: list[RecordSource | Path] = []
     bases: list[Path] = []
     for entry in entries:
         try:

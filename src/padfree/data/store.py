@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.data.records import SkippedRow
-from padfree.data.sources import FileSource, Source
+from padfree.data.sources import FileSource, RecordSource
 
 FORMAT = 2
 _SETTLED_NANOSECONDS = 2_000_000_000
@@ -50,7 +50,7 @@ def default_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "padfree"
 
 
-def content_digest(source: Source, cache: Path) -> str:
+def content_digest(source: RecordSource, cache: Path) -> str:
     """The hash of a source's content, remembered for a file that has not changed."""
     if not isinstance(source, FileSource):
         return source.digest()

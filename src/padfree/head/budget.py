@@ -20,11 +20,11 @@ gradient is one matmul. For (M, D, V) = (16384, 4096, 151936):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from padfree.arrays import need_whole
+from padfree.config.choices import HeadMemory
 
-Memory = Literal["speed", "low"] | int
+Memory = HeadMemory | int
 
 GIBIBYTE = 1 << 30
 BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}

@@ -28,9 +28,9 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from padfree.config.choices import Checkpointing
 from padfree.layers.passes.nodes import MATMULS
 
-Checkpointing = Literal["none", "full", "selective", "host"]
 Kept = Literal["none", "input", "selective", "host"]
 """What a compiled layer saves; `none`: what the compiler finds best."""
 

@@ -2,14 +2,35 @@
 
 segments       sums, means and scans over samples
 weights        every way of averaging as a weight per token
-settings       plain data: what each loss can be told
 types          LossInputs, LossOutput
 sft, policy, value, preference      the losses; elementwise: which of them can be fused with the head
-kl, corrections                     parts of policy losses
+objectives, corrections, kl         parts of policy losses: one file an objective, the user's own among them
 advantages     rewards to advantages
 logits         scores from logits that are already there
+
+The settings of all of them are plain data that need no torch: `padfree.config.loss_settings`.
 """
 
+from padfree.config.choices import KLEstimator, WeightMode
+from padfree.config.loss_settings import (
+    CISPOSettings,
+    ClipSettings,
+    Correction,
+    CustomObjective,
+    DPOSettings,
+    GSPOSettings,
+    IcePopSettings,
+    Objective,
+    OPSMSettings,
+    PolicySettings,
+    ReinforceSettings,
+    RewardModelSettings,
+    SequenceMaskSettings,
+    SequenceTISSettings,
+    SFTSettings,
+    TokenTISSettings,
+    ValueSettings,
+)
 from padfree.losses.advantages import (
     discounted_returns,
     gae,
@@ -30,34 +51,16 @@ from padfree.losses.elementwise import (
 )
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
-from padfree.losses.policy import clipped_ratio, policy_loss
+from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, load_objective, objective
+from padfree.losses.objectives.clip import clipped_ratio
+from padfree.losses.policy import needs_old_logprobs, policy_loss
 from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
 from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
-from padfree.losses.settings import (
-    CISPOSettings,
-    ClipSettings,
-    Correction,
-    DPOSettings,
-    GSPOSettings,
-    IcePopSettings,
-    KLEstimator,
-    Objective,
-    OPSMSettings,
-    PolicySettings,
-    ReinforceSettings,
-    RewardModelSettings,
-    SequenceMaskSettings,
-    SequenceTISSettings,
-    SFTSettings,
-    TokenTISSettings,
-    ValueSettings,
-)
 from padfree.losses.sft import sft_loss
 from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
 from padfree.losses.value import value_loss
 from padfree.losses.weights import (
     WEIGHT_MODES,
-    WeightMode,
     batch_weights,
     group_token_counts,
     scored_counts,
@@ -70,6 +73,7 @@ __all__ = [
     "CISPOSettings",
     "ClipSettings",
     "Correction",
+    "CustomObjective",
     "DPOSettings",
     "GSPOSettings",
     "IcePopSettings",
@@ -78,6 +82,8 @@ __all__ = [
     "LossOutput",
     "OPSMSettings",
     "Objective",
+    "ObjectiveInputs",
+    "ObjectiveOutput",
     "PolicySettings",
     "Reduce",
     "ReinforceSettings",
@@ -101,10 +107,13 @@ __all__ = [
     "grpo_advantages",
     "is_elementwise",
     "kl_divergence",
+    "load_objective",
     "make_token_loss",
     "merge_statistics",
     "needs_entropy",
+    "needs_old_logprobs",
     "no_reduce",
+    "objective",
     "policy_loss",
     "preference_pairs",
     "reinforce_plus_plus",

@@ -24,9 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.losses.kl import LOG_RATIO_BOUND
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
-from padfree.losses.settings import (
+from padfree.config.loss_settings import (
     Correction,
     IcePopSettings,
     OPSMSettings,
@@ -34,13 +32,12 @@ from padfree.losses.settings import (
     SequenceTISSettings,
     TokenTISSettings,
 )
+from padfree.losses.kl import LOG_RATIO_BOUND
+from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs
 
 TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
 """These look at one token alone."""
-
-SAMPLER_CORRECTIONS = (*TOKEN_CORRECTIONS, SequenceTISSettings, SequenceMaskSettings)
-"""These compare trainer and sampler."""
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:

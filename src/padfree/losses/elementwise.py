@@ -18,9 +18,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from padfree.config.loss_settings import PolicySettings, SFTSettings
 from padfree.losses import policy
 from padfree.losses.segments import Reduce, no_reduce
-from padfree.losses.settings import PolicySettings, SFTSettings
 from padfree.losses.sft import sft_loss
 from padfree.losses.types import LossInputs, LossOutput
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from padfree.config.choices import KLEstimator
 from padfree.losses import checks
-from padfree.losses.settings import KLEstimator
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are kept in ± this, so that no exponential overflows; e²⁰ is far outside anything a step should use."""

@@ -1,22 +1,14 @@
 """Policy losses on packed tokens.
 
-With r = π(token) / π_old(token), A the advantage and sg the identity without gradient, the loss of a token is
+    loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or the user's own
+                      · the corrections         `corrections.py`
+                      + kl_coefficient · KL(π ‖ reference)
+                      - entropy_coefficient · entropy
 
-    clip        max(-r A, -clamp(r, 1 - low, 1 + high) A)          PPO; high > low is DAPO's clip-higher
-                and, with `dual` c, at most -c A where A < 0       dual clip: a bad token that became likely is bounded
-    gspo        the same with the sequence ratio s in place of r   s = exp(mean over the sequence of log r)
-    cispo       -sg(clamp(r, 1 - low, 1 + high)) A log π           every token keeps its gradient, its weight is bounded
-    reinforce   -A log π
-
-times the corrections (`corrections.py`), plus kl_coefficient · KL(π ‖ reference), minus entropy_coefficient · entropy.
-
-GSPO is written s·π/sg(π) token by token (GSPO-token in the paper): the value is that of s, and so is the gradient of a
-sequence whose tokens share one advantage and one weight, as all weights of `weights.py` do; but each token's gradient
-is its own, so that context ranks exchange numbers, not gradients.
-
-Everything is elementwise in (log π, entropy) except GSPO and OPSM, which need the current log-probabilities of a
-whole sequence, and sequence-level corrections when the current policy is its own old one: `is_elementwise`. Those need
-scores first; the others can be computed, gradient included, while a chunk of logits exists: `PolicyTerms.token_loss`.
+Everything is elementwise in (log π, entropy) except objectives that look at whole sequences (GSPO), OPSM, which needs
+the current log-probabilities of a whole sequence, and sequence-level corrections when the current policy is its own old
+one: `is_elementwise`. Those need scores first. The others can be computed, gradient included, while a chunk of logits
+exists: `PolicyTerms.token_loss`.
 """
 
 from __future__ import annotations
@@ -26,18 +18,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from padfree.losses import checks
-from padfree.losses.corrections import SAMPLER_CORRECTIONS, TOKEN_CORRECTIONS, sequence_factor, token_factor
+from padfree.config.loss_settings import CustomObjective, OPSMSettings, PolicySettings
+from padfree.losses.corrections import TOKEN_CORRECTIONS, sequence_factor, token_factor
 from padfree.losses.kl import LOG_RATIO_BOUND, kl_divergence
-from padfree.losses.segments import Reduce, no_reduce, segment_mean, spread
-from padfree.losses.settings import (
-    CISPOSettings,
-    ClipSettings,
-    GSPOSettings,
-    OPSMSettings,
-    PolicySettings,
-    ReinforceSettings,
-)
+from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, run_objective, traits
+from padfree.losses.segments import Reduce, no_reduce
 from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
@@ -46,20 +31,26 @@ def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce 
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
-    losses, parts = _token_losses(settings, terms, logprobs, entropy)
-    return weighted_loss(inputs, losses, _statistics(inputs, settings, terms, parts, logprobs.detach()))
+    row = None if traits(settings.objective).elementwise else inputs
+    parts = _token_losses(settings, terms, logprobs, entropy, row=row, reduce=reduce)
+    return weighted_loss(inputs, parts.losses, _statistics(inputs, settings, terms, parts, logprobs.detach()))
 
 
 def is_elementwise(settings: PolicySettings) -> bool:
     """Whether a token's loss depends on its own log-probability and entropy alone (and on what is known before)."""
-    if isinstance(settings.objective, GSPOSettings):
-        return False
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
         if settings.old_policy == "current" and not isinstance(correction, TOKEN_CORRECTIONS):
             return False
-    return True
+    return traits(settings.objective).elementwise
+
+
+def needs_old_logprobs(settings: PolicySettings) -> bool:
+    """Whether the trainer's own log-probabilities from before the update must be computed."""
+    if settings.old_policy != "trainer":
+        return False
+    return bool(settings.corrections) or not traits(settings.objective).needs_no_old_logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,11 +59,10 @@ class PolicyTerms:
 
     weights: Tensor
     advantages: Tensor
-    old: Tensor | None  # None: the current policy is the old one, or nobody asks
+    old: Tensor | None  # None: the current policy is the old one, or there is no need for it
     sampler: Tensor | None
     ref: Tensor | None
     factor: Tensor | None  # sequence-level corrections
-    sequence_log_ratio: Tensor | None  # GSPO's
 
     def at(self, rows: Tensor | slice) -> PolicyTerms:
         """The terms of some of the tokens."""
@@ -81,7 +71,7 @@ class PolicyTerms:
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """The weighted loss of each of these tokens."""
-        return self.weights * _token_losses(settings, self, logprobs, entropy)[0]
+        return self.weights * _token_losses(settings, self, logprobs, entropy).losses
 
 
 def policy_terms(
@@ -89,9 +79,13 @@ def policy_terms(
 ) -> PolicyTerms:
     """Everything but the scores. `current` [T] are the log-probabilities without gradient, where they are known."""
     assert current is not None or is_elementwise(settings), "a sequence-level loss needs the scores first"
-    sampled = any(isinstance(correction, SAMPLER_CORRECTIONS) for correction in settings.corrections)
-    needs_sampler = sampled or settings.old_policy == "sampler"
-    sampler = inputs.need("rollout_logprobs", _why(settings)) if needs_sampler else None
+    # A user's objective is offered what there is; the others are given what they need.
+    offered = isinstance(settings.objective, CustomObjective)
+    sampler = ref = None
+    if settings.needs_sampler_logprobs or (offered and inputs.rollout_logprobs is not None):
+        sampler = inputs.need("rollout_logprobs", _why(settings))
+    if settings.kl_coefficient or (offered and inputs.ref_logprobs is not None):
+        ref = inputs.need("ref_logprobs", "kl_coefficient")
     old = _old_logprobs(inputs, settings)
 
     factor = None
@@ -101,78 +95,49 @@ def policy_terms(
         factor = sequence_factor(
             settings.corrections, inputs, trainer=trainer, sampler=sampler, current=current, reduce=reduce
         )
-    sequence_log_ratio = None
-    if isinstance(settings.objective, GSPOSettings):
-        assert current is not None
-        before = current if old is None else old
-        mean = segment_mean(current - before, inputs.mask, inputs.sample_index, inputs.num_samples, reduce)
-        sequence_log_ratio = spread(mean, inputs.sample_index).to(current)
     return PolicyTerms(
         weights=inputs.weights,
         advantages=inputs.need("advantages", "a policy loss"),
         old=old,
         sampler=sampler,
-        ref=inputs.need("ref_logprobs", "kl_coefficient") if settings.kl_coefficient else None,
+        ref=ref,
         factor=factor,
-        sequence_log_ratio=sequence_log_ratio,
     )
-
-
-def clipped_ratio(
-    log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """[T] losses, and where the clip to [1 - low, 1 + high] is what counts; float32, or float64 where either is."""
-    ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
-    log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
-    ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
-    free = -ratio * advantages
-    held = -ratio.clamp(min=1.0 - low, max=1.0 + high) * advantages
-    losses = torch.maximum(free, held)
-    if dual is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
-    return losses, held > free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Parts:
-    """Pieces of the loss that statistics are made of."""
+    """[T] losses before weighting, and the pieces that statistics are made of."""
 
-    clipped: Tensor | None
-    log_ratio: Tensor | None
+    losses: Tensor
+    objective: ObjectiveOutput
     factor: Tensor | None
 
 
 def _token_losses(
-    settings: PolicySettings, terms: PolicyTerms, logprobs: Tensor, entropy: Tensor | None
-) -> tuple[Tensor, _Parts]:
-    """[T] losses before weighting. Elementwise: any subset of rows gives the same numbers."""
-    current = logprobs.detach()
-    old = current if settings.old_policy == "current" else terms.old
-    objective = settings.objective
-    log_ratio, clipped = None, None
-    if isinstance(objective, ReinforceSettings):
-        losses = -terms.advantages * logprobs
-        if old is not None:
-            log_ratio = logprobs - old
-    else:
-        assert old is not None
-        log_ratio = logprobs - old
-        if isinstance(objective, CISPOSettings):
-            ratio = torch.exp(log_ratio.detach().clamp(max=LOG_RATIO_BOUND))
-            lowest = None if objective.low is None else 1.0 - objective.low
-            weight = ratio.clamp(min=lowest, max=1.0 + objective.high)
-            losses = -weight * terms.advantages * logprobs
-            clipped = weight != ratio
-        else:
-            if isinstance(objective, GSPOSettings):
-                assert terms.sequence_log_ratio is not None
-                log_ratio = terms.sequence_log_ratio + (logprobs - current)
-            dual = objective.dual if isinstance(objective, ClipSettings) else None
-            losses, clipped = clipped_ratio(
-                log_ratio, terms.advantages, low=objective.low, high=objective.high, dual=dual
-            )
-
-    factor = terms.factor
+    settings: PolicySettings,
+    terms: PolicyTerms,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    *,
+    row: LossInputs | None = None,
+    reduce: Reduce = no_reduce,
+) -> _Parts:
+    """Without `row` elementwise: any of the tokens give the same numbers as all of them."""
+    old = logprobs.detach() if settings.old_policy == "current" else terms.old
+    tokens = ObjectiveInputs(
+        logprobs=logprobs,
+        advantages=terms.advantages,
+        weights=terms.weights,
+        old_logprobs=old,
+        rollout_logprobs=terms.sampler,
+        ref_logprobs=terms.ref,
+        entropy=entropy,
+        row=row,
+        reduce=reduce,
+    )
+    objective = run_objective(settings.objective, tokens)
+    losses, factor = objective.losses, terms.factor
     if any(isinstance(correction, TOKEN_CORRECTIONS) for correction in settings.corrections):
         assert old is not None
         assert terms.sampler is not None
@@ -181,23 +146,26 @@ def _token_losses(
     if factor is not None:
         losses = losses * factor
 
-    if terms.ref is not None:
+    if settings.kl_coefficient:
+        assert terms.ref is not None
         losses = losses + settings.kl_coefficient * kl_divergence(logprobs, terms.ref, settings.kl_estimator)
     if settings.entropy_coefficient:
         assert entropy is not None
         losses = losses - settings.entropy_coefficient * entropy
-    return losses, _Parts(clipped=clipped, log_ratio=log_ratio, factor=factor)
+    return _Parts(losses=losses, objective=objective, factor=factor)
 
 
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
     """[T] each. What is there is reported, whether the loss uses it or not."""
-    found = {"advantage": terms.advantages}
-    if parts.clipped is not None:
-        found["clip_fraction"] = parts.clipped.to(current.dtype)
-    if parts.log_ratio is not None:
-        log_ratio = parts.log_ratio.detach()
+    objective = parts.objective
+    found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
+    found["advantage"] = terms.advantages
+    if objective.clipped is not None:
+        found["clip_fraction"] = objective.clipped.to(current.dtype)
+    if objective.log_ratio is not None:
+        log_ratio = objective.log_ratio.detach()
         found["approx_kl"] = -log_ratio
         found["ratio"] = torch.exp(log_ratio.clamp(max=LOG_RATIO_BOUND))
     if parts.factor is not None:
@@ -220,8 +188,7 @@ def _old_logprobs(inputs: LossInputs, settings: PolicySettings) -> Tensor | None
         return inputs.need("rollout_logprobs", _why(settings))
     if settings.old_policy == "current":
         return None
-    plain = isinstance(settings.objective, ReinforceSettings) and not settings.corrections
-    if plain and inputs.old_logprobs is None:
+    if inputs.old_logprobs is None and not needs_old_logprobs(settings):
         return None
     return inputs.need("old_logprobs", _why(settings))
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from padfree.batch import SampleInfo
+from padfree.config.loss_settings import DPOSettings, RewardModelSettings
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
-from padfree.losses.settings import DPOSettings, RewardModelSettings
 from padfree.losses.types import LossInputs, LossOutput
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from padfree.losses.settings import ValueSettings
+from padfree.config.loss_settings import ValueSettings
 from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -35,11 +35,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from padfree.arrays import host_array, integer_array, need_number, need_whole
-from padfree.batch import IGNORE
+from padfree.batch import IGNORE, at_predictions
+from padfree.config.choices import WeightMode
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
 
-WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
 SMALLEST = sys.float_info.min
 WEIGHT_MODES: tuple[WeightMode, ...] = get_args(WeightMode)
 
@@ -140,14 +140,10 @@ def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashab
 
 
 def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """[Σn] whether a position predicts a trained token (the masks, one place earlier in each sample); [B] lengths."""
+    """[Σn] whether a position predicts a trained token; [B] lengths."""
     lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
-    ends = np.cumsum(lengths)
-    scored = np.zeros(int(lengths.sum()), dtype=np.bool_)
-    if len(scored):
-        scored[:-1] = np.concatenate([_checked_mask(mask, index) for index, mask in enumerate(masks)])[1:]
-        scored[ends[lengths > 0] - 1] = False
-    return scored, lengths
+    flat = np.concatenate([np.empty(0, np.bool_), *(_checked_mask(mask, index) for index, mask in enumerate(masks))])
+    return at_predictions(flat, np.concatenate([[0], np.cumsum(lengths)])), lengths
 
 
 def _checked_mask(mask: ArrayLike, index: int) -> NDArray[np.bool_]:

@@ -5,8 +5,8 @@
     a config file          no weights: random ones are asked for
     an id on the Hub       downloaded, then a folder
 
-Weights that are not there are an error, and never random ones instead: those must be asked for (`init="random"`, or a
-config file). Whether files hold what is expected of them is read from their headers, before any tensor is.
+Missing weights are an error. They are never replaced by random ones, which must be asked for (`init="random"`, or a
+config file). The headers of the files tell whether they hold what is expected, before any tensor is read.
 
 Only safetensors are read; files that hold pickles are refused.
 """
@@ -18,14 +18,13 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-Init = Literal["weights", "random"]
-"""Where the weights of a model come from: its files, or a random initialisation."""
+from padfree.config.choices import Init
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")

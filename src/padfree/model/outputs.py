@@ -3,8 +3,8 @@
     hidden_states(model, local)   [T/cp, D]                    the base model alone; logits [T, V] are never formed
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
-Models scale their logits in ways only their code knows. The formula of `LmHead` is therefore compared with the model's
-own logits on a small copy (`padfree.model.probe`), and a model it does not reproduce is refused.
+Models scale their logits in ways that only their code tells. The formula of `LmHead` is therefore compared with the
+logits of a small copy (`padfree.model.probe`), and a model that it does not reproduce is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from padfree.model.interface import need_attached
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """[T/cp, D]: what the head of an attached model would score. Calls the base model's own forward.
 
-    Under FSDP2 this needs the root unit's weights to be whole, as they are `inside` the model: see
-    `padfree.train.parallelize`.
+    Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.train.parallelize.inside` sees to that.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: {type(model).__name__}; give the transformers model that padfree.attach returned")

@@ -64,7 +64,7 @@ def balance(
     if cap is not None:
         _check_cap(length, k, cap)
     limit = int(length.sum()) if cap is None else cap
-    parts = partition(Problem(cost, length, limit, np.zeros(k), equal_count))
+    parts = partition(PartitionProblem(cost, length, limit, np.zeros(k), equal_count))
     if parts is None:
         raise ValueError(
             f"cap: found no way to put {len(cost)} samples, {length.sum()} tokens, into {k} parts of {cap}; "
@@ -95,7 +95,7 @@ def _check_cap(length: Indices, k: int, cap: int) -> None:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Problem:
+class PartitionProblem:
     """What `partition` solves: the largest `offset[p] + sum of cost` over the parts p is to be small."""
 
     cost: Floats  # [n]
@@ -108,7 +108,7 @@ class Problem:
 Parts = list[Indices]
 
 
-def partition(problem: Problem) -> Parts | None:
+def partition(problem: PartitionProblem) -> Parts | None:
     """The parts, each ascending, or None where no assignment within the cap was found."""
     parts = _start(problem)
     if parts is None:
@@ -124,7 +124,7 @@ def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
     return np.asarray(np.bincount(part, weights=weights, minlength=len(parts)), dtype=np.float64)
 
 
-def _start(problem: Problem) -> Parts | None:
+def _start(problem: PartitionProblem) -> Parts | None:
     """An assignment within the cap: greedy by cost, else even in length, else by `fill`."""
     parts = _greedy(problem)
     if parts is not None:
@@ -143,7 +143,7 @@ def _start(problem: Problem) -> Parts | None:
     return [*bins, *[bins.indices[:0]] * spare]
 
 
-def _greedy(problem: Problem) -> Parts | None:
+def _greedy(problem: PartitionProblem) -> Parts | None:
     """The costliest sample first, each to the cheapest part with room; None where a sample finds no room."""
     # a trifle for each sample, so that samples of cost 0 spread over the parts too
     cost = (problem.cost + (1e-9 * problem.cost.max(initial=0.0) or 1.0)).tolist()
@@ -181,7 +181,7 @@ def _greedy(problem: Problem) -> Parts | None:
     return [np.array(part, dtype=np.int64) for part in members]
 
 
-def _without_empty(parts: Parts, problem: Problem) -> Parts:
+def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
     """Each empty part gets the cheapest sample of the costliest part that has two or more, if there is one."""
     parts = list(parts)
     cost = sums(problem.cost, parts)
@@ -199,7 +199,7 @@ def _without_empty(parts: Parts, problem: Problem) -> Parts:
     return parts
 
 
-def _exchange(parts: Parts, problem: Problem, goal: float | None = None) -> Parts:
+def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
     """Let costly and cheap parts swap samples, in pairs, until the costliest is near the mean, or under `goal`.
 
     The costliest part meets the cheapest, the next costliest the next cheapest, and so on: k / 2 pairs at once. Their

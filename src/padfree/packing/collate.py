@@ -7,10 +7,10 @@
               cu_seqlens    0 5 8 15
 
 What belongs to the prediction of a token (its label, its weight, its advantage) is stored at the position that
-predicts it, one place before the token. The last position of a sample predicts nothing.
+predicts it, one place before the token (`at_predictions`).
 
 Each pack keeps its samples in the order they were given, and `batch.samples[i].index` is the place of sample i in the
-list that was packed, so that results can always be put back. Every output array is allocated once and written in place.
+list that was packed, so that results can always be put back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import need_whole, number_array
-from padfree.batch import IGNORE, PackedBatch, Rollout, Sample, SampleInfo, Segments, common_fields
+from padfree.batch import (
+    IGNORE,
+    PackedBatch,
+    Rollout,
+    Sample,
+    SampleInfo,
+    Segments,
+    at_predictions,
+    common_fields,
+)
 from padfree.packing.balance import balance
 from padfree.packing.fill import fill
 
@@ -161,25 +170,22 @@ def _collate(
     segments = Segments.from_lengths([len(sample) for sample in chosen])
     offsets, num_tokens = segments.offsets, segments.num_tokens
 
-    input_ids = np.empty(num_tokens, dtype=np.int64)
-    position_ids = np.arange(num_tokens, dtype=np.int64)
-    labels = np.full(num_tokens, IGNORE, dtype=np.int64)
-    token_weights = np.zeros(num_tokens, dtype=np.float32)
-    rollout = {field: np.zeros(num_tokens, dtype=np.float32) for field in fields}
+    def joined(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+        row = np.empty(num_tokens, dtype=dtype)
+        return np.concatenate(arrays, out=row, casting="same_kind")
+
     lengths = segments.lengths
-    if num_tokens:
-        np.concatenate([sample.tokens for sample in chosen], out=input_ids, casting="same_kind")
-        position_ids -= np.repeat(offsets[:-1], lengths)
-        mask = np.concatenate([sample.mask for sample in chosen])
-        last = np.zeros(num_tokens, dtype=np.bool_)
-        last[offsets[1:][lengths > 0] - 1] = True
-        scored = mask[1:] & ~last[:-1]
-        np.copyto(labels[:-1], input_ids[1:], where=scored)
-        given = np.concatenate([weights[index] for index in part])[:-1]
-        np.copyto(token_weights[:-1], given, where=scored, casting="same_kind")
-        for field, array in rollout.items():
-            values = np.concatenate([getattr(sample, field) for sample in chosen])
-            np.copyto(array[:-1], values[1:], where=~last[:-1])
+    input_ids = joined([sample.tokens for sample in chosen], np.int64)
+    position_ids = np.arange(num_tokens, dtype=np.int64) - np.repeat(offsets[:-1], lengths)
+    scored = at_predictions(joined([sample.mask for sample in chosen], np.bool_), offsets)
+    labels = at_predictions(input_ids, offsets)
+    labels[~scored] = IGNORE
+    token_weights = joined([weights[index] for index in part], np.float32)
+    token_weights[~scored] = 0.0
+    rollout = {
+        field: at_predictions(joined([getattr(sample, field) for sample in chosen], np.float32), offsets)
+        for field in fields
+    }
 
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),

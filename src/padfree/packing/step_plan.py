@@ -19,17 +19,16 @@ Where single samples cost more than an average slot, the slots that run beside t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from padfree.arrays import need_whole
-from padfree.packing.balance import Parts, Problem, partition, sums
+from padfree.config.choices import PackOverlong
+from padfree.config.rules import check_choice
+from padfree.packing.balance import PartitionProblem, Parts, partition, sums
 from padfree.packing.cost import CostModel, Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
-
-Overlong = Literal["error", "truncate", "drop", "alone"]
 
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
@@ -91,7 +90,7 @@ def plan_step(
     ranks: int,
     max_tokens: int,
     cost: CostModel | None = None,
-    overlong: Overlong = "error",
+    overlong: PackOverlong = "error",
 ) -> StepPlan:
     """The plan of one step over samples of these `lengths` [n]. Without a cost model, tokens are what counts.
 
@@ -101,8 +100,7 @@ def plan_step(
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
         need_whole(field, value, 1, "give 1 or more")
-    if overlong not in get_args(Overlong):
-        raise ValueError(f"overlong: {overlong!r}; give one of {', '.join(get_args(Overlong))}")
+    check_choice("overlong", overlong, PackOverlong)
     if not len(length):
         raise ValueError("lengths: no samples; give one or more for a step")
     too_long = np.flatnonzero(length > max_tokens)
@@ -120,7 +118,7 @@ def plan_step(
 
     model = cost or CostModel.tokens()
     sample_cost = model(length)
-    problem = Problem(sample_cost[rest], length[rest], max_tokens, np.zeros(0))
+    problem = PartitionProblem(sample_cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
 
     def arranged(parts: Parts) -> tuple[MicroBatches, Floats]:
@@ -143,7 +141,7 @@ def plan_step(
     )
 
 
-def _fewest_slots(problem: Problem, ranks: int, num_alone: int) -> Parts:
+def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
     """The samples of `problem` in as few slots as are found: `num_alone` less than a multiple of `ranks`.
 
     No fewer than the tokens need, no more than `fill` needs, which is enough; in between `partition` may find a way

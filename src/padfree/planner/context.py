@@ -16,12 +16,13 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import LayoutKind, Segments
+from padfree.batch import Segments
+from padfree.config.choices import LayoutKind
 from padfree.cp import keys_read, make_layout, modelled_cost
 from padfree.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
-ROWS = 32
+BALANCE_ROWS = 32
 """So many rows are laid out to tell how balanced they are."""
 
 

@@ -1,18 +1,18 @@
-"""What a run would refuse, found before its first step and before anything large is loaded.
+"""Refuse what cannot be run, before the first step and before anything large is loaded.
 
     decide(config)  settings   trackers, the layout of the processes, the folder, names of models and of a reward
                     model      its modules on the meta device, without weights: attention, leaks, vocabulary, positions
                     data       tokenised: lengths against the caps, token ids, columns that the loss needs
-      -> Decided    tokenizer, data and the empty model for whoever goes on, and notes: what is odd but no mistake
+      -> Decided    tokenizer, data and the empty model for the run to go on with, and notes: what is odd but no mistake
 
-A run, its dry run and `padfree plan` call this one function, so that none passes what another refuses; `padfree check`
-shares `check_fits`. What settings alone can tell is refused still earlier, by `padfree.config`.
+A run, its dry run and `padfree plan` all call `decide`, so that none of them accepts what another refuses. What
+settings alone can tell is refused still earlier, by `padfree.config`.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
+from padfree.config.choices import Init
+from padfree.config.functions import is_path
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_folder
 from padfree.data import TokenizedDataset
@@ -33,19 +34,28 @@ from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
 from padfree.distributed import raise_together
 from padfree.estimate.cost_file import read_cost
+from padfree.losses import load_objective
+from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
-from padfree.model.files import Init, open_model
+from padfree.model.files import open_model
 from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
+from padfree.rollout.engines import check_engine_name
+from padfree.sizes import ModelSizes
+from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
-from padfree.train.sources import Samples, Source, check_rollouts, load_source, load_tokenizer, make_batcher
-
-TABLE_MARGIN = 8
-"""A table of positions may have a few rows more than the config says (OPT: two)."""
+from padfree.train.training_data import (
+    Samples,
+    TrainingData,
+    check_rollouts,
+    load_tokenizer,
+    load_training_data,
+    make_batcher,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,41 +63,9 @@ class Decided:
     """What deciding has loaded on the way, and what is worth saying before the first step."""
 
     tokenizer: Any
-    source: Source
+    source: TrainingData
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a model can be given: token ids below `vocabulary`, samples of up to `positions` tokens (None: any)."""
-
-    vocabulary: int
-    positions: int | None
-    trained_positions: int | None  # max_position_embeddings; rotary models go on beyond it
-
-    @staticmethod
-    def of(model: PreTrainedModel) -> Limits:
-        """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
-        embeddings = model.get_input_embeddings()
-        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
-        trained = getattr(model.config, "max_position_embeddings", None)
-        trained = trained if isinstance(trained, int) and trained > 0 else None
-        positions = None
-        if trained is not None:
-            others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
-            rows = {part.num_embeddings for part in others}
-            rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
-            ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
-            positions = trained if ends else None
-        return Limits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
-
-    def within(self, other: Limits) -> Limits:
-        """What both models can be given."""
-        limits = [limit for limit in (self.positions, other.positions) if limit is not None]
-        return replace(
-            self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
-        )
 
 
 def decide(
@@ -130,12 +108,14 @@ def _decided(
     check_settings(config, processes=processes, device_type=device_type)
     if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
         check_free(config)
+    if is_path(config.loss.kind) and not dry:
+        load_objective(config.loss.kind)
     model, limits = check_models(config)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
     if config.rollout.reward is not None:
         stop_tokens(tokenizer, model)
-    source = load_source(config, tokenizer, progress=progress, import_reward=not dry)
+    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
     check_source(config, source, limits, tokenizer)
     notes = [*_notes(config, source, limits, dry)]
     if not planned:
@@ -149,7 +129,7 @@ def _decided(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """What takes a look at this machine, and no model and no data."""
+    """Check settings against this machine, without a model and without data."""
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % (context * replicate):
@@ -163,6 +143,9 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     check_placement(config, device_type)
     if config.rollout.reward is not None:
         check_reward_name(config.rollout.reward)
+        check_engine_name(config.rollout.engine)
+    if is_path(config.loss.kind):
+        USER_OBJECTIVE.check(config.loss.kind)
     if config.batch.cost is not None:
         read_cost(config.batch.cost)
     check_names(config)
@@ -205,14 +188,11 @@ def _renamed(error: ValueError, name: str, setting: str) -> str:
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
     """Refuse a backend that cannot serve this model on this device, where the device is here to be asked."""
-    shape = model.config
-    heads = getattr(shape, "num_attention_heads", None)
-    head_dim = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
-    latent = getattr(shape, "qk_nope_head_dim", None) is not None  # head sizes of its own
-    if latent or not isinstance(head_dim, int) or (device_type == "cuda" and not torch.cuda.is_available()):
+    sizes = ModelSizes.of(model.config)
+    if sizes.latent is not None or (device_type == "cuda" and not torch.cuda.is_available()):
         return
     try:
-        choose_backend(device_type, getattr(torch, config.model.dtype), head_dim, requested=config.model.attention)
+        choose_backend(device_type, getattr(torch, config.model.dtype), sizes.head, requested=config.model.attention)
     except ValueError as error:
         raise ValueError(_renamed(error, "backend", "model.attention")) from None
 
@@ -220,7 +200,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 # Data
 
 
-def check_source(config: Config, source: Source, limits: Limits, tokenizer: Any) -> None:
+def check_source(config: Config, source: TrainingData, limits: Limits, tokenizer: Any) -> None:
     """Refuse data that the model cannot take or that lack what the loss needs."""
     sampled = config.rollout.reward is not None
     limit = limits.positions
@@ -242,52 +222,11 @@ def check_source(config: Config, source: Source, limits: Limits, tokenizer: Any)
         _check_rows(config, source)
 
 
-def check_fits(
-    samples: Samples,
-    limits: Limits,
-    *,
-    place: Callable[[int], Any],
-    setting: str,
-    look_at_tokens: bool = True,
-    vocabulary_cure: str,
-    positions_cure: str,
-) -> None:
-    """Refuse token ids that the model has no embedding for, and samples with more tokens than it has positions."""
-    if limits.positions is not None:
-        lengths = lengths_of(samples)
-        over = np.flatnonzero(lengths > limits.positions)
-        if len(over):
-            raise ValueError(
-                f"{setting}: {place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} "
-                f"positions; {positions_cure}"
-            )
-    found = _first_token_from(samples, limits.vocabulary) if look_at_tokens else None
-    if found is not None:
-        raise ValueError(
-            f"{setting}: {place(found[0])} has token id {found[1]}, but the vocabulary of the model has "
-            f"{limits.vocabulary}; {vocabulary_cure}"
-        )
-
-
-def lengths_of(samples: Samples) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[n] tokens of each, those of the longest response included."""
-    if isinstance(samples, TokenizedDataset):
-        return samples.lengths
-    return np.array([len(sample) for sample in samples], dtype=np.int64)
-
-
-def _first_token_from(samples: Samples, least: int) -> tuple[int, int] | None:
-    if isinstance(samples, TokenizedDataset):
-        return samples.first_token_from(least)
-    largest = ((index, int(sample.tokens.max(initial=0))) for index, sample in enumerate(samples))
-    return next(((index, token) for index, token in largest if token >= least), None)
-
-
 def _largest_id(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
-def check_lengths(config: Config, source: Source) -> None:
+def check_lengths(config: Config, source: TrainingData) -> None:
     """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone."""
     batch, context = config.batch, config.parallel.context
     if batch.overlong != "error":
@@ -301,7 +240,7 @@ def check_lengths(config: Config, source: Source) -> None:
 
 
 def _raise_over(
-    setting: str, cap: int, context: int, lengths: np.ndarray[Any, np.dtype[np.int64]], source: Source
+    setting: str, cap: int, context: int, lengths: np.ndarray[Any, np.dtype[np.int64]], source: TrainingData
 ) -> None:
     over = np.flatnonzero(lengths > cap * context)
     first, needed = int(over[0]), -(-int(lengths.max()) // context)
@@ -314,7 +253,7 @@ def _raise_over(
     )
 
 
-def _check_columns(config: Config, source: Source) -> None:
+def _check_columns(config: Config, source: TrainingData) -> None:
     """Arrays of a rollout: what the loss needs is in every row, and what some rows have all have."""
     loss, reference = config.loss, config.reference.path
     needs: dict[str, tuple[str, str]] = {}
@@ -343,7 +282,7 @@ def _check_columns(config: Config, source: Source) -> None:
             )
 
 
-def _check_rows(config: Config, source: Source) -> None:
+def _check_rows(config: Config, source: TrainingData) -> None:
     """A built-in reward says of every row whether it can judge a response to it."""
     name = config.rollout.reward
     if name not in BUILT_IN:
@@ -357,7 +296,7 @@ def _check_rows(config: Config, source: Source) -> None:
 # What is odd and no mistake
 
 
-def _notes(config: Config, source: Source, limits: Limits, dry: bool) -> Iterator[str]:
+def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> Iterator[str]:
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"
@@ -372,6 +311,8 @@ def _notes(config: Config, source: Source, limits: Limits, dry: bool) -> Iterato
             )
     if dry and config.rollout.reward is not None and config.rollout.reward not in BUILT_IN:
         yield f"rollout.reward {config.rollout.reward} is not imported by a dry run: whether it works is not known"
+    if dry and is_path(config.loss.kind):
+        yield f"loss.kind {config.loss.kind} is not imported by a dry run: whether it works is not known"
 
 
 def count_steps(config: Config, samples: Samples, *, enough: int) -> int:

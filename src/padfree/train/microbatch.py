@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.batch import IGNORE, LayoutKind, LocalBatch, PackedBatch, Sample
+from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample, at_predictions
+from padfree.config.choices import LayoutKind
 from padfree.cp import shard
 from padfree.distributed import Mesh
 from padfree.packing import collate
@@ -29,11 +30,10 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSettings:
-    """How a row is divided over the context ranks and attended."""
+    """How a row is divided over the context ranks."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"
-    attention: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,7 +68,11 @@ def make_micro_batch(
     if old_logprobs is not None:
         old_row = torch.zeros(packed.num_tokens)
         if not is_filler:
-            _write_predicted(old_row, chosen, [old_logprobs[i] for i in indices])
+            own = [old_logprobs[i] for i in indices]
+            _check_lengths(chosen, own)
+            end = packed.num_tokens - packed.pad_length
+            offsets = packed.segments.offsets[: len(chosen) + 1]
+            old_row[:end] = torch.from_numpy(at_predictions(np.concatenate(own), offsets))
     on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),
@@ -77,7 +81,6 @@ def make_micro_batch(
         group=mesh.context.group if mesh.context.size > 1 else None,
         kind=settings.layout,
         method=settings.method,
-        backend=settings.attention,
     )
     if old_row is not None:
         old_row = (old_row.pin_memory() if on_cuda else old_row).to(mesh.device, non_blocking=True)
@@ -96,18 +99,13 @@ def filler(samples: Sequence[Sample]) -> Sample:
     raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
 
 
-def _write_predicted(row: Tensor, samples: Sequence[Sample], values: Sequence[Floats]) -> None:
-    """Values [n] of each sample's tokens into `row` [T], each where its token is predicted: one place earlier."""
+def _check_lengths(samples: Sequence[Sample], values: Sequence[Floats]) -> None:
     for sample, array in zip(samples, values, strict=True):
         if np.shape(array) != (len(sample),):
             raise ValueError(
                 f"old_logprobs: shape {np.shape(array)} for the {len(sample)} tokens of sample {sample.uid!r}; "
                 "give one number per token"
             )
-    numbers, ends = row.numpy(), np.cumsum([len(sample) for sample in samples])
-    np.concatenate(values, out=numbers[: ends[-1]], casting="same_kind")
-    numbers[:-1] = numbers[1:]
-    numbers[ends - 1] = 0  # the last place of a sample predicts none
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:

@@ -8,13 +8,12 @@ A resumed run needs the step alone.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-Kind = Literal["constant", "linear", "cosine"]
+from padfree.config.choices import ScheduleKind
 
 
 def learning_rate_factor(
-    step: int, *, kind: Kind, warmup: int = 0, steps: int | None = None, final: float = 0.0
+    step: int, *, kind: ScheduleKind, warmup: int = 0, steps: int | None = None, final: float = 0.0
 ) -> float:
     """What the learning rate is multiplied by in `step`, counted from 0.
 

@@ -10,6 +10,7 @@ Entry j of a sample's array belongs to its token j; it is 0 where token j is not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -19,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
+from padfree.batch import Sample, at_tokens
+from padfree.config.choices import PackOverlong
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.packing import CostModel, StepPlan, plan_step
-from padfree.packing.step_plan import Overlong
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
@@ -42,7 +43,7 @@ class Scorer:
         max_tokens: int,
         rows: RowSettings | None = None,
         temperature: float = 1.0,
-        overlong: Overlong = "error",
+        overlong: PackOverlong = "error",
         cost: CostModel | None = None,
     ) -> None:
         lm_head_of(model)  # refused here rather than in the first step
@@ -62,8 +63,9 @@ class Scorer:
         )
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank."""
+    def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
+        """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
+        scores = partial(self._scores, self.temperature if temperature is None else temperature)
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
@@ -71,22 +73,23 @@ class Scorer:
         with computing(self.model):
             for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
                 batch = make_micro_batch(samples, indices, self.mesh, self.rows)
-                row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
-                for i, values in zip(indices, batch.packed.unpack(row), strict=True):
-                    found[starts[i] + 1 : starts[i + 1]] = values[:-1]
+                # The head scores exactly 0 where there is no label, so also at the last position of each sample.
+                for i, values in zip(indices, batch.packed.unpack(at_tokens(row)), strict=True):
+                    found[starts[i] : starts[i + 1]] = values
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
         host = found.cpu().numpy()
         return [host[start:end] for start, end in pairwise(starts)]
 
-    def _scores(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    def _scores(self, temperature: float, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[T/cp]"""
         return score(
             hidden_states(model, batch.local),
             lm_head_of(model),
             batch.local.labels,
-            temperature=self.temperature,
+            temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs

@@ -1,41 +1,24 @@
-"""From the settings of a run to its loss and its models.
+"""From the settings of a run to its models.
 
-Config -> loss_settings     what padfree.losses understands
-       -> build_engine      model, optimizer, and what scores with them
+Config -> build_engine      model, optimizer, loss, and what scores with them
        -> build_reference   the model that the KL term compares with
        -> export            the trained model as a folder, in the form that is asked for
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from padfree.config import Config, LossConfig
+from padfree.config import Config
+from padfree.config.choices import Init
 from padfree.distributed import Mesh
 from padfree.estimate.cost_file import read_cost
-from padfree.losses import (
-    CISPOSettings,
-    ClipSettings,
-    Correction,
-    GSPOSettings,
-    IcePopSettings,
-    Objective,
-    OPSMSettings,
-    PolicySettings,
-    ReinforceSettings,
-    SequenceMaskSettings,
-    SequenceTISSettings,
-    SFTSettings,
-    TokenLossSettings,
-    TokenTISSettings,
-)
 from padfree.model.export import export_adapters, export_model
-from padfree.model.files import Init, base_dtype
+from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
@@ -44,39 +27,6 @@ from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.scorer import Scorer
 from padfree.train.settle import settle_on
-
-OBJECTIVES: dict[str, type[Any]] = {
-    "clip": ClipSettings,
-    "gspo": GSPOSettings,
-    "cispo": CISPOSettings,
-    "reinforce": ReinforceSettings,
-}
-CORRECTIONS: dict[str, type[Any]] = {
-    "token_tis": TokenTISSettings,
-    "sequence_tis": SequenceTISSettings,
-    "icepop": IcePopSettings,
-    "sequence_mask": SequenceMaskSettings,
-    "opsm": OPSMSettings,
-}
-
-
-def loss_settings(config: LossConfig) -> TokenLossSettings:
-    """The loss as `padfree.losses` wants it told."""
-    if config.kind == "sft":
-        return SFTSettings()
-    objective: Objective = OBJECTIVES[config.kind](**config.bounds())
-    corrections: tuple[Correction, ...] = tuple(
-        CORRECTIONS[name](**{key: value for key, value in asdict(getattr(config, name)).items() if value is not None})
-        for name in config.corrections
-    )
-    return PolicySettings(
-        objective=objective,
-        old_policy=config.old_policy,
-        corrections=corrections,
-        kl_coefficient=config.kl_coefficient,
-        kl_estimator=config.kl_estimator,
-        entropy_coefficient=config.entropy_coefficient,
-    )
 
 
 def check_placement(config: Config, device_type: str) -> None:
@@ -117,7 +67,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         weight_decay=config.optimizer.weight_decay,
     )
     settings = LossSettings(
-        loss=loss_settings(config.loss),
+        loss=config.loss.settings(),
         weights=config.loss.weights,
         constant=config.loss.constant,
         max_grad_norm=config.optimizer.max_grad_norm,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.batch import Sample
+from padfree.config.choices import Advantage
 from padfree.losses import (
     grpo_advantages,
     reinforce_plus_plus,
@@ -30,8 +31,6 @@ from padfree.losses import (
     rloo_advantages,
     spread,
 )
-
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"]
 
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
@@ -124,8 +123,8 @@ def _reward(sample: Sample, kind: str) -> float:
 
 
 def _scored(samples: Sequence[Sample]) -> Tensor:
-    """[Σn] the trained tokens, except the first of each sample, which nothing predicts."""
-    return torch.from_numpy(np.concatenate([sample.mask & (np.arange(len(sample)) > 0) for sample in samples]))
+    """[Σn] which tokens of all samples are scored."""
+    return torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
 
 
 def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:

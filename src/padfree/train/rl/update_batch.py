@@ -22,15 +22,18 @@ import torch
 from torch import Tensor
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
-from padfree.packing.source import shuffled
 from padfree.train.microbatch import Floats
 
 KEY = "rollouts"
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
-    """The samples of each update of the `number`-th batch; with one mini-batch in their order, else shuffled."""
+    """The samples of each update with the `number`-th batch: in their own order, or shuffled for mini-batches.
+
+    Every pass over the batch has an order of its own. The plan of a run (`padfree.planner`) asks here, too.
+    """
     parts: list[Indices] = []
     for epoch in range(epochs):
         order = np.arange(num_samples)
@@ -49,6 +52,7 @@ class RolloutBatch:
     epochs: int = 1
     old_logprobs: Sequence[Floats] | None = None  # [n] each
     metrics: Mapping[str, Any] = field(default_factory=dict)  # of the batch, for every update's line
+    times: Mapping[str, float] = field(default_factory=dict)  # for the first update's line alone, so no checkpoint's
     done: int = 0
 
     @property

@@ -1,0 +1,46 @@
+"""The names of everything that can be chosen, each once. The parts that do the work import them from here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# model, lora, checkpoint, run
+Init = Literal["weights", "random"]
+ComputeDtype = Literal["float32", "bfloat16"]
+LoraExport = Literal["merged", "adapter"]
+ExportDtype = Literal["base", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+# data
+LossOn = Literal["assistant", "last", "all"]
+PromptFormat = Literal["auto", "chat", "plain"]
+Overlong = Literal["error", "truncate", "drop"]
+OnBadRow = Literal["error", "skip"]
+
+# batch
+RunOverlong = Literal["error", "alone"]
+PackOverlong = Literal["error", "truncate", "drop", "alone"]
+
+# loss
+WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"]
+OldPolicy = Literal["trainer", "sampler", "current"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+SequenceStatistic = Literal["mean", "sum", "token"]
+
+# schedule
+ScheduleKind = Literal["constant", "linear", "cosine"]
+
+# parallel
+LayoutKind = Literal["contiguous", "headtail", "balanced"]
+ContextMethod = Literal["allgather", "ring", "ulysses"]
+Checkpointing = Literal["none", "host", "selective", "full"]
+CheckpointingOrAuto = Literal["auto", Checkpointing]
+LayerKernels = Literal["auto", "none"]
+Compiler = Literal["none", "inductor", "aot_eager"]
+CompilerOrAuto = Literal["auto", Compiler]
+HeadMemory = Literal["speed", "low"]
+
+# rollout
+SAMPLING_ENGINES = ("in_process", "vllm")
+"""Those of `rollout.engine` that padfree has."""

@@ -1,0 +1,275 @@
+"""The settings of every loss: plain data, checked once, without torch.
+
+    PolicySettings    objective      what is done with the ratio          ClipSettings | GSPOSettings | ...
+                      corrections    sampler against trainer, in a row    TokenTISSettings | IcePopSettings | ...
+                      kl, entropy    added to the loss
+
+A recipe holds these same objects (`padfree.config.loss`), so messages name what stands in a recipe: `loss.clip.low`.
+The formula of an objective is in the file of `padfree.losses.objectives` that has its `kind` for a name; those of the
+others are in `padfree.losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from padfree.config.choices import KLEstimator, OldPolicy, SequenceStatistic
+from padfree.config.rules import check_choice, need
+
+SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a setting may be, both ends included, and what is said of others."""
+
+    low: float
+    high: float
+    cure: str
+
+    def check(self, name: str, value: object) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        need(number and self.low <= value <= self.high, name, value, self.cure)  # type: ignore[operator]
+
+
+def number(default: float | None, low: float, high: float, cure: str) -> Any:
+    """A field with its bounds; None is right where it is the default."""
+    return field(default=default, metadata={"range": Range(low, high, cure)})
+
+
+def check_number(settings: type[Any], name: str, value: object, prefix: str) -> None:
+    """Refuse a value that the field of this name may not have."""
+    entry = settings.__dataclass_fields__[name]
+    if "range" in entry.metadata and not (value is None and entry.default is None):
+        entry.metadata["range"].check(f"{prefix}{name}", value)
+
+
+def _check_numbers(settings: Any, prefix: str) -> None:
+    for entry in fields(settings):
+        check_number(type(settings), entry.name, getattr(settings, entry.name), prefix)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTSettings:
+    """Negative log-likelihood."""
+
+
+# Objectives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """What a policy loss does with a token's ratio and advantage. `kind` is its name in a recipe."""
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, f"loss.{self.kind}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings(Objective):
+    """Clipped ratio (PPO, GRPO): the ratio is kept in [1 - low, 1 + high]; `dual` bounds it where A < 0."""
+
+    kind: ClassVar[str] = "clip"
+    low: float = number(0.2, 0.0, 1.0, "give 0 up to 1")
+    high: float = number(0.2, 0.0, math.inf, "give 0 or more")
+    dual: float | None = number(None, math.nextafter(1.0, 2.0), math.inf, "give more than 1, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GSPOSettings(Objective):
+    """Clipped sequence ratio. The defaults are the paper's: a mean over tokens moves far less than one token."""
+
+    kind: ClassVar[str] = "gspo"
+    low: float = number(3e-4, 0.0, 1.0, "give 0 up to 1")
+    high: float = number(4e-4, 0.0, math.inf, "give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CISPOSettings(Objective):
+    """Clipped importance weight: in [1 - low, 1 + high], without a lower bound where `low` is None."""
+
+    kind: ClassVar[str] = "cispo"
+    low: float | None = number(None, 0.0, 1.0, "give 0 up to 1, or leave it out for no lower bound")
+    high: float = number(4.0, 0.0, math.inf, "give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReinforceSettings(Objective):
+    """Plain policy gradient: no ratio, no clip."""
+
+    kind: ClassVar[str] = "reinforce"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomObjective(Objective):
+    """The user's own function, `module:function`; see `padfree.losses.objectives` for what it is given."""
+
+    kind: ClassVar[str] = "module:function"
+    path: str
+
+
+# Corrections
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """A factor on the objective. `kind` is its name in a recipe; `compares_sampler`: it needs the sampler's numbers."""
+
+    kind: ClassVar[str]
+    compares_sampler: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, f"loss.{self.kind}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandCorrection(Correction):
+    """Bounds of an importance weight, 1 among what they allow."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        numbers = all(isinstance(bound, (int, float)) for bound in (self.low, self.high))
+        right = numbers and 0 <= self.low <= 1 <= self.high and self.low < self.high
+        bounds = [self.low, self.high]
+        need(right, f"loss.{self.kind}", bounds, "give 0 <= low <= 1 <= high, and low < high")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenTISSettings(BandCorrection):
+    """Truncated importance sampling, token by token: the weight is kept in [low, high]."""
+
+    kind: ClassVar[str] = "token_tis"
+    low: float = 0.0
+    high: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceTISSettings(BandCorrection):
+    """Truncated importance sampling by sequence. `geometric`: of the mean over tokens instead of the product."""
+
+    kind: ClassVar[str] = "sequence_tis"
+    low: float = 0.0
+    high: float = 2.0
+    geometric: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IcePopSettings(BandCorrection):
+    """The importance weight of a token inside [low, high], and 0 outside."""
+
+    kind: ClassVar[str] = "icepop"
+    low: float = 0.5
+    high: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceMaskSettings(BandCorrection):
+    """Leave a sequence out whose importance ratio is outside [low, high]; `losses.corrections` has the statistics."""
+
+    kind: ClassVar[str] = "sequence_mask"
+    low: float = 0.5
+    high: float = 2.0
+    statistic: SequenceStatistic = "mean"
+
+    def __post_init__(self) -> None:
+        # `super()` without arguments does not see the class that `slots` makes anew.
+        BandCorrection.__post_init__(self)
+        check_choice("loss.sequence_mask.statistic", self.statistic, SequenceStatistic)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OPSMSettings(Correction):
+    """Leave a sequence out where A < 0 and the policy has moved further than `delta` from it."""
+
+    kind: ClassVar[str] = "opsm"
+    compares_sampler: ClassVar[bool] = False
+    delta: float = number(1e-4, 0.0, math.inf, "give 0 or more")
+
+
+# Policy losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySettings:
+    """A policy loss: the objective, corrections of it, and what is added to it.
+
+    `old_policy` names the denominator of the ratio: the `trainer`'s own log-probabilities before the update
+    (`old_logprobs`), those the `sampler` reported (`rollout_logprobs`), or the `current` ones (each batch serves one
+    step, the ratio is 1 and its gradient is that of the log-probability; nothing needs to be computed beforehand).
+    """
+
+    objective: Objective = ClipSettings()
+    old_policy: OldPolicy = "trainer"
+    corrections: tuple[Correction, ...] = ()
+    kl_coefficient: float = number(0.0, 0.0, LARGEST, "give 0 or more")
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = number(0.0, -LARGEST, LARGEST, "give a finite number")
+
+    def __post_init__(self) -> None:
+        check_choice("loss.old_policy", self.old_policy, OldPolicy)
+        check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
+        _check_numbers(self, "loss.")
+        objective, corrections = self._untyped()
+        if not isinstance(objective, Objective):
+            raise ValueError(f"objective: {objective!r}; give ClipSettings(), GSPOSettings() or another of them")
+        if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
+            raise ValueError(f"corrections: {corrections!r}; give a tuple such as (TokenTISSettings(),)")
+        kinds = [correction.kind for correction in self.corrections]
+        need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "give each of them once")
+        if self.old_policy == "sampler":
+            alone = not any(correction.compares_sampler for correction in self.corrections)
+            cure = "set loss.old_policy=trainer, with 'sampler' the sampler is compared with itself"
+            need(alone, "loss.corrections", kinds, cure)
+        if self.old_policy == "current":
+            cure = "set loss.old_policy=trainer, with 'current' opsm never masks"
+            need(OPSMSettings.kind not in kinds, "loss.corrections", kinds, cure)
+
+    def _untyped(self) -> tuple[object, object]:
+        """Objective and corrections as they were given, whatever they are."""
+        return self.objective, self.corrections
+
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether the log-probabilities that the sampler reported are part of the loss."""
+        return self.old_policy == "sampler" or any(correction.compares_sampler for correction in self.corrections)
+
+
+# Losses of other models
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueSettings:
+    """Squared error of a value model, its change limited to `clip` (None: unlimited)."""
+
+    clip: float | None = 0.2
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            Range(0.0, math.inf, "give 0 or more, or None to switch it off").check("value clip", self.clip)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DPOSettings:
+    """Direct preference optimisation; `label_smoothing` is the assumed share of wrong labels."""
+
+    beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
+    label_smoothing: float = number(0.0, 0.0, math.nextafter(0.5, 0.0), "give 0 up to, but not including, 0.5")
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelSettings:
+    """Pairwise loss of a reward model: the chosen answer should score `margin` more than the rejected one."""
+
+    margin: float = number(0.0, 0.0, math.inf, "give 0 or more")
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "")

@@ -1,0 +1,40 @@
+"""The clipped ratio of PPO and GRPO. With r = π / π_old of a token and A its advantage:
+
+max(-r A, -clamp(r, 1 - low, 1 + high) A)          high > low is DAPO's clip-higher
+and, with `dual` c, at most -c A where A < 0       dual clip: a bad token that became likely is bounded
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from padfree.config.loss_settings import ClipSettings
+from padfree.losses import checks
+from padfree.losses.kl import LOG_RATIO_BOUND
+from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, objective
+
+
+@objective(elementwise=True)
+def clip(tokens: ObjectiveInputs, settings: ClipSettings) -> ObjectiveOutput:
+    assert tokens.old_logprobs is not None
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    losses, clipped = clipped_ratio(
+        log_ratio, tokens.advantages, low=settings.low, high=settings.high, dual=settings.dual
+    )
+    return ObjectiveOutput(losses=losses, log_ratio=log_ratio, clipped=clipped)
+
+
+def clipped_ratio(
+    log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """[T] losses, and where the clip to [1 - low, 1 + high] is what counts; float32, or float64 where either is."""
+    ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
+    log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
+    ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
+    free = -ratio * advantages
+    held = -ratio.clamp(min=1.0 - low, max=1.0 + high) * advantages
+    losses = torch.maximum(free, held)
+    if dual is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -dual * advantages), losses)
+    return losses, held > free

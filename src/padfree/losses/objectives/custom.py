@@ -1,0 +1,89 @@
+"""The user's own objective: `loss.kind = "my_losses:mine"`.
+
+    @padfree.losses.objective(elementwise=True)
+    def mine(tokens: padfree.losses.ObjectiveInputs) -> Tensor:             or an ObjectiveOutput
+        return -tokens.advantages * tokens.logprobs
+
+It is code of its own, so what it raises or returns is checked; the device is not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padfree.config.functions import UserFunction
+from padfree.config.rules import shown_error
+from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, Traits, traits_of
+
+USER_OBJECTIVE = UserFunction(
+    setting="loss.kind", noun="loss", arguments=("tokens",), result="a tensor of losses, or an ObjectiveOutput"
+)
+
+
+@cache
+def load_objective(path: str) -> UserObjective:
+    """The objective `module:function`, from the installed packages or the current folder; its module is imported."""
+    return UserObjective(path=path, function=USER_OBJECTIVE.load(path))
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class UserObjective:
+    """A user's function; calling it checks what comes back."""
+
+    path: str
+    function: Callable[[ObjectiveInputs], Any]
+    _names: tuple[str, ...] | None = field(default=None, init=False)  # what the first call gave metrics for
+
+    @property
+    def traits(self) -> Traits:
+        return traits_of(self.function)
+
+    def __call__(self, tokens: ObjectiveInputs) -> ObjectiveOutput:
+        try:
+            found = self.function(tokens)
+        except Exception as error:
+            raise ValueError(f"loss.kind: {self.path} raised {shown_error(error)}; correct the function") from error
+        output = ObjectiveOutput(losses=found) if isinstance(found, Tensor) else found
+        if not isinstance(output, ObjectiveOutput):
+            raise ValueError(
+                f"loss.kind: {self.path} returned {type(found).__name__}; return a tensor of losses, or an "
+                "ObjectiveOutput"
+            )
+        self._check(tokens, output)
+        return output
+
+    def _check(self, tokens: ObjectiveInputs, output: ObjectiveOutput) -> None:
+        wanted = tokens.logprobs
+        given: dict[str, Any] = {"losses": output.losses, "log_ratio": output.log_ratio, "clipped": output.clipped}
+        present = {name: values for name, values in {**given, **output.statistics}.items() if values is not None}
+        for name, values in present.items():
+            if not isinstance(values, Tensor) or values.shape != wanted.shape:
+                what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"loss.kind: {self.path} returned {name} {what} for {tuple(wanted.shape)} log-probabilities; "
+                    "return one entry for each"
+                )
+        if output.losses.dtype != wanted.dtype:
+            raise ValueError(
+                f"loss.kind: {self.path} returned losses of {output.losses.dtype} for log-probabilities of "
+                f"{wanted.dtype}; return the same type"
+            )
+        if torch.is_grad_enabled() and wanted.requires_grad and not output.losses.requires_grad:
+            raise ValueError(
+                f"loss.kind: {self.path} returned losses without a gradient; compute them from tokens.logprobs"
+            )
+        # Ranks add up their metrics in the order of their names, so these must be the same in all calls.
+        names = tuple(sorted(present))
+        if self._names is None:
+            self._names = names
+        if names != self._names:
+            raise ValueError(
+                f"loss.kind: {self.path} returned {', '.join(names)}, and {', '.join(self._names)} before; return the "
+                "same names every time"
+            )

@@ -1,0 +1,78 @@
+"""`rollout.engine`: padfree's own by name, the user's by import path, everything else refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from padfree.config import Config, load_config
+from padfree.config.choices import SAMPLING_ENGINES
+from padfree.rollout.engines import ENGINES, check_engine_name, make_sampler
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SAMPLER = """
+class Sampler:
+    def update_weights(self, trained, version): ...
+    def sample(self, requests, *, on_progress=None): return []
+    def metrics(self): return {}
+    def close(self): ...
+
+def whole(config, mesh, trained, tokenizer, score):
+    return Sampler()
+
+def half(config, mesh, trained, tokenizer, score):
+    return object()
+
+def narrow(config):
+    return Sampler()
+"""
+
+
+def config_of(engine: str) -> Config:
+    return load_config(RECIPES / "rl-local.toml", [f"rollout.engine={engine}"])
+
+
+def made(engine: str) -> Any:
+    unused: Any = None
+    return make_sampler(config_of(engine), unused, unused, unused, unused)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"samplers_{tmp_path.name}.py").write_text(SAMPLER)
+    return f"samplers_{tmp_path.name}"
+
+
+def test_every_name_has_an_engine() -> None:
+    assert set(SAMPLING_ENGINES) == set(ENGINES)
+
+
+def test_a_function_of_the_user_makes_the_sampler(module: str) -> None:
+    check_engine_name(f"{module}:whole")
+    assert type(made(f"{module}:whole")).__name__ == "Sampler"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("half", r"^rollout.engine: 'samplers_.*:half' returned object, which has no update_weights; return a padfree"),
+        ("narrow", r"^rollout.engine: .*:narrow' cannot be called with \(config, .*; take these 5 arguments$"),
+        ("absent", r"^rollout.engine: .*:absent': the module has no 'absent'; correct the name$"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(module: str, function: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(f"{module}:{function}")
+
+
+def test_a_module_that_is_not_there_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match=r"^rollout.engine: 'nowhere_at_all:f': there is no module nowhere_at_all; "):
+        check_engine_name("nowhere_at_all:f")
+
+
+def test_another_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^rollout.engine: 'vlm'; did you mean 'vllm'\? give one of in_process, vllm"):
+        config_of("vlm")
