@@ -1,6 +1,6 @@
 """What a GPU does, on the CPU: its path through the head.
 
-CUDA multiplies bfloat16 into float32, which the CPU cannot do; the products here give the CPU what CUDA gets.
+CUDA multiplies bfloat16 into float32, which the CPU cannot do; the matmuls here give the CPU what CUDA gets.
 """
 
 from __future__ import annotations

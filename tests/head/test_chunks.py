@@ -55,7 +55,7 @@ def distance(actual: Tensor, exact: Tensor) -> float:
 
 
 def bfloat16_logits(inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """What a bfloat16 model with its own head does: bfloat16 logits and their gradient, products added in float32."""
+    """What a bfloat16 model with its own head does: bfloat16 logits and their gradient, matmuls added in float32."""
     hidden, weight, labels, advantages = inputs
     rows = (labels != -100).nonzero()[:, 0]
     logits = (hidden[rows].float() @ weight.float().T).bfloat16().requires_grad_()

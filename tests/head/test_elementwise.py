@@ -23,21 +23,21 @@ def make_rows(dtype: torch.dtype = torch.float64) -> LabelledRows:
     )
 
 
-def logits_of(products: Tensor, head: BlockedHead, rows: LabelledRows) -> Tensor:
-    logits = head.logit_scale * (products if head.bias is None else products + head.bias)
+def logits_of(raw_logits: Tensor, head: BlockedHead, rows: LabelledRows) -> Tensor:
+    logits = head.logit_scale * (raw_logits if head.bias is None else raw_logits + head.bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return logits * rows.inverse_temperature[:, None]
 
 
 def reduce_all(
-    products: Tensor, head: BlockedHead, rows: LabelledRows, width: int, stored: Tensor | None = None
+    raw_logits: Tensor, head: BlockedHead, rows: LabelledRows, width: int, stored: Tensor | None = None
 ) -> BlockSums:
     """The sums of all columns, from tiles of `width` of them."""
-    sums = BlockSums.empty(R, head.num_blocks, products, entropy=True)
+    sums = BlockSums.empty(R, head.num_blocks, raw_logits, entropy=True)
     for first in range(0, V, width):
         part = None if stored is None else stored[:, first : first + width]
-        elementwise.reduce_tile(products[:, first : first + width].clone(), first, head, rows, sums, part)
+        elementwise.reduce_tile(raw_logits[:, first : first + width].clone(), first, head, rows, sums, part)
     return sums
 
 
@@ -46,14 +46,14 @@ def reduce_all(
 @pytest.mark.parametrize("bias", [False, True])
 def test_blocks_merge_into_the_softmax(width: int, softcap: float | None, bias: bool) -> None:
     head, rows = make_head(softcap=softcap, bias=bias), make_rows()
-    products = torch.randn(R, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
-    softmax = elementwise.merge(reduce_all(products, head, rows, width))
-    log_p = logits_of(products, head, rows).log_softmax(1)
+    raw_logits = torch.randn(R, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
+    softmax = elementwise.merge(reduce_all(raw_logits, head, rows, width))
+    log_p = logits_of(raw_logits, head, rows).log_softmax(1)
     torch.testing.assert_close(softmax.logprobs, log_p.gather(1, rows.labels[:, None])[:, 0])
     assert softmax.entropy is not None
     torch.testing.assert_close(softmax.entropy, -(log_p.exp() * log_p).sum(1))
     torch.testing.assert_close(
-        softmax.peak + softmax.log_total, logits_of(products, head, rows).logsumexp(1), rtol=1e-12, atol=0
+        softmax.peak + softmax.log_total, logits_of(raw_logits, head, rows).logsumexp(1), rtol=1e-12, atol=0
     )
 
 
@@ -61,25 +61,25 @@ def test_blocks_merge_into_the_softmax(width: int, softcap: float | None, bias: 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_both_gradients_are_autograd_s(softcap: float | None, with_entropy: bool) -> None:
     head, rows = make_head(softcap=softcap, bias=True), make_rows()
-    products = torch.randn(R, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 4
+    raw_logits = torch.randn(R, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 4
     pull = torch.linspace(-1, 3, R, dtype=torch.float64)
     upstream = Upstream(logprobs=pull, entropy=pull.square() if with_entropy else None)
 
-    leaf = products.clone().requires_grad_()
+    leaf = raw_logits.clone().requires_grad_()
     log_p = logits_of(leaf, head, rows).log_softmax(1)
     loss = (log_p.gather(1, rows.labels[:, None])[:, 0] * pull).sum()
     if with_entropy:
         loss = loss - ((log_p.exp() * log_p).sum(1) * pull.square()).sum()
     (expected,) = torch.autograd.grad(loss, leaf)
 
-    stored = torch.empty_like(products)
-    sums = reduce_all(products, head, rows, 128, stored)
+    stored = torch.empty_like(raw_logits)
+    sums = reduce_all(raw_logits, head, rows, 128, stored)
     softmax = elementwise.merge(sums)
-    again = torch.full_like(products, float("nan"))
+    again = torch.full_like(raw_logits, float("nan"))
     for first in (0, 100):
         last = 100 if first == 0 else V
         elementwise.gradient_from_raw_logits(
-            products[:, first:last].clone(), first, head, rows, softmax, upstream, again[:, first:last]
+            raw_logits[:, first:last].clone(), first, head, rows, softmax, upstream, again[:, first:last]
         )
     torch.testing.assert_close(again, expected)
     elementwise.gradient_from_stored(stored, head, rows, sums.peak, softmax, upstream, stored)
@@ -90,12 +90,12 @@ def test_float16_keeps_what_carries_probability() -> None:
     """Logits near 1e4 and far apart: bfloat16 would err by 32 there."""
     head = BlockedHead(weight=torch.empty(V, 1), bias=None, softcap=None, logit_scale=1.0, block=64)
     rows = LabelledRows(labels=torch.tensor([0, 63, 64, 299, 150]), inverse_temperature=torch.ones(R))
-    products = 1e4 + 3 * torch.randn(R, V, generator=torch.Generator().manual_seed(2))
-    products[:, 7] = -1e5
+    raw_logits = 1e4 + 3 * torch.randn(R, V, generator=torch.Generator().manual_seed(2))
+    raw_logits[:, 7] = -1e5
     stored = torch.empty(R, V, dtype=torch.float16)
-    sums = reduce_all(products, head, rows, 128, stored)
+    sums = reduce_all(raw_logits, head, rows, 128, stored)
     softmax, upstream = elementwise.merge(sums), Upstream(logprobs=torch.ones(R), entropy=None)
-    exact = torch.nn.functional.one_hot(rows.labels, V) - products.double().softmax(1)
+    exact = torch.nn.functional.one_hot(rows.labels, V) - raw_logits.double().softmax(1)
     assert stored.isfinite().all()
     gradient = torch.empty(R, V)
     elementwise.gradient_from_stored(stored, head, rows, sums.peak, softmax, upstream, gradient)

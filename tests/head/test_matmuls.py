@@ -85,9 +85,9 @@ def make_task(
 def reference_sums(
     hidden: Tensor, head: BlockedHead, rows: LabelledRows, stored: Tensor | None, *, entropy: bool = True
 ) -> tuple[BlockSums, Softmax]:
-    products = hidden.float() @ head.weight.float().T
-    sums = BlockSums.empty(len(hidden), head.num_blocks, products, entropy=entropy)
-    elementwise.reduce_tile(products, 0, head, rows, sums, stored)
+    raw_logits = hidden.float() @ head.weight.float().T
+    sums = BlockSums.empty(len(hidden), head.num_blocks, raw_logits, entropy=entropy)
+    elementwise.reduce_tile(raw_logits, 0, head, rows, sums, stored)
     return sums, elementwise.merge(sums)
 
 
@@ -107,7 +107,7 @@ def small(parts: int) -> Configuration:
         ("a column more", "softcap"),
     ],
 )
-def test_products_are_a_product_and_the_steps(shape: str, form: str, parts: int) -> None:
+def test_they_are_a_matmul_and_the_elementwise_work(shape: str, form: str, parts: int) -> None:
     from padfree.head import triton_elementwise as kernels
 
     by = small(parts)
@@ -330,7 +330,7 @@ def test_score_and_fused_loss(plan: str, options: dict[str, Any], monkeypatch: p
 
 
 @needs_matmuls
-def test_where_the_products_cannot_be_used() -> None:
+def test_where_the_matmuls_cannot_be_used() -> None:
     hidden, weight = (torch.zeros(rows, 16, dtype=torch.bfloat16, device=DEVICE) for rows in (3, 5))
     assert unsupported_reason(hidden, weight, torch.bfloat16) is None
     for wrong, reason in (

@@ -14,7 +14,7 @@ def test_parts() -> None:
     assert list(parts_of(0, 4)) == []
 
 
-def test_products() -> None:
+def test_matmuls() -> None:
     left, right = torch.randn(3, 5), torch.randn(5, 4)
     memory = torch.full((3, 8), 7.0)
     out = memory[:, :4]  # a part of something wider, as a tile is

@@ -1,4 +1,4 @@
-"""The Triton kernels against the steps in plain torch, on CUDA or in Triton's interpreter.
+"""The Triton kernels against plain torch, on CUDA or in Triton's interpreter.
 
 Triton decides when it is imported whether it interprets, so without CUDA the tests below run in a process of their own,
 which `test_in_the_interpreter` starts.
@@ -45,7 +45,7 @@ def make_task(
     vocabulary: int, *, bias: bool = False, softcap: float | None = None
 ) -> tuple[Tensor, BlockedHead, LabelledRows, Upstream]:
     generator = torch.Generator().manual_seed(vocabulary)
-    products = 5 * torch.randn(ROWS, vocabulary, generator=generator)
+    raw_logits = 5 * torch.randn(ROWS, vocabulary, generator=generator)
     head = BlockedHead(
         weight=torch.empty(vocabulary, 1),
         bias=torch.randn(vocabulary, generator=generator).bfloat16().to(DEVICE) if bias else None,
@@ -58,17 +58,17 @@ def make_task(
         inverse_temperature=torch.linspace(0.5, 1.5, ROWS).to(DEVICE),
     )
     pull = torch.linspace(-1.0, 2.0, ROWS).to(DEVICE)
-    return products.to(DEVICE), head, rows, Upstream(logprobs=pull, entropy=pull.square())
+    return raw_logits.to(DEVICE), head, rows, Upstream(logprobs=pull, entropy=pull.square())
 
 
 def reduce_all(
     module: Any, task: tuple[Tensor, BlockedHead, LabelledRows, Upstream], stored: Tensor | None
 ) -> BlockSums:
-    products, head, rows, _ = task
-    sums = BlockSums.empty(ROWS, head.num_blocks, products, entropy=True)
-    for first in range(0, products.shape[1], 128):
+    raw_logits, head, rows, _ = task
+    sums = BlockSums.empty(ROWS, head.num_blocks, raw_logits, entropy=True)
+    for first in range(0, raw_logits.shape[1], 128):
         part = None if stored is None else stored[:, first : first + 128]
-        module.reduce_tile(products[:, first : first + 128].clone(), first, head, rows, sums, part)
+        module.reduce_tile(raw_logits[:, first : first + 128].clone(), first, head, rows, sums, part)
     return sums
 
 
@@ -79,7 +79,7 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
 
     vocabulary = form["vocabulary"]
     task = make_task(**form)
-    products, head, rows, upstream = task
+    raw_logits, head, rows, upstream = task
     memory = torch.zeros(2, ROWS, 256, dtype=torch.float16, device=DEVICE)
     expected_stored, stored = memory[:, :, :vocabulary]
     expected_sums = reduce_all(elementwise, task, expected_stored)
@@ -92,11 +92,11 @@ def test_kernels_are_the_steps(form: dict[str, Any]) -> None:
     softmax = elementwise.merge(expected_sums)
     for up in (upstream, replace(upstream, entropy=None)):
         expected = torch.empty(ROWS, vocabulary, device=DEVICE)
-        elementwise.gradient_from_raw_logits(products.clone(), 0, head, rows, softmax, up, expected)
+        elementwise.gradient_from_raw_logits(raw_logits.clone(), 0, head, rows, softmax, up, expected)
         gradient = torch.full((ROWS, vocabulary), float("nan"), device=DEVICE)
         for first, last in ((0, 20), (20, vocabulary)):
             kernels.gradient_from_raw_logits(
-                products[:, first:last], first, head, rows, softmax, up, gradient[:, first:last]
+                raw_logits[:, first:last], first, head, rows, softmax, up, gradient[:, first:last]
             )
         torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=1e-4)
         # In place, float16 logits becoming bfloat16 gradients, as in bfloat16 training.
@@ -114,13 +114,13 @@ def test_odd_values() -> None:
     """NaN stays in its row, -inf adds nothing, a label outside the vocabulary is NaN, 1e4 is a number like others."""
     from padfree.head import triton_elementwise as kernels
 
-    products, head, rows, upstream = make_task(200)
-    products[1, 70] = float("nan")
-    products[2, :128] = float("-inf")
-    products[3, 7] = 1e4
+    raw_logits, head, rows, upstream = make_task(200)
+    raw_logits[1, 70] = float("nan")
+    raw_logits[2, :128] = float("-inf")
+    raw_logits[3, 7] = 1e4
     rows = replace(rows, labels=torch.tensor([200, 0, 150, 7]).to(DEVICE))
-    sums = reduce_all(kernels, (products, head, rows, upstream), None)
-    expected = reduce_all(elementwise, (products, head, rows, upstream), None)
+    sums = reduce_all(kernels, (raw_logits, head, rows, upstream), None)
+    expected = reduce_all(elementwise, (raw_logits, head, rows, upstream), None)
     softmax = kernels.merge(sums)
     assert softmax.logprobs.isnan().tolist() == [True, True, False, False]
     assert softmax.entropy is not None

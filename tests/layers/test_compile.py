@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from padfree.config import config_from_dict
@@ -150,9 +149,8 @@ def test_kernels_none_leaves_the_layer_to_the_compiler(
                 behind(after)
             targets.append({str(node.target) for node in after.nodes if str(node.target).startswith("padfree.")})
 
-        behind = patches.pop("post_grad_custom_post_pass", None)
-        with inductor_config.patch({**patches, "post_grad_custom_post_pass": Uncached(look)}):
-            return backend(graph, inputs)
+        behind = patches.get("post_grad_custom_post_pass")
+        return backend(graph, inputs, config_patches={**patches, "post_grad_custom_post_pass": Uncached(look)})
 
     monkeypatch.setattr(compiled, "lookup_backend", lambda name: seeing)
     build("qwen3").save_pretrained(tmp_path / "model")

@@ -1,116 +1,38 @@
-"""Weights, gradients and optimizer state that wait on the CPU: the same numbers, saved and exported as ever.
-
-On the CPU the mechanism is the same, and both places are one.
-"""
+"""Activation offload: what is copied, and when device memory is freed. `test_compile` has the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-
-import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
 
-from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.config import config_from_dict
-from padfree.distributed import Mesh, make_mesh
-from padfree.model.export import export_model
-from padfree.model.load import load_model, named_tensors
-from padfree.train.optimizer import gradient_norm, scale_gradients
-from padfree.train.parallelize import parallelize, transformations
-from padfree.train.setup import build_engine
-from tests.ranks import run_ranks
-from tests.train.cases import LOSSES, LR, alone, make_engine, make_samples, small_model
+from padfree.layers.offload import ActivationOffload, _LayerCall, _unpack
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
+def test_what_vmap_sees_stays_where_it_is() -> None:
+    call = _LayerCall(ActivationOffload(1, fraction=1.0, min_bytes=0), nn.Linear(2, 2), None, is_offloaded=True)
+    saved = []
+    torch.vmap(lambda row: saved.append(call.pack(row)) or row)(torch.randn(3, 4))  # type: ignore[func-returns-value]
+    assert [each.offloaded for each in saved] == [None]
 
 
-def tied_model() -> PreTrainedModel:
-    return small_model("llama_tied", num_hidden_layers=1)
+def test_device_memory_is_freed() -> None:
+    offload = ActivationOffload(4, fraction=0.5, layers_per_copy=1.0, min_bytes=0)
+    call = _LayerCall(offload, nn.Linear(2, 2), None, is_offloaded=True)
+    tensor = torch.randn(3, 4)
+    saved = [call.pack(tensor), call.pack(tensor.view(4, 3)), call.pack(call.layer.weight)]
+    assert [each.offloaded is not None for each in saved] == [True, True, False]
+    (offloaded,) = call.copied.values()
+    call.free()
+    assert offloaded.on_device is None
+    assert torch.equal(_unpack(saved[1]), tensor.view(4, 3))
+    assert offloaded.on_device is not None, "somebody will still ask for it"
+    assert torch.equal(_unpack(saved[0]), tensor)
+    assert offloaded.on_device is None
+    assert _unpack(saved[2]) is call.layer.weight
 
 
-def policies(model: PreTrainedModel) -> list[object]:
-    """What each unit does with its weights while they are not used."""
-    groups = [
-        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
-    ]
-    return [group.offload_policy for group in groups if group is not None]
-
-
-def offloaded(mesh: Mesh, folder: Path, **changes: object) -> list[float]:
-    """Two steps, saved and exported after them; then one more in a model that is loaded and resumed."""
-    engine = make_engine(mesh, LOSSES["clip"], tied_model(), offload=True, **changes)
-    samples = make_samples()
-    old = engine.scorer.logprobs(samples)
-    losses = [engine.step(samples, lr=LR, old_logprobs=old).loss for _ in range(2)]
-    export_model(engine.model, folder / "model")
-    saved = Checkpointer(folder / "checkpoints")
-    path = saved.save(2, model=engine.model, optimizer=engine.optimizer, extra={}, rank_state={})
-    steps = transformations(mesh, offload=True)
-    model = load_model(folder / "model", shard=lambda model: parallelize(model, steps), offload=True)
-    again = make_engine(mesh, LOSSES["clip"], tied_model(), offload=True, **changes)
-    again_model = named_tensors(again.model)
-    saved.load(path, model=again.model, optimizer=again.optimizer)
-    for name, tensor in named_tensors(model).items():
-        assert torch.equal(tensor.full_tensor(), again_model[name].full_tensor()), name
-    return [*losses, again.step(samples, lr=LR, old_logprobs=old).loss]
-
-
-@pytest.fixture(scope="module")
-def expected(mesh: Mesh) -> list[float]:
-    engine = make_engine(mesh, LOSSES["clip"], tied_model())
-    old = engine.scorer.logprobs(make_samples())
-    return [engine.step(make_samples(), lr=LR, old_logprobs=old).loss for _ in range(3)]
-
-
-def ranks(rank: int, world: int, folder: Path) -> list[float]:
-    return offloaded(make_mesh("cpu"), folder)
-
-
-def test_offloading_changes_no_number(mesh: Mesh, expected: list[float], tmp_path: Path) -> None:
-    """One process, which is then a unit of FSDP2, too; and two."""
-    assert offloaded(mesh, tmp_path / "one", checkpointing="full") == pytest.approx(expected, rel=1e-4)
-    assert run_ranks(2, ranks, tmp_path / "two", timeout=180.0)[0] == pytest.approx(expected, rel=1e-4)
-    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("one", "two"))
-    for (name, weight), other in zip(one.named_parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(weight, other, atol=1e-5, rtol=0, msg=name)
-
-
-def test_every_unit_is_offloaded(mesh: Mesh) -> None:
-    model = tied_model()
-    parallelize(model, transformations(mesh, offload=True))
-    assert len(policies(model)) == 2
-    assert policies(model) == [CPUOffloadPolicy(pin_memory=False)] * 2  # memory is pinned for a GPU only
-
-
-def test_norms_are_on_the_device_of_the_mesh(mesh: Mesh) -> None:
-    """Gradients on the CPU, and the rest of a step elsewhere: here on the meta device."""
-    parameter = torch.nn.Parameter(torch.ones(3))
-    parameter.grad = torch.full((3,), 2.0)
-    elsewhere = replace(mesh, device=torch.device("meta"))
-    assert gradient_norm([parameter], elsewhere).device.type == "meta"
-    scale_gradients([parameter], torch.tensor(0.5, dtype=torch.float64))
-    assert parameter.grad.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_a_run_on_the_cpu_is_refused(mesh: Mesh, tmp_path: Path) -> None:
-    config = config_from_dict(
-        {
-            "model": {"path": str(tmp_path)},
-            "data": {"path": ["in memory"]},
-            "batch": {"samples": 4, "max_tokens": 16},
-            "parallel": {"offload": True},
-            "run": {"folder": str(tmp_path)},
-        }
-    )
-    message = "^parallel.offload: true, but the device is the CPU already; set parallel.offload=false$"
-    with pytest.raises(ValueError, match=message):
-        build_engine(config, mesh)
+def test_layers_are_freed_at_the_pace_of_the_link() -> None:
+    offload = ActivationOffload(10, fraction=0.5, layers_per_copy=2.0)
+    assert offload.num_offloaded == 5
+    assert [number for number, layers in enumerate(offload.freed_at) for _ in layers] == [2, 4, 6, 8]
+    assert offload.freed_at[8] == [3], "layer 4 is freed when backward begins"

@@ -1,6 +1,6 @@
 """The Triton kernels of the norms against plain torch, on CUDA or in Triton's interpreter.
 
-Triton decides when it is imported whether it interprets: see `tests/head/test_kernels.py`.
+Triton decides when it is imported whether it interprets: see `tests/head/test_triton_elementwise.py`.
 """
 
 from __future__ import annotations
