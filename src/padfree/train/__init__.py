@@ -1,6 +1,6 @@
 """Training: one loop for SFT and RL, on any number of processes.
 
-sources        tokenizer, samples, and the global batches they come in
+training_data  tokenizer, samples, and the global batches they come in
 decide         what cannot be run is refused, before anything is written or loaded
 settle         what the settings that are `auto` stand for on this device
 setup          settings to loss, models and engine
