@@ -16,13 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
+from timer import median_seconds
 from torch import Tensor
 
 from padfree.batch import IGNORE
@@ -114,27 +111,13 @@ def measure(num_samples: int, num_tokens: int, device: torch.device) -> dict[str
 
     times: dict[str, float] = {
         "samples": num_samples,
-        "loop": clock(loop, device, repeats=5),
-        "weighted": clock(weighted, device, repeats=50),
-        "compat": clock(lambda: sum_of_sample_mean(losses, sizes, row_masks), device, repeats=10),
-        "make host": clock(lambda: token_weights("sum-of-sample-mean", masks), device, repeats=10),
-        "make device": clock(make_device, device, repeats=10),
+        "loop": 1e3 * median_seconds(loop, device, repeats=5),
+        "weighted": 1e3 * median_seconds(weighted, device, repeats=50),
+        "compat": 1e3 * median_seconds(lambda: sum_of_sample_mean(losses, sizes, row_masks), device, repeats=10),
+        "make host": 1e3 * median_seconds(lambda: token_weights("sum-of-sample-mean", masks), device, repeats=10),
+        "make device": 1e3 * median_seconds(make_device, device, repeats=10),
     }
     return {**times, "speedup": times["loop"] / times["weighted"]}
-
-
-def clock(function: Callable[[], Any], device: torch.device, *, repeats: int) -> float:
-    """Median milliseconds of one call, the device's work included."""
-    seconds = []
-    for _ in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(seconds[2:])
 
 
 if __name__ == "__main__":

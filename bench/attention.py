@@ -21,13 +21,13 @@ import copy
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, get_args
 
 import numpy as np
 import torch
+from timer import median_event_seconds, median_seconds
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -201,15 +201,16 @@ def train_time(
     forward: Callable[[], Tensor], model: torch.nn.Module, labels: Tensor, repeats: int
 ) -> tuple[float, Tensor, float]:
     """Seconds of a forward and backward, the logits [T, V] and the norm of all gradients."""
-    times = []
-    for _ in range(repeats + 1):
-        model.zero_grad()
-        start = time.perf_counter()
+    logits = torch.empty(0)
+
+    def both() -> None:
+        nonlocal logits
         logits = forward()
         F.cross_entropy(logits, labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-        times.append(time.perf_counter() - start)
+
+    seconds = median_seconds(both, labels.device, repeats=repeats, warmup=1, before=model.zero_grad)
     norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
-    return statistics.median(times[1:]), logits.detach(), float(torch.stack(norms).norm())
+    return seconds, logits.detach(), float(torch.stack(norms).norm())
 
 
 # Kernels
@@ -236,28 +237,10 @@ class Inputs:
 
 
 def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1, ahead: bool = False) -> list[float]:
-    """Median milliseconds of each, in turns so that what drifts drifts for all; `calls` in a row are one time.
-
-    `ahead` lets the device wait at first, so that the host is ahead of it as in training, and its latency not in the
-    time.
-    """
-    for function in functions:
-        for _ in range(3):
-            function()
-    times: list[list[float]] = [[] for _ in functions]
-    for _ in range(repeats):
-        for function, taken in zip(functions, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
-            if ahead:
-                torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(calls):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            taken.append(start.elapsed_time(end) / calls)
-    return [statistics.median(taken) for taken in times]
+    """Median milliseconds of each; `ahead`: the device waits at first, and the host's latency is not in the time."""
+    cycles = AHEAD_CYCLES if ahead else 0
+    times = median_event_seconds(*functions, repeats=repeats, calls=calls, warmup=3, sleep_cycles=cycles)
+    return [1e3 * seconds for seconds in times]
 
 
 def with_gradient(function: Callable[..., Tensor], leaves: list[Tensor], dout: Tensor) -> Callable[[], list[Tensor]]:
@@ -453,7 +436,7 @@ def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
     from padfree.cp.keys import prepare_keys
 
     own = [x[plan.own] for x in (inputs.q, inputs.k, inputs.v)]
-    foreign, dout = prepare_keys(plan).pool_rows[len(plan.own) :], inputs.dout[plan.own]
+    foreign, dout = prepare_keys(plan).pool_tokens[len(plan.own) :], inputs.dout[plan.own]
 
     def both() -> list[Tensor]:
         if not len(foreign):
@@ -473,17 +456,17 @@ def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
 
 def rank_facts(plan: Any) -> Row:
     """What a rank's time should depend on."""
-    from padfree.cp import key_rows, modelled_cost, work
+    from padfree.cp import keys_read, modelled_cost, work
     from padfree.cp.keys import prepare_keys
 
     rank, keys = plan.rank, prepare_keys(plan)
-    pairs, read, cost = (int(count(plan.layout, plan.segments)[rank]) for count in (work, key_rows, modelled_cost))
+    pairs, read, cost = (int(count(plan.layout, plan.segments)[rank]) for count in (work, keys_read, modelled_cost))
     return {
         "pairs": pairs,
         "modelled pairs": cost,
-        "key rows before pieces": read - len(plan.own),
-        "received rows": sum(keys.receive),
-        "copied rows": 0 if keys.rows.whole else keys.segments.num_tokens,
+        "keys before pieces": read - len(plan.own),
+        "received keys": sum(keys.receive),
+        "copied keys": 0 if keys.selection.is_everything else keys.segments.num_tokens,
         "pieces": plan.queries.num_segments,
     }
 

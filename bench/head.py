@@ -21,7 +21,6 @@ import importlib.util
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timer import median_on
 from torch import Tensor
 
 from padfree.head import fused_loss, score
@@ -153,22 +153,8 @@ class Clock:
         self.device = device
         self.repetitions = repetitions
 
-    def _once(self, call: Callable[[], None]) -> float:
-        if self.device.type != "cuda":
-            started = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - started)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end))
-
     def median(self, call: Callable[[], None]) -> float:
-        for _ in range(2):
-            call()
-        return statistics.median(self._once(call) for _ in range(self.repetitions))
+        return 1e3 * median_on(call, self.device, repeats=self.repetitions)
 
     def peak_bytes(self, call: Callable[[], None]) -> int | None:
         if self.device.type != "cuda":

@@ -24,18 +24,17 @@ import json
 import os
 import platform
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from timer import quickest
 
 from padfree.batch import Layout, Segments
 from padfree.config.choices import LayoutKind
-from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
+from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import key_traffic, prepare_keys
 
@@ -124,7 +123,7 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
     num_tokens, share = segments.num_tokens, segments.num_tokens // world
     layout = make_layout(segments, world, kind)
     check(layout, segments)
-    load, keys, cost = work(layout, segments), key_rows(layout, segments), modelled_cost(layout, segments)
+    load, keys, cost = work(layout, segments), keys_read(layout, segments), modelled_cost(layout, segments)
     plan = ContextPlan(layout, segments, 0, device)
     return {
         "tokens": num_tokens,
@@ -139,8 +138,8 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
         "keys": float(keys.sum() / num_tokens),
         "most keys": float(keys.max() / share),
         "sent": float(key_traffic(plan.pieces).sum() / (num_tokens * (world - 1))),
-        "layout ms": quickest(lambda: make_layout(segments, world, kind), repeats),
-        "plan ms": quickest(lambda: prepare_keys(ContextPlan(layout, segments, world // 2, device)), repeats),
+        "layout ms": 1e3 * quickest(lambda: make_layout(segments, world, kind), repeats)[0],
+        "plan ms": 1e3 * quickest(lambda: prepare_keys(ContextPlan(layout, segments, world // 2, device)), repeats)[0],
     }
 
 
@@ -154,15 +153,6 @@ def check(layout: Layout, segments: Segments) -> None:
     assert (np.bincount(owner, minlength=layout.world) == layout.num_tokens // layout.world).all(), "unequal shares"
     lengths = segments.lengths
     assert work(layout, segments).sum() == (lengths * (lengths + 1) // 2).sum(), "work was lost"
-
-
-def quickest(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return 1000 * min(times)
 
 
 def shown(value: object) -> str:

@@ -25,7 +25,6 @@ import os
 import platform
 import re
 import threading
-import time
 import tracemalloc
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from timer import quickest
 
 from padfree.batch import Sample
 from padfree.packing.balance import balance
@@ -98,16 +98,6 @@ class Report:
     def note(self, section: str, text: str) -> None:
         self.rows.append({"section": section, "note": text})
         print(f"{section:<10}{text}", flush=True)
-
-
-def timed(function: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
-    """(best seconds, the last result)."""
-    best = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = function()
-        best = min(best, time.perf_counter() - start)
-    return best, result
 
 
 def log_normal(count: int, seed: int) -> Lengths:
@@ -225,7 +215,7 @@ def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
     column = pyarrow.ListArray.from_arrays(offsets, np.ones(int(offsets[-1]), np.int8))
     dataset = datasets.Dataset(pyarrow.table({"input_ids": column}))
     options = {"batch_size": batch_size, "load_from_cache_file": False, "keep_in_memory": True}
-    seconds, packed = timed(lambda: pack_dataset(dataset, CAPACITY, "bfd", map_kwargs=options))
+    seconds, packed = quickest(lambda: pack_dataset(dataset, CAPACITY, "bfd", map_kwargs=options))
     return seconds, len(packed)
 
 
@@ -261,11 +251,11 @@ def check_parts(parts: Sequence[Sequence[int] | Lengths], lengths: Lengths, capa
 
 def bench_fill(report: Report, data: str, lengths: Lengths, sizes: Sizes) -> None:
     count = len(lengths)
-    seconds, bins = timed(lambda: list(fill(lengths, CAPACITY)), sizes.repeats)
+    seconds, bins = quickest(lambda: list(fill(lengths, CAPACITY)), sizes.repeats)
     check_parts(bins, lengths, CAPACITY)
     utilisation = float(lengths.sum() / (len(bins) * CAPACITY))
     report.add("fill", data, f"fill, {count:,} samples", seconds / count * 1e6, "us/sample")
-    bfd_seconds, bfd = timed(lambda: best_fit_decreasing(lengths, CAPACITY))
+    bfd_seconds, bfd = quickest(lambda: best_fit_decreasing(lengths, CAPACITY))
     check_parts(bfd, lengths, CAPACITY)
     assert len(bins) <= len(bfd), "more bins than best-fit decreasing"
     report.add("fill", data, f"BFD, {count:,} samples", bfd_seconds / count * 1e6, "us/sample")
@@ -276,8 +266,8 @@ def bench_fill(report: Report, data: str, lengths: Lengths, sizes: Sizes) -> Non
     assert len(bins) <= 1000 or utilisation >= 0.998
 
     few = lengths[: sizes.fill_others]
-    few_seconds, few_bins = timed(lambda: list(fill(few, CAPACITY)), sizes.repeats)
-    ffd_seconds, ffd = timed(lambda: first_fit_decreasing(few, CAPACITY))
+    few_seconds, few_bins = quickest(lambda: list(fill(few, CAPACITY)), sizes.repeats)
+    ffd_seconds, ffd = quickest(lambda: first_fit_decreasing(few, CAPACITY))
     check_parts(ffd, few, CAPACITY)
     report.add("fill", data, f"fill, {len(few):,} samples", few_seconds / len(few) * 1e6, "us/sample")
     report.add("fill", data, f"FFD, {len(few):,} samples", ffd_seconds / len(few) * 1e6, "us/sample")
@@ -299,7 +289,7 @@ def bench_fill(report: Report, data: str, lengths: Lengths, sizes: Sizes) -> Non
 
 def bench_fill_memory(report: Report, sizes: Sizes) -> None:
     lengths = log_normal(sizes.fill_large, 1)
-    seconds, bins = timed(lambda: fill(lengths, CAPACITY))
+    seconds, bins = quickest(lambda: fill(lengths, CAPACITY))
     tracemalloc.start()
     fill(lengths, CAPACITY)
     _, peak = tracemalloc.get_traced_memory()
@@ -311,11 +301,11 @@ def bench_fill_memory(report: Report, sizes: Sizes) -> None:
 
 
 def bench_balance(report: Report, data: str, lengths: Lengths, k: int, sizes: Sizes) -> None:
-    seconds, parts = timed(lambda: balance(lengths, k), sizes.repeats)
+    seconds, parts = quickest(lambda: balance(lengths, k), sizes.repeats)
     sums = check_parts(parts, lengths)
-    kk_seconds, kk = timed(lambda: karmarkar_karp(lengths.tolist(), k))
+    kk_seconds, kk = quickest(lambda: karmarkar_karp(lengths.tolist(), k))
     kk_sums = check_parts(kk, lengths)
-    equal_seconds, equal = timed(lambda: balance(lengths, k, equal_count=True), sizes.repeats)
+    equal_seconds, equal = quickest(lambda: balance(lengths, k, equal_count=True), sizes.repeats)
     equal_sums = check_parts(equal, lengths)
     assert max(map(len, equal)) - min(map(len, equal)) <= 1
     assert sums.max() / sums.mean() <= 1.001
@@ -354,7 +344,7 @@ def bench_plan(report: Report, data: str, lengths: Lengths, ranks: int, caps: Se
     cost = CostModel.from_config(QWEN3_4B)
     for max_tokens in caps:
         call = partial(plan_step, lengths, ranks=ranks, max_tokens=max_tokens, cost=cost)
-        seconds, plan = timed(call, sizes.repeats)
+        seconds, plan = quickest(call, sizes.repeats)
         check_parts([batch for row in plan.micro_batches for batch in row], lengths, max_tokens)
         assert {len(row) for row in plan.micro_batches} == {plan.num_micro_batches}
         assert plan.imbalance <= 1.03
@@ -368,13 +358,13 @@ def bench_plan(report: Report, data: str, lengths: Lengths, ranks: int, caps: Se
 def bench_pack(report: Report, sizes: Sizes) -> None:
     samples = random_samples(sizes.pack_tokens)
     lengths = np.array([len(sample) for sample in samples])
-    seconds, batches = timed(lambda: pack(samples, max_tokens=PACK), sizes.repeats)
+    seconds, batches = quickest(lambda: pack(samples, max_tokens=PACK), sizes.repeats)
     parts = [[info.index for info in batch.samples] for batch in batches]
     check_parts(parts, lengths, PACK)
 
     rows = [(sample.tokens.tolist(), sample.mask.tolist()) for sample in samples]
     weight = 1.0 / sum(sample.num_labels for sample in samples)
-    list_seconds, packs = timed(lambda: lists_to_tensors(rows, parts, weight))
+    list_seconds, packs = quickest(lambda: lists_to_tensors(rows, parts, weight))
     for batch, tensors in zip(batches, packs, strict=True):
         ours = (batch.input_ids, batch.position_ids, batch.labels, batch.weights, batch.sample_index)
         for one, other in zip((*ours, batch.segments.cu_seqlens), tensors, strict=True):

@@ -14,13 +14,13 @@ import json
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from timer import Stopwatch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -64,9 +64,9 @@ def main() -> None:
     with distributed(device="cpu") as device:
         for name, make in (("padded", padded_way), ("packed", packed_way)):
             step = make(copy.deepcopy(model), device, arguments)
-            begin = time.perf_counter()
-            losses = [step(batch) for batch in batches]
-            ways[name] = (losses, time.perf_counter() - begin)
+            with Stopwatch() as watch:
+                losses = [step(batch) for batch in batches]
+            ways[name] = (losses, watch.seconds)
     report(ways, batches, arguments)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from timer import Stopwatch, synchronize
 
 from padfree.batch import Sample
 from padfree.config import Config, load_config
@@ -86,11 +85,10 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
         engine = build_engine(config, mesh)
         prepared = [given(engine, config, batch) for batch in batches]
         updates(engine, prepared[:SET_UP])
-        begin = time.perf_counter()
-        updates(engine, prepared[SET_UP:])
-        seconds = time.perf_counter() - begin
+        with Stopwatch() as watch:
+            updates(engine, prepared[SET_UP:])
     tokens = sum(len(sample) for samples, _ in prepared[SET_UP:] for sample in samples)
-    return {"tokens/s": tokens / seconds, "estimate": estimate / 2**30}
+    return {"tokens/s": tokens / watch.seconds, "estimate": estimate / 2**30}
 
 
 def given(engine: Engine, config: Config, batch: Sequence[Any]) -> tuple[list[Sample], list[Any] | None]:
@@ -117,8 +115,7 @@ def updates(engine: Engine, steps: Sequence[tuple[list[Sample], list[Any] | None
         earlier = pending
     assert earlier is not None
     earlier.finish()
-    if engine.mesh.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(engine.mesh.device)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from step_ways import (
     public,
     update_engine,
 )
+from timer import DeviceSpan, Stopwatch, mean_in_a_row, median_seconds
 
 from padfree.attention import choose_backend
 from padfree.distributed import distributed, make_mesh
@@ -129,34 +129,7 @@ def installed(name: str) -> str:
 def matrix_product_ceiling(setting: Setting) -> float:
     size = 8192 if setting.device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=setting.device, dtype=setting.dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: a @ b, setting, 10) / 1e12
-
-
-def median_seconds(function: Callable[[], Any], setting: Setting, repeats: int) -> float:
-    function()
-    times = []
-    for _ in range(repeats):
-        synchronize(setting)
-        begin = time.perf_counter()
-        function()
-        synchronize(setting)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def seconds_in_a_row(function: Callable[[], Any], repeats: int) -> float:
-    torch.cuda.synchronize()
-    time.sleep(REST)
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / repeats
-
-
-def synchronize(setting: Setting) -> None:
-    if setting.device.type == "cuda":
-        torch.cuda.synchronize()
+    return 2 * size**3 / median_seconds(lambda: a @ b, setting.device, repeats=10, warmup=1) / 1e12
 
 
 def model_flops(setting: Setting) -> float:
@@ -250,7 +223,10 @@ def measured(way: Way, setting: Setting, repeats: int) -> Row:
     if on_cuda:
         gradients()
         torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_in_a_row(gradients, repeats) if on_cuda else median_seconds(gradients, setting, repeats)
+    if on_cuda:
+        seconds = mean_in_a_row(gradients, repeats, rest=REST)
+    else:
+        seconds = median_seconds(gradients, setting.device, repeats=repeats, warmup=1)
     row: Row = {"way": way.name, "kind": way.kind, "checkpointing": way.checkpointing, "objective": way.loss}
     row |= {"loss": loss, "seconds": seconds}
     if on_cuda:
@@ -315,28 +291,24 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     pending.finish()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    event: Any = torch.cuda.Event
-    marks = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(steps)]
-    host = 0.0
+    spans = [DeviceSpan() for _ in range(steps)]
+    wall, host = Stopwatch(setting.device), Stopwatch()
     time.sleep(REST)
-    begin = time.perf_counter()
     earlier: PendingStep | None = None
-    for first, last in marks:
-        launched = time.perf_counter()
-        first.record()
-        pending = engine.begin(prepared, lr=1e-6, after=earlier)
-        last.record()
-        prepared = engine.prepare(setting.samples, old)
-        host += time.perf_counter() - launched
-        if earlier is not None:
-            earlier.finish()
-        earlier = pending
-    torch.cuda.synchronize()
-    wall = time.perf_counter() - begin
-    busy = sum(first.elapsed_time(last) for first, last in marks) / 1e3
-    row: Row = {"update": loss, "seconds": wall / steps, "host": host / steps, "checkpointing": checkpointing}
+    with wall:
+        for span in spans:
+            with host:
+                with span:
+                    pending = engine.begin(prepared, lr=1e-6, after=earlier)
+                prepared = engine.prepare(setting.samples, old)
+            if earlier is not None:
+                earlier.finish()
+            earlier = pending
+    busy = sum(span.seconds() for span in spans)
+    row: Row = {"update": loss, "seconds": wall.seconds / steps, "host": host.seconds / steps}
+    row["checkpointing"] = checkpointing
     row["GiB"] = (torch.cuda.max_memory_allocated() - held) / 2**30
-    return row | {"waiting": 1 - busy / wall, "syncs": len(syncs)}
+    return row | {"waiting": 1 - busy / wall.seconds, "syncs": len(syncs)}
 
 
 # The head, and compilation
@@ -365,7 +337,7 @@ def head_section(setting: Setting) -> Row:
                 num_labels=batch.num_labels,
             ).loss.backward()  # type: ignore[no-untyped-call]  # fmt: skip
 
-        times[name] = median_seconds(run, setting, 5)
+        times[name] = median_seconds(run, setting.device, repeats=5, warmup=1)
     ratio = times["40%"] / times["all"]
     print(f"all tokens {times['all'] * 1e3:.1f} ms, 40% of them {times['40%'] * 1e3:.1f} ms: {ratio:.2f}")
     return {**times, "ratio": ratio}

@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         for batch in padfree.pack(samples, max_tokens=given.max_tokens):
             local = padfree.shard(batch.to(device))
             hidden = padfree.hidden_states(model, local)
-            scores = padfree.score(
-                hidden, head.weight, local.labels, bias=head.bias, softcap=head.softcap, logit_scale=head.logit_scale
-            )
+            scores = padfree.score(hidden, head, local.labels)
             loss = -(local.weights * scores.logprobs).sum()
             loss.backward()
             total += loss.item()

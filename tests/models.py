@@ -169,7 +169,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("OlmoForCausalLM", {"head_dim": None}),
     "olmo3": ("Olmo3ForCausalLM", {**_WINDOWED, "head_dim": None}),
     "olmoe": ("OlmoeForCausalLM", {**_FOUR_EXPERTS, "head_dim": None}),
-    "opt": ("OPTForCausalLM", {"ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0, "pad_token_id": 1}),
+    "opt": (
+        "OPTForCausalLM",
+        {
+            "num_key_value_heads": None,
+            "ffn_dim": 64,
+            "word_embed_proj_dim": 64,
+            "dropout": 0.0,
+            "pad_token_id": 1,
+        },
+    ),
     "phi": ("PhiForCausalLM", {"head_dim": None}),
     "phimoe": ("PhimoeForCausalLM", {**_FOUR_LOCAL_EXPERTS, "head_dim": None, "router_jitter_noise": 0.0}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", {**_FOUR_EXPERTS, "head_dim": None, "shared_expert_intermediate_size": 32}),

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from padfree.head import fused_loss, score
-from padfree.layers.ops import triton_qk_norm_rope as rotated
-from padfree.layers.ops import triton_rms_norm as norms
-from padfree.layers.ops import triton_swiglu as gated
+from padfree.layers.ops import triton_qk_norm_rope, triton_rms_norm, triton_swiglu
 
 VOCABULARIES = (5, 129, 50257)
 ROWS = (1, 47)
@@ -75,22 +73,22 @@ def head(vocabulary: int, rows: int, dtype: torch.dtype, form: str) -> list[Tens
 def rms_norm(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
     x, added, dy = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(3))
     weight = torch.randn(width, device="cuda", dtype=dtype)
-    y, total, rstd = norms.forward(x, added, weight, EPS)
-    return [y, total, *norms.backward([dy, dy, dy], total, weight, rstd, dy)]
+    y, total, rstd = triton_rms_norm.forward(x, added, weight, EPS)
+    return [y, total, *triton_rms_norm.backward([dy, dy, dy], total, weight, rstd, dy)]
 
 
 def qk_norm(rows: int, dtype: torch.dtype, heads: int = 3, size: int = 24) -> list[Tensor]:
     x, dy = (torch.randn(1, rows, heads, size, device="cuda", dtype=dtype) for _ in range(2))
     weight = torch.randn(size, device="cuda", dtype=dtype)
     cos, sin = (torch.randn(1, rows, size, device="cuda", dtype=dtype) for _ in range(2))
-    y, rstd = rotated.forward(x, weight, cos, sin, EPS)
-    return [y, *rotated.backward(dy, x, weight, rstd, cos, sin)]
+    y, rstd = triton_qk_norm_rope.forward(x, weight, cos, sin, EPS)
+    return [y, *triton_qk_norm_rope.backward(dy, x, weight, rstd, cos, sin)]
 
 
 def swiglu(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
     gate, up, dact = (torch.randn(rows, width, device="cuda", dtype=dtype) for _ in range(3))
-    results = [gated.forward(gate, up), *gated.backward(dact, gate, up)]
-    gated.backward_overwriting(dact, gate, up)
+    results = [triton_swiglu.forward(gate, up), *triton_swiglu.backward(dact, gate, up)]
+    triton_swiglu.backward_overwriting(dact, gate, up)
     return [*results, dact, gate, up]
 
 

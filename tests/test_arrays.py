@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.arrays import host_array, integer_array, number_array, single_number
+from padfree.arrays import concatenated_ranges, host_array, integer_array, number_array, single_number
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,9 @@ def test_one_number_is_a_float(value: Any) -> None:
 def test_what_is_not_one_number_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^reward: .*; give "):
         single_number(value, "reward")
+
+
+def test_ranges_one_after_the_other() -> None:
+    assert concatenated_ranges(np.array([5, 7, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
+    nothing = np.array([], dtype=np.int64)
+    assert concatenated_ranges(nothing, nothing).tolist() == []

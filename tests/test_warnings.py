@@ -50,7 +50,7 @@ def test_those_of_other_packages_are_not(module: str) -> None:
 
 @pytest.mark.parametrize("message", MESSAGES_OF_OTHERS)
 def test_those_that_land_on_our_code_are_not(message: str) -> None:
-    warn_in("padfree.head.steps", message)
+    warn_in("padfree.head.elementwise", message)
 
 
 def warning_rank(rank: int, world: int, module: str) -> None:
@@ -72,7 +72,7 @@ import padfree.cli.main as command
 from padfree.warning import PadfreeWarning
 
 def run(settings):
-    for module in ("torch.cuda", "padfree.head.steps"):
+    for module in ("torch.cuda", "padfree.head.elementwise"):
         warnings.warn_explicit("of another package", UserWarning, module, 1, module=module)
     warnings.warn("of another package", DeprecationWarning)
     for _ in range(2):

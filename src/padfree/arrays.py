@@ -3,7 +3,7 @@
     [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
 
 numpy has no bfloat16 and refuses tensors on a device or with a gradient; here they are no special case. Nothing is
-rounded to an integer: where whole numbers are needed, others are refused.
+rounded to an integer: where whole numbers are needed, others are refused. And arithmetic on ranges of such numbers.
 
 `splitmix64` is the one source of shuffled orders and sampling keys.
 """
@@ -41,6 +41,11 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: {array.dtype} array of shape {array.shape}; give a flat list of integers")
     return array.astype(np.int64, copy=False)
+
+
+def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of some ranges, one range after the other: 2 and 0, 3 and 2 long -> 2 3 4 0 1."""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:

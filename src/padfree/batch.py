@@ -432,6 +432,24 @@ class LocalBatch:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LmHead:
+    """How the last hidden states [.., D] become logits [.., V].
+
+    logits = cap(logit_scale · (hidden @ weight.T + bias)),    cap(x) = softcap · tanh(x / softcap), or x without one
+    """
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V], as the formula says."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
 def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
     """The rollout arrays these samples carry. All carry the same ones, or it is an error."""
     present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}

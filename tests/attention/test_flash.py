@@ -21,11 +21,11 @@ def test_a_window_counts_the_keys_to_the_left(window: int | None, left: int) -> 
     assert flash.window_left(AttentionSpec(scale=1.0, window=window), SEGMENTS) == left
 
 
-def test_rows_of_queries_without_keys_are_filled() -> None:
+def test_queries_without_keys_are_filled() -> None:
     segments_q, segments_k = Segments.from_lengths([3, 2]), Segments.from_lengths([2, 0])
     out, lse = torch.full((5, 2, 4), torch.nan), torch.full((2, 5), torch.nan).T
     out[1:3], lse[1:3] = 1.0, 1.0
-    out, lse = flash.blind_rows_fixed(out, lse, segments_q, segments_k, AttentionSpec(scale=1.0))
+    out, lse = flash.fill_blind_queries(out, lse, segments_q, segments_k, AttentionSpec(scale=1.0))
     assert out[:, 0, 0].tolist() == [0, 1, 1, 0, 0]
     assert lse[:, 1].tolist() == [-torch.inf, 1, 1, -torch.inf, -torch.inf]
 
@@ -75,8 +75,8 @@ def test_torch_operators_take_what_they_are_given(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(torch_varlen.torch, "ops", SimpleNamespace(aten=operators))
     spec = AttentionSpec(scale=0.25, window=3)
-    got_out, got_lse = torch_varlen.forward(q, k, k, SEGMENTS, SEGMENTS, spec)
-    torch_varlen.backward(out, q, k, k, got_out, got_lse, SEGMENTS, SEGMENTS, spec)
+    got_out, got_lse = torch_varlen.BACKEND.forward(q, k, k, SEGMENTS, SEGMENTS, spec)
+    torch_varlen.BACKEND.backward(out, q, k, k, got_out, got_lse, SEGMENTS, SEGMENTS, spec)
     assert got_lse.shape == (11, 4)
     for call in calls.values():
         assert call["cum_seq_q"] is SEGMENTS.cu_seqlens

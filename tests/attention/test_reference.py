@@ -22,8 +22,10 @@ def test_the_gradients_of_blocks_of_keys_add_up_to_the_whole(mask: str) -> None:
     case = Case(mask=mask, queries=FEWER_QUERIES)
     inputs = make_inputs(case, torch.float64)
     spec, segments_q, segments_k = case.spec, inputs.segments_q, inputs.segments_k
-    out, lse = reference.forward(inputs.q, inputs.k, inputs.v, segments_q, segments_k, spec)
-    whole = reference.backward(inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, segments_q, segments_k, spec)
+    out, lse = reference.BACKEND.forward(inputs.q, inputs.k, inputs.v, segments_q, segments_k, spec)
+    whole = reference.BACKEND.backward(
+        inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, segments_q, segments_k, spec
+    )
     total = [torch.zeros_like(tensor) for tensor in whole]
     for queries, keys in reference._segment_slices(segments_q, segments_k):
         visible = reference.visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, out.device)

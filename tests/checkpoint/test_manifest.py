@@ -1,61 +1,12 @@
-"""The files of a checkpoint are plain safetensors and JSON that other programs read."""
+"""What a checkpoint holds: only what can be written and read back."""
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from padfree.checkpoint.manifest import (
-    DTYPES,
-    Reader,
-    describe_optimizer,
-    join_manifest,
-    state_tensors,
-    write_safetensors,
-)
-
-
-def test_written_files_are_safetensors(tmp_path: Path) -> None:
-    """All dtypes, odd numbers of entries that would put the next one out of line, scalars, views."""
-    tensors = {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES}
-    tensors |= {"scalar": torch.tensor(2.5), "transposed": torch.arange(6.0).reshape(2, 3).T, "ü": torch.ones(1, 0)}
-    size, digest = write_safetensors(tmp_path / "file", tensors)
-    assert size == (tmp_path / "file").stat().st_size
-    assert digest == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
-    got = load_file(tmp_path / "file")
-    assert got.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert got[name].dtype == tensor.dtype
-        assert torch.equal(got[name], tensor)
-    write_safetensors(tmp_path / "empty", {})
-    assert load_file(tmp_path / "empty") == {}
-
-
-@pytest.mark.parametrize("written", [[(0, 5)], [(0, 3), (3, 5)], [(0, 1), (1, 1), (1, 4), (4, 5)]])
-@pytest.mark.parametrize("read", [[(0, 5)], [(0, 2), (2, 4), (4, 5)], [(0, 3), (3, 5), (5, 5)]])
-def test_pieces_are_read_whatever_the_split(
-    written: list[tuple[int, int]], read: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    whole = torch.arange(10.0).reshape(5, 2)
-    told = []
-    for number, (begin, end) in enumerate(written):
-        pieces = {"weight": whole[begin:end]} if end > begin else {}
-        size, digest = write_safetensors(tmp_path / f"{number}.safetensors", pieces)
-        offsets, shapes = ({"weight": [begin, 0]}, {"weight": [end - begin, 2]}) if pieces else ({}, {})
-        told.append((f"{number}.safetensors", size, digest, offsets, shapes, {}))
-    content = join_manifest({"tensors": {"weight": {"dtype": "F32", "shape": [5, 2]}}}, told)
-    for begin, end in read:
-        local = torch.full((end - begin, 2), -1.0)
-        Reader(tmp_path, content["tensors"]).fill("weight", local, (slice(begin, end), slice(0, 2)))
-        assert torch.equal(local, whole[begin:end])
-    content["tensors"]["weight"]["pieces"].pop()
-    with pytest.raises(AssertionError, match=r"weight: .* of 10 entries are in the checkpoint"):
-        Reader(tmp_path, content["tensors"]).fill("weight", torch.ones(5, 2), (slice(0, 5), slice(0, 2)))
+from padfree.checkpoint.manifest import state_tensors
 
 
 def test_what_has_no_name_in_safetensors_is_refused() -> None:
@@ -63,10 +14,3 @@ def test_what_has_no_name_in_safetensors_is_refused() -> None:
     model.register_buffer("spectrum", torch.ones(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"checkpoint: model/spectrum is torch\.complex64; only F64, F32"):
         state_tensors(model, None)
-
-
-def test_options_that_are_no_values_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": model.parameters(), "rule": max}], lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer\['groups'\]\[0\]\['rule'\]: builtin_function_or_method; give"):
-        describe_optimizer(model, optimizer)

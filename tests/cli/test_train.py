@@ -151,7 +151,9 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
         for done in range(0, 101, 5):
             shown.tokenising(done, 100)
         shown.step({**METRICS, "reward": 0.25, "mfu": 0.5})
-    lines = capsys.readouterr().out.splitlines()
+        shown.step({**METRICS, "seconds/sampling": 12.34})
+    *lines, sampled = capsys.readouterr().out.splitlines()
+    assert sampled == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  sampling 12.3 s  1,234 tokens/s"
     assert lines[:-1] == [f"tokenising {tenth} %" for tenth in range(10, 101, 10)]
     assert lines[-1] == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  reward 0.250  1,234 tokens/s  mfu 50.0%"
     with progress(10, shown=False) as shown:

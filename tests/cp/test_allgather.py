@@ -21,7 +21,7 @@ def played(inputs: Inputs, batch: PackedBatch, world: int, kind: str, backend: s
     for rank in range(world):
         plan = context_of(batch, world, rank, kind=kind).plan
         window = inputs.options.get("window")
-        pool = prepare_keys(plan, causal=inputs.options.get("causal", True), window=window).pool_rows
+        pool = prepare_keys(plan, causal=inputs.options.get("causal", True), window=window).pool_tokens
         share = len(plan.own)
         v_parts = v[pool[:share]], v[pool[share:]]  # a pool may be whole or in two parts: k is the one, v the other
         part = local_attention(q[plan.own], k[pool], v_parts, plan, sinks=sinks, backend=backend, **inputs.options)

@@ -21,7 +21,7 @@ def test_whole_documents_move_and_copy_nothing() -> None:
     for rank in range(4):
         keys = prepare_keys(context_of(batch, 4, rank, kind="balanced").plan)
         assert keys.quiet
-        assert keys.rows.whole
+        assert keys.selection.is_everything
         assert keys.receive == (0, 0, 0, 0)
 
 
@@ -38,7 +38,7 @@ def test_what_one_rank_sends_the_other_expects() -> None:
             for owner in range(4)
         ]
         assert tuple(len(rows) for rows in arrived) == keys[reader].receive
-        assert torch.equal(torch.cat([plans[reader].own, *arrived]), keys[reader].pool_rows)
+        assert torch.equal(torch.cat([plans[reader].own, *arrived]), keys[reader].pool_tokens)
         for owner in range(4):
             back = keys[owner].read_elsewhere[keys[owner].returning[reader]]
             assert torch.equal(plans[owner].own[back], arrived[owner])

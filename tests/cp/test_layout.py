@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from padfree.batch import Layout, LayoutKind, Segments
-from padfree.cp import key_rows, make_layout, modelled_cost, pieces, work
-from padfree.cp.layout import OWN_ROW_PAIRS, QUERY_TILE, ROW_PAIRS, TILE
+from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
+from padfree.cp.layout import EARLIER_KEY_PAIRS, OWN_KEY_PAIRS, QUERY_TILE, TILE
 from tests.cp.cases import KINDS
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 60), st.integers(0, 2000)), max_size=30)
@@ -77,11 +77,11 @@ def test_balanced_begins_with_what_reads_other_keys_and_ends_with_the_shortest(l
         assert keys == sorted(keys)
 
 
-def test_work_and_key_rows_are_what_the_pieces_say() -> None:
+def test_work_and_keys_read_are_what_the_pieces_say() -> None:
     segments = Segments.from_lengths([5, 3], pad_length=4)
     layout = make_layout(segments, 2, "contiguous")  # [0,5) [5,6) | [6,8) [8,12)
     assert work(layout, segments).tolist() == [15 + 1, (2 + 3) + 10]
-    assert key_rows(layout, segments).tolist() == [5 + 1, 3 + 4]
+    assert keys_read(layout, segments).tolist() == [5 + 1, 3 + 4]
     assert pieces(layout).tolist() == [2, 2]
 
 
@@ -99,7 +99,7 @@ def test_modelled_cost_counts_tiles_and_rows_of_keys(lengths: list[int], world: 
                 # a tile of keys counts if the last query that the tile could hold sees its first key
                 seen = [key for key in range(0, last, TILE) if key < query + QUERY_TILE]
                 expected[rank] += QUERY_TILE * TILE * len(seen)
-            expected[rank] += ROW_PAIRS * first + OWN_ROW_PAIRS * (TILE * len(range(0, last, TILE)) - first)
+            expected[rank] += EARLIER_KEY_PAIRS * first + OWN_KEY_PAIRS * (TILE * len(range(0, last, TILE)) - first)
     assert modelled_cost(layout, segments).tolist() == expected
 
 
@@ -188,7 +188,7 @@ def test_short_documents_stay_whole_and_one_long_one_is_cut_once_per_rank() -> N
     segments = row_of("short", 131072, rng, [])
     layout = make_layout(segments, 8, "balanced")
     assert pieces(layout).sum() <= segments.num_segments + 8
-    assert key_rows(layout, segments).sum() <= 1.01 * 131072
+    assert keys_read(layout, segments).sum() <= 1.01 * 131072
     segments = row_of("one 16k", 131072, rng, [])
     layout = make_layout(segments, 8, "balanced")
     long = int(segments.offsets[np.argmax(segments.lengths)])
@@ -199,7 +199,7 @@ def test_short_documents_stay_whole_and_one_long_one_is_cut_once_per_rank() -> N
 def test_ranks_that_read_many_rows_get_less_work() -> None:
     segments = row_of("one 16k", 131072, np.random.default_rng(0), [])
     layout = make_layout(segments, 8, "balanced")
-    load, rows = work(layout, segments), key_rows(layout, segments)
+    load, rows = work(layout, segments), keys_read(layout, segments)
     assert load[rows.argmax()] < load.mean() < load[rows.argmin()]
     alone = modelled_cost(make_layout(segments, 1), segments)[0]
     for kind, least in (("contiguous", 2.5), ("headtail", 1.5)):

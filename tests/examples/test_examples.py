@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.cli.demo_data import problems, train_tokenizer, write_model, write_rows
+from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from tests.models import save_with_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples"

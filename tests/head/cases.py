@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.head import chunks, passes
+from padfree.head import chunks, tiles
 
 
-def cuda_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+def cuda_matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
     assert left.dtype == right.dtype
     assert out.dtype in (left.dtype, torch.float32)
     result = left.float() @ right.float()
     out.copy_(result + out if accumulate else result)
 
 
-def cuda_rounded_product(left: Tensor, right: Tensor, out: Tensor) -> None:
+def cuda_rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
     assert left.dtype == right.dtype == out.dtype
     out.copy_(left.float() @ right.float())
 
 
 def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the CPU take CUDA's path."""
-    monkeypatch.setattr(passes.Problem, "operand_dtype", property(lambda problem: problem.hidden.dtype))
-    for module in (passes, chunks):
-        monkeypatch.setattr(module, "product", cuda_product)
-        monkeypatch.setattr(module, "rounded_product", cuda_rounded_product)
+    monkeypatch.setattr(tiles.ScoringTask, "operand_dtype", property(lambda task: task.hidden.dtype))
+    for module in (tiles, chunks):
+        monkeypatch.setattr(module, "matmul", cuda_matmul)
+        monkeypatch.setattr(module, "rounded_matmul", cuda_rounded_matmul)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from padfree.batch import LmHead
 from padfree.head.full import full_scores
 
 
@@ -13,12 +14,9 @@ def test_two_rows_by_hand() -> None:
     """hidden 1 and 2, weights 0, ln 2, ln 3: at row 0 probabilities are 1/6 2/6 3/6, at row 1 1/14 4/14 9/14."""
     logprobs, entropy = full_scores(
         torch.tensor([[1.0], [2.0]], dtype=torch.float64),
-        torch.tensor([[0.0], [math.log(2)], [math.log(3)]], dtype=torch.float64),
+        LmHead(weight=torch.tensor([[0.0], [math.log(2)], [math.log(3)]], dtype=torch.float64)),
         torch.tensor([1, 2]),
         torch.ones(2, dtype=torch.float64),
-        bias=None,
-        softcap=None,
-        logit_scale=1.0,
         entropy=True,
     )
     torch.testing.assert_close(logprobs.exp(), torch.tensor([2 / 6, 9 / 14], dtype=torch.float64))
@@ -31,12 +29,9 @@ def test_two_rows_by_hand() -> None:
 def test_temperature_divides_and_cap_comes_first() -> None:
     logprobs, entropy = full_scores(
         torch.tensor([[10.0]]),
-        torch.tensor([[1.0], [-1.0]]),
+        LmHead(weight=torch.tensor([[1.0], [-1.0]]), bias=torch.tensor([0.0, 2.0]), softcap=4.0, logit_scale=0.1),
         torch.tensor([0]),
         torch.tensor([0.5]),
-        bias=torch.tensor([0.0, 2.0]),
-        softcap=4.0,
-        logit_scale=0.1,
         entropy=False,
     )
     first, second = (4 * math.tanh(0.1 * raw / 4) * 0.5 for raw in (10.0, -8.0))

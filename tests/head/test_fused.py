@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from padfree.batch import LmHead
 from padfree.head import fused_loss, score
 
 BACKENDS = [
@@ -37,13 +38,13 @@ def make_inputs(num_rows: int, width: int, vocabulary: int, dtype: torch.dtype, 
 def policy_loss(advantages: Tensor) -> Any:
     """A clipped ratio with an entropy bonus: neither linear nor the same for any two tokens."""
 
-    def token_loss(logprobs: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(logprobs: Tensor, entropy: Tensor | None, rows: Tensor) -> Tensor:
         here = advantages.to(logprobs)[rows]
         ratio = (logprobs + 3.0 + here).exp()
         loss = -torch.minimum(ratio * here, ratio.clamp(0.8, 1.3) * here)
         if entropy is not None:
             loss = loss - 0.1 * entropy.square()
-        return loss, {"ratio": ratio, "clipped": ((ratio - 1).abs() > 0.25).to(torch.float32)}
+        return loss
 
     return token_loss
 
@@ -57,7 +58,6 @@ def run(inputs: list[Tensor], backend: str, *, scale: float = 1.0, **options: An
     results = {
         "loss": fused.loss,
         "logprobs": fused.logprobs,
-        **fused.statistics,
         "grad_hidden": hidden.grad,
         "grad_weight": weight.grad,
         "grad_bias": bias.grad,
@@ -98,7 +98,7 @@ def test_it_is_score_and_a_loss(backend: str, device: str) -> None:
     hidden, weight, bias = (tensor.clone().requires_grad_() for tensor in inputs[:3])
     rows = (inputs[3] != -100).nonzero()[:, 0]
     scores = score(hidden, weight, inputs[3], bias=bias, backend=backend)
-    loss, _ = policy_loss(inputs[4])(scores.logprobs[rows], None, rows)
+    loss = policy_loss(inputs[4])(scores.logprobs[rows], None, rows)
     loss.sum().backward()
     torch.testing.assert_close(actual["loss"], loss.sum().detach().cpu())
     torch.testing.assert_close(actual["grad_hidden"], hidden.grad.cpu(), atol=1e-4, rtol=1e-4)
@@ -132,11 +132,11 @@ def test_gradcheck(backend: str, memory: Any) -> None:
 @pytest.mark.parametrize(("backend", "device"), [*BACKENDS, pytest.param("reference", "cpu", id="reference")])
 @pytest.mark.parametrize("num_rows", [0, 1, 6])
 def test_no_labels_at_all(backend: str, device: str, num_rows: int) -> None:
-    """Zeros, statistics under their names, and backward still runs."""
+    """Zeros, and backward still runs."""
     inputs = [tensor.to(device) for tensor in make_inputs(num_rows, 8, 20, torch.float32, ignored=1.1)]
     results = run(inputs, backend, entropy=True)
     assert results["loss"].shape == ()
-    assert results["logprobs"].shape == results["entropy"].shape == results["ratio"].shape == (num_rows,)
+    assert results["logprobs"].shape == results["entropy"].shape == (num_rows,)
     assert results["grad_hidden"].shape == (num_rows, 8)
     assert results["grad_weight"].shape == (20, 8)
     for name, tensor in results.items():
@@ -149,7 +149,7 @@ def test_rows_without_a_label_get_exactly_nothing() -> None:
     assert ignored.any()
     inputs[0][ignored] = float("nan")
     results = run(inputs, "chunked", entropy=True, memory=3000)
-    for name in ("logprobs", "entropy", "ratio", "grad_hidden"):
+    for name in ("logprobs", "entropy", "grad_hidden"):
         assert not results[name][ignored].any(), name
         assert results[name].isfinite().all(), name
 
@@ -181,7 +181,6 @@ def test_without_gradients() -> None:
     assert not fused.loss.requires_grad
     torch.testing.assert_close(fused.loss, expected["loss"])
     assert torch.equal(fused.logprobs, expected["logprobs"])
-    torch.testing.assert_close(fused.statistics["ratio"], expected["ratio"])
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
@@ -227,7 +226,10 @@ def test_the_gradient_is_handed_over_not_copied() -> None:
     ("token_loss", "message"),
     [
         (lambda logprobs, entropy, rows: logprobs.sum(), r"token_loss: loss of shape \(\) for 6 rows"),
-        (lambda logprobs, entropy, rows: (logprobs, {"n": logprobs[:2]}), r"token_loss: n of shape \(2,\) for 6 rows"),
+        (
+            lambda logprobs, entropy, rows: (logprobs, {"n": logprobs[:2]}),
+            "token_loss: returned a tuple; return a tensor",
+        ),
         (lambda logprobs, entropy, rows: logprobs.detach(), "token_loss: its result carries no gradient"),
     ],
 )
@@ -268,3 +270,24 @@ def test_memory_is_kept_to(memory: int) -> None:
         torch.cuda.synchronize()
         held = torch.cuda.max_memory_allocated() - before - 2 * (hidden.numel() + weight.numel())
     assert held <= memory + (8 << 20)
+
+
+def test_a_whole_head_is_its_parts() -> None:
+    hidden, weight, bias, labels, advantages = make_inputs(12, 8, 50, torch.float32)
+    head = LmHead(weight=weight, bias=bias, softcap=3.0, logit_scale=0.5)
+    parts = {"bias": bias, "softcap": 3.0, "logit_scale": 0.5}
+    for backend in ("chunked", "reference"):
+        loss = policy_loss(advantages)
+        whole = fused_loss(hidden, head, labels, loss, backend=backend)
+        assert torch.equal(whole.loss, fused_loss(hidden, weight, labels, loss, **parts, backend=backend).loss)
+        logprobs = score(hidden, weight, labels, **parts, backend=backend).logprobs
+        assert torch.equal(score(hidden, head, labels, backend=backend).logprobs, logprobs)
+    for name, value in parts.items():
+        with pytest.raises(ValueError, match=f"^{name}: given beside an LmHead, which has its own; leave it out$"):
+            score(hidden, head, labels, **{name: value})
+
+
+def test_a_loss_that_returns_more_than_losses_is_refused() -> None:
+    hidden, weight, _, labels, _ = make_inputs(12, 8, 50, torch.float32)
+    with pytest.raises(ValueError, match="token_loss: returned a tuple; return a tensor of one loss per row"):
+        fused_loss(hidden, weight, labels, lambda logprobs, entropy, rows: (-logprobs, {}))

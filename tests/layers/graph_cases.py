@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx
 
-from padfree.layers.compile import GraphPass
+from padfree.layers import compile as compiled
+from padfree.layers.compile import InductorPass
 
 
 @contextmanager
-def graphs_after(place: str) -> Iterator[list[fx.Graph]]:
-    """The graphs after the pass that is found in that place, and before the next one."""
+def graphs_after(chosen: Callable[[fx.Graph], int]) -> Iterator[list[fx.Graph]]:
+    """The graphs after this pass of the list, and before the next one."""
     seen: list[fx.Graph] = []
-    module, name = place.rsplit(".", 1)
-    change = getattr(import_module(module), name)
 
-    def change_and_look(graph: fx.Graph) -> None:
-        change(graph)
+    def run_and_look(graph: fx.Graph) -> int:
+        count = chosen(graph)
         graph.lint()
         seen.append(graph)
+        return count
 
+    passes = tuple(replace(each, run=run_and_look) if each.run is chosen else each for each in compiled.PASSES)
+    assert passes != compiled.PASSES, "no pass of the list"
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, change_and_look)
-        patch.setattr(GraphPass, "uuid", lambda self: None)  # no cache: the pass must be called
+        patch.setattr(compiled, "PASSES", passes)
+        patch.setattr(InductorPass, "uuid", lambda self: None)  # no cache: the pass must be called
         yield seen
     torch._dynamo.reset()
 

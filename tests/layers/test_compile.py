@@ -1,21 +1,28 @@
-"""What compiled layers keep for backward: which products, whatever the cache knows, and with the same gradients."""
+"""Compiled layers: the same gradients whatever they save and whichever operators they have; no cache is stale."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
-from torch.utils.checkpoint import CheckpointPolicy
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from padfree.config import config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.layers import compile as compiled
-from padfree.layers.compile import Kept, mark_kept
-from padfree.layers.offload import HostMemory, _Call, _unpack
+from padfree.layers.offload import ActivationOffload
+from padfree.layers.passes import PASSES
+from padfree.layers.recompute import Kept
 from padfree.train.engine import Engine
+from padfree.train.setup import build_engine
 from tests.models import build
 from tests.train.cases import LOSSES, make_engine, make_samples
 
@@ -26,49 +33,6 @@ BACKEND = "aot_eager_decomp_partition"
 def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     with distributed(device=request.param) as device:
         yield make_mesh(device)
-
-
-class Layer(nn.Module):
-    """Names of the products are those of the attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("q", "k", "v", "o", "gate", "up", "down"):
-            self.add_module(name, nn.Linear(8, 8))
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor, longest: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(-1, 2, 4) for layer in (self.q, self.k, self.v))
-        attended, _ = torch.ops.padfree.self_attention(
-            q * 2, k, v, None, cu_seqlens, longest, 0.5, None, None, "reference"
-        )
-        x = x + self.o(attended.flatten(1))
-        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
-def kept_by(kept: Kept) -> set[str]:
-    """The modules whose products are kept; attention's results, both of them, as well."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        mark_kept(graph.graph, kept)
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile(Layer(), backend=backend)(
-        torch.randn(5, 8), torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor(3)
-    )
-    (graph,) = graphs
-    nodes = [node for node in graph.graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
-    assert len([node for node in nodes if "self_attention" in str(node.target)]) == 1
-    assert len([node for node in nodes if "getitem" in str(node.target)]) >= 1
-    weights = [str(node.args[1]) for node in nodes if "linear" in str(node.target)]
-    return {name for name in ("q", "k", "v", "o", "gate", "up", "down") if any(f"_{name}_" in text for text in weights)}
-
-
-def test_what_is_kept() -> None:
-    assert kept_by("selective") == set()
-    assert kept_by("host") == {"q", "k", "v", "o"}
 
 
 @pytest.mark.parametrize("kept", ["none", "selective", "host"])
@@ -111,31 +75,33 @@ def expected(mesh: Mesh) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("away", "pace"), [(0.6, 1.6), (1.0, 9.0)])
-def test_gradients_are_the_same_when_activations_wait_on_the_host(
-    mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, away: float, pace: float
+@pytest.mark.parametrize(("fraction", "layers_per_copy"), [(0.6, 1.6), (1.0, 9.0)])
+def test_gradients_are_the_same_when_activations_are_offloaded(
+    mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, fraction: float, layers_per_copy: float
 ) -> None:
-    memories: list[HostMemory] = []
+    offloads: list[ActivationOffload] = []
 
-    def memory(num_layers: int) -> HostMemory:
-        memories.append(HostMemory(num_layers, away=away, pace=pace, smallest=0))
-        return memories[-1]
+    def offload(num_layers: int) -> ActivationOffload:
+        offloads.append(ActivationOffload(num_layers, fraction=fraction, layers_per_copy=layers_per_copy, min_bytes=0))
+        return offloads[-1]
 
     sent: list[int] = []
-    copy = HostMemory.copy
-    monkeypatch.setattr(compiled, "HostMemory", memory)
+    copy = ActivationOffload.copy
+    monkeypatch.setattr(compiled, "ActivationOffload", offload)
     monkeypatch.setattr(
-        HostMemory, "copy", lambda self, pairs, to_host: sent.append(to_host) or copy(self, pairs, to_host=to_host)
+        ActivationOffload,
+        "copy",
+        lambda self, pairs, to_host: sent.append(to_host) or copy(self, pairs, to_host=to_host),
     )
     engine = engine_with(mesh, "host")
     found = gradients(engine)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
     assert set(sent) == {True, False}, "to the host and back"
-    (memory_,) = memories
-    for call in memory_.calls.values():
-        assert not call.away, "brought back"
-        assert not call.parcels, "and not held on to"
+    (used,) = offloads
+    for call in used.calls.values():
+        assert not call.on_host, "prefetched"
+        assert not call.copied, "and not held on to"
 
 
 @pytest.mark.slow
@@ -143,45 +109,84 @@ def test_gradients_are_the_same_when_activations_wait_on_the_host(
 def test_gradients_are_the_same_with_operators_of_our_own(
     mesh: Mesh, expected: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, checkpointing: str
 ) -> None:
-    """Norms, rotations, activations and products, as in wide layers on a GPU."""
-    counts = []
-    monkeypatch.setattr(compiled, "_pays", lambda row: True)
-    monkeypatch.setattr(compiled, "_has_epilogues", lambda row: True)
-    monkeypatch.setattr(compiled, "HostMemory", lambda num_layers: HostMemory(num_layers, smallest=0))
-    for name in ("replace_norms", "replace_gated"):
-        replace = getattr(compiled, name)
-        monkeypatch.setattr(compiled, name, lambda *args, replace=replace: counts.append(replace(*args)) or counts[-1])
+    """RMSNorm, QK-norm with RoPE, SwiGLU and epilogues, as in wide layers on a GPU."""
+    counts: dict[str, set[int]] = {}
+    monkeypatch.setattr(compiled, "_operators_pay", lambda hidden: True)
+    monkeypatch.setattr(compiled, "_has_epilogues", lambda hidden: True)
+    monkeypatch.setattr(compiled, "ActivationOffload", lambda num_layers: ActivationOffload(num_layers, min_bytes=0))
+
+    def counted(run: Any) -> Any:
+        def count(graph: Any) -> int:
+            number = run(graph)
+            counts.setdefault(run.__name__, set()).add(number)
+            return number
+
+        return count
+
+    passes = [replace(each, run=counted(each.run)) if each.stage == "before autograd" else each for each in PASSES]
+    monkeypatch.setattr(compiled, "PASSES", passes)
     found = gradients(engine_with(mesh, checkpointing, backend="inductor"))
-    assert set(counts) == {4, 1}, "two norms and two rotated ones, and one activation, in each graph"
+    assert counts == {"rms_norm_pass": {2}, "qk_norm_rope_pass": {2}, "swiglu_pass": {1}}, "in each graph"
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_what_vmap_sees_stays_where_it_is() -> None:
-    call = _Call(HostMemory(1, away=1.0, smallest=0), nn.Linear(2, 2), None, stays=False)
-    tickets = []
-    torch.vmap(lambda row: tickets.append(call.pack(row)) or row)(torch.randn(3, 4))  # type: ignore[func-returns-value]
-    assert [ticket.parcel for ticket in tickets] == [None]
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["auto", "none"])
+def test_kernels_none_leaves_the_layer_to_the_compiler(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: str
+) -> None:
+    """From the setting to the graphs: with `none` attention is the only operator of ours, in every graph."""
+    monkeypatch.setattr(compiled, "_operators_pay", lambda hidden: True)
+    monkeypatch.setattr(compiled, "_has_epilogues", lambda hidden: True)
+    targets: list[set[str]] = []
+    backend = lookup_backend("inductor")
+
+    def seeing(graph: Any, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        patches = dict(config_patches)
+
+        def look(after: fx.Graph) -> None:
+            if behind is not None:
+                behind(after)
+            targets.append({str(node.target) for node in after.nodes if str(node.target).startswith("padfree.")})
+
+        behind = patches.pop("post_grad_custom_post_pass", None)
+        with inductor_config.patch({**patches, "post_grad_custom_post_pass": Uncached(look)}):
+            return backend(graph, inputs)
+
+    monkeypatch.setattr(compiled, "lookup_backend", lambda name: seeing)
+    build("qwen3").save_pretrained(tmp_path / "model")
+    config = config_from_dict(
+        {
+            "model": {"path": str(tmp_path / "model"), "attention": "reference"},
+            "data": {"path": ["in memory"]},
+            "batch": {"samples": 2, "max_tokens": 40},
+            "parallel": {"compile": "inductor", "kernels": kernels, "checkpointing": "none"},
+            "run": {"folder": str(tmp_path / "run")},
+        }
+    )
+    torch._dynamo.reset()
+    engine = build_engine(config, mesh)
+    engine.gradients(engine.prepare(make_samples((30, 3))))
+    torch._dynamo.reset()
+    ours = {name.split(".")[1] for found in targets for name in found}
+    attention = {"self_attention", "self_attention_backward"}
+    if kernels == "none":
+        assert ours == attention
+    else:
+        norms = {"rms_norm", "add_rms_norm", "rms_norm_backward", "qk_norm_rope", "qk_norm_rope_backward"}
+        epilogues = {"matmul_swiglu", "matmul_swiglu_backward", "matmul_add"}
+        assert ours == attention | norms | epilogues
 
 
-def test_what_is_let_go_leaves_the_device() -> None:
-    memory = HostMemory(4, away=0.5, pace=1.0, smallest=0)
-    call = _Call(memory, nn.Linear(2, 2), None, stays=False)
-    tensor = torch.randn(3, 4)
-    tickets = [call.pack(tensor), call.pack(tensor.view(4, 3)), call.pack(call.layer.weight)]
-    assert [ticket.parcel is not None for ticket in tickets] == [True, True, False]
-    (parcel,) = call.parcels.values()
-    call.let_go()
-    assert parcel.device is None
-    assert torch.equal(_unpack(tickets[1]), tensor.view(4, 3))
-    assert parcel.device is not None, "somebody will still ask for it"
-    assert torch.equal(_unpack(tickets[0]), tensor)
-    assert parcel.device is None
-    assert _unpack(tickets[2]) is call.layer.weight
+class Uncached(CustomGraphPass):
+    """A pass that Inductor's caches know nothing of, so that it is called."""
 
+    def __init__(self, run: Callable[[fx.Graph], None]) -> None:
+        self.run = run
 
-def test_layers_are_let_go_of_at_the_pace_of_the_link() -> None:
-    memory = HostMemory(10, away=0.5, pace=2.0)
-    assert memory.num_away == 5
-    assert [number for number, layers in enumerate(memory.let_go) for _ in layers] == [2, 4, 6, 8]
-    assert memory.let_go[8] == [3], "layer 4 is let go of when backward begins"
+    def __call__(self, graph: fx.Graph) -> None:
+        self.run(graph)
+
+    def uuid(self) -> None:
+        return None

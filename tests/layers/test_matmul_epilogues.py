@@ -1,4 +1,4 @@
-"""Products with epilogues: what they compute, where they are put, and their kernels on Hopper."""
+"""Matmuls with epilogues: what they compute, where they are put, and their kernels on Hopper."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from padfree.layers.compile import Kept, compile_layers
+from padfree.layers.compile import compile_layers
 from padfree.layers.ops import quack_support as support
 from padfree.layers.ops.quack_support import has_epilogues, is_supported
 from padfree.layers.ops.swiglu import swiglu, swiglu_backward
-from padfree.layers.passes import matmul_epilogues as epilogues
+from padfree.layers.passes.matmul_epilogues import matmul_epilogues_overwrite_pass, matmul_epilogues_pass
+from padfree.layers.recompute import Kept
 from padfree.warning import PadfreeWarning
 from tests.layers.graph_cases import calls, graphs_after
 
@@ -37,22 +38,22 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: s
 # The operators
 
 
-def test_they_are_products_and_what_comes_next() -> None:
+def test_they_are_matmuls_and_what_comes_next() -> None:
     a, b, c, up = random(5, 3, seed=0), random(3, 7, seed=1), random(5, 7, seed=2), random(5, 7, seed=3)
-    torch.testing.assert_close(OPS.mm_add(a, b, c), a @ b + c)
-    torch.testing.assert_close(OPS.mm_swiglu(a, b, c), (a @ b, swiglu(c, a @ b)))
+    torch.testing.assert_close(OPS.matmul_add(a, b, c), a @ b + c)
+    torch.testing.assert_close(OPS.matmul_swiglu(a, b, c), (a @ b, swiglu(c, a @ b)))
     expected = swiglu_backward(a @ b, c, up)
-    torch.testing.assert_close(OPS.mm_swiglu_backward(a, b, c, up), expected)
-    OPS.mm_swiglu_backward_(a, b, c, up)
+    torch.testing.assert_close(OPS.matmul_swiglu_backward(a, b, c, up), expected)
+    OPS.matmul_swiglu_backward_(a, b, c, up)
     torch.testing.assert_close((c, up), expected)
 
 
 def test_the_compiler_may_rely_on_shapes_and_strides() -> None:
     a, b, c, up = random(5, 3, seed=0), random(7, 3, seed=1).T, random(7, 5, seed=2).T, random(5, 7, seed=3)
-    torch.library.opcheck(OPS.mm_add.default, (a, b, c))
-    torch.library.opcheck(OPS.mm_swiglu.default, (a, b, c))
-    torch.library.opcheck(OPS.mm_swiglu_backward.default, (a, b, c, up))
-    torch.library.opcheck(OPS.mm_swiglu_backward_.default, (a, b, c.clone(), up))
+    torch.library.opcheck(OPS.matmul_add.default, (a, b, c))
+    torch.library.opcheck(OPS.matmul_swiglu.default, (a, b, c))
+    torch.library.opcheck(OPS.matmul_swiglu_backward.default, (a, b, c, up))
+    torch.library.opcheck(OPS.matmul_swiglu_backward_.default, (a, b, c.clone(), up))
 
 
 def test_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +119,9 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the passes, of layers that are narrow and on a CPU."""
-    monkeypatch.setattr("padfree.layers.compile._pays", lambda row: True)
-    monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda row: True)
-    with graphs_after("padfree.layers.passes.matmul_epilogues.overwrite") as seen:
+    monkeypatch.setattr("padfree.layers.compile._operators_pay", lambda hidden: True)
+    monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda hidden: True)
+    with graphs_after(matmul_epilogues_overwrite_pass) as seen:
         yield seen
 
 
@@ -128,9 +129,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
 @pytest.mark.parametrize(
     ("kept", "more", "expected"),
     [
-        ("none", "", ["mm_swiglu", "mm_add", "mm_swiglu_backward"]),
-        ("selective", "", ["mm_swiglu", "mm_add", "mm_swiglu", "mm_swiglu_backward_"]),
-        ("input", "", ["mm_swiglu", "mm_add", "mm_swiglu", "mm_swiglu_backward_"]),
+        ("none", "", ["matmul_swiglu", "matmul_add", "matmul_swiglu_backward"]),
+        ("selective", "", ["matmul_swiglu", "matmul_add", "matmul_swiglu", "matmul_swiglu_backward_"]),
+        ("input", "", ["matmul_swiglu", "matmul_add", "matmul_swiglu", "matmul_swiglu_backward_"]),
         ("none", "up", None),
         ("selective", "gate", None),
         ("selective", "up", None),
@@ -148,7 +149,7 @@ def test_gradients_with_them(graphs: list[fx.Graph], kept: Kept, more: str, expe
     if expected is not None:
         assert calls(graphs) == expected
     elif more in ("gate", "up"):
-        assert "mm_swiglu_backward_" not in calls(graphs), "it is needed as it was"
+        assert "matmul_swiglu_backward_" not in calls(graphs), "it is needed as it was"
 
 
 @pytest.mark.parametrize(("width", "inner"), [(8, 20), (12, 24)])
@@ -162,17 +163,17 @@ def test_sizes_without_kernels_are_left_alone(graphs: list[fx.Graph], width: int
 
 
 def test_other_sums_are_left_alone() -> None:
-    """Columns that are heads in the sum, two products, a product that somebody else wants, and three summands."""
+    """Columns that are heads in the sum, two matmuls, a matmul that somebody else reads, and three summands."""
 
     def changed(function: Callable[..., Any], *shapes: tuple[int, ...]) -> list[str]:
         traced = make_fx(function, tracing_mode="fake")(*(torch.empty(shape) for shape in shapes))
-        epilogues.fuse(traced.graph)
+        matmul_epilogues_pass(traced.graph)
         traced.graph.lint()
         return calls([traced.graph])
 
     a, b = (5, 8), (8, 16)
-    assert changed(lambda a, b, c: torch.mm(a, b) + c, a, b, (5, 16)) == ["mm_add"]
-    assert changed(lambda a, b, c: c + torch.mm(a, b).view(1, 5, 16), a, b, (1, 5, 16)) == ["mm_add"]
+    assert changed(lambda a, b, c: torch.mm(a, b) + c, a, b, (5, 16)) == ["matmul_add"]
+    assert changed(lambda a, b, c: c + torch.mm(a, b).view(1, 5, 16), a, b, (1, 5, 16)) == ["matmul_add"]
     assert changed(lambda a, b, c: torch.mm(a, b).view(1, 5, 2, 8) + c, a, b, (1, 5, 2, 8)) == []
     assert changed(lambda a, b, c: torch.mm(a, b).view(5, 2, 8) + c, a, b, (5, 2, 8)) == []
     assert changed(lambda a, b, c: torch.mm(a, b) + c, a, b, (16,)) == []
@@ -208,15 +209,15 @@ def test_kernels_against_float32(dtype: torch.dtype, transposed: bool) -> None:
         gate, up = (random(rows, columns, seed=seed, dtype=dtype, device="cuda") for seed in (2, 3))
         product = a.float() @ b.float()
         close = {"rtol": 2e-2, "atol": 2e-2}
-        torch.testing.assert_close(OPS.mm_add(a, b, gate).float(), product + gate, **close)
-        found_up, act = OPS.mm_swiglu(a, b, gate)
+        torch.testing.assert_close(OPS.matmul_add(a, b, gate).float(), product + gate, **close)
+        found_up, act = OPS.matmul_swiglu(a, b, gate)
         torch.testing.assert_close(found_up.float(), product, **close)
         torch.testing.assert_close(act.float(), swiglu(gate.float(), product), **close)
         expected = swiglu_backward(product, gate.float(), up.float())
-        found = OPS.mm_swiglu_backward(a, b, gate, up)
+        found = OPS.matmul_swiglu_backward(a, b, gate, up)
         for mine, right in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.float(), right, **close)
-        OPS.mm_swiglu_backward_(a, b, gate, up)
+        OPS.matmul_swiglu_backward_(a, b, gate, up)
         assert torch.equal(gate, found[0])
         assert torch.equal(up, found[1])
 
@@ -228,7 +229,7 @@ def test_a_compiled_layer_is_as_exact_as_without_them(monkeypatch: pytest.Monkey
     def compiled(fused: bool) -> list[list[Tensor]]:
         torch._dynamo.reset()
         if not fused:
-            monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda row: False)
+            monkeypatch.setattr("padfree.layers.compile._has_epilogues", lambda hidden: False)
         layer = Layer(2048, 4096).to("cuda", torch.bfloat16)
         compile_layers([layer], "inductor", kept)
         return [gradients(layer, x) for x in rows]

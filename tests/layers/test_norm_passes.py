@@ -1,4 +1,4 @@
-"""Which norms of a layer become operators, what their backward takes in, and that gradients stay what they are."""
+"""Which RMSNorms and RoPEs of a layer become operators, what is folded into their backward, and that gradients stay."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb, rotate_half
 
 from padfree.cp.shard import shard
-from padfree.layers.compile import PRODUCTS, GraphPass, _compiled, compile_layers
-from padfree.layers.passes import matmul_epilogues as epilogues
-from padfree.layers.passes.norms import gather, replace_norms
-from padfree.layers.passes.swiglu import overwrite
+from padfree.layers.compile import InductorPass, _compiled, compile_layers
+from padfree.layers.passes import PASSES, Stage
+from padfree.layers.passes.qk_norm_rope import qk_norm_rope_pass
+from padfree.layers.passes.rms_norm import rms_norm_backward_pass, rms_norm_pass
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
 from tests.layers.graph_cases import graphs_after
@@ -29,11 +29,15 @@ VIEWS = [torch.ops.aten.unsqueeze.default, torch.ops.aten.permute.default, torch
 @pytest.fixture(autouse=True)
 def as_on_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled layers get the operators here, too."""
-    monkeypatch.setattr("padfree.layers.compile._pays", lambda row: True)
+    monkeypatch.setattr("padfree.layers.compile._operators_pay", lambda hidden: True)
 
 
 def operators(graph: fx.Graph) -> list[str]:
-    return [str(node.target).split(".")[1] for node in graph.nodes if "rms_norm" in str(node.target)]
+    return [
+        str(node.target).split(".")[1]
+        for node in graph.nodes
+        if "rms_norm" in str(node.target) or "qk_norm_rope" in str(node.target)
+    ]
 
 
 # Which are found
@@ -45,7 +49,7 @@ def found_in(name: str, dtype: torch.dtype = torch.float32, away: float = 0) -> 
     graphs: list[fx.Graph] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
-        if replace_norms(graph.graph, PRODUCTS):
+        if rms_norm_pass(graph.graph) + qk_norm_rope_pass(graph.graph):
             graph.graph.lint()
             graph.recompile()
         graphs.append(graph.graph)
@@ -63,7 +67,7 @@ def found_in(name: str, dtype: torch.dtype = torch.float32, away: float = 0) -> 
 
 
 PRE_NORM = ["rms_norm", "add_rms_norm"]
-WITH_HEADS = ["rms_norm", "rotated_rms_norm", "rotated_rms_norm", "add_rms_norm"]
+WITH_HEADS = ["rms_norm", "qk_norm_rope", "qk_norm_rope", "add_rms_norm"]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "gpt_oss"])
@@ -108,7 +112,7 @@ def test_norms_that_share_a_sum() -> None:
     graphs: list[fx.Graph] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
-        assert replace_norms(graph.graph, PRODUCTS) == 2
+        assert rms_norm_pass(graph.graph) == 2
         graph.graph.lint()
         graph.recompile()
         graphs.append(graph.graph)
@@ -149,10 +153,10 @@ def rotations_in(module: nn.Module, *inputs: Tensor) -> int:
     graphs: list[fx.Graph] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
-        count = replace_norms(graph.graph, PRODUCTS)
+        count = rms_norm_pass(graph.graph) + qk_norm_rope_pass(graph.graph)
         graph.graph.lint()
         graph.recompile()
-        assert operators(graph.graph) == count * ["rotated_rms_norm"]
+        assert operators(graph.graph) == count * ["qk_norm_rope"]
         graphs.append(graph.graph)
         return graph.forward
 
@@ -308,7 +312,7 @@ def backward_nodes(seen: list[fx.Graph]) -> list[fx.Node]:
 @pytest.fixture
 def seen() -> Iterator[list[fx.Graph]]:
     """The graphs after the pass."""
-    with graphs_after("padfree.layers.compile.gather") as graphs:
+    with graphs_after(rms_norm_backward_pass) as graphs:
         yield graphs
 
 
@@ -375,7 +379,7 @@ class Angled(nn.Module):
         return self.layer(x, *(part.bfloat16().to(x.dtype) for part in (angle.cos(), angle.sin())))  # type: ignore[no-any-return]
 
 
-ROTATED_BACKWARD = torch.ops.padfree.rotated_rms_norm_backward.default
+ROTATED_BACKWARD = torch.ops.padfree.qk_norm_rope_backward.default
 
 
 def rotated_backwards(seen: list[fx.Graph]) -> int:
@@ -407,7 +411,8 @@ def bfloat16_errors(make: Callable[[], nn.Module], around: Callable[[nn.Module],
 
 
 def leave_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("padfree.layers.compile.replace_norms", lambda graph, products: 0)
+    left = tuple(each for each in PASSES if each.run not in (rms_norm_pass, qk_norm_rope_pass))
+    monkeypatch.setattr("padfree.layers.compile.PASSES", left)
 
 
 @pytest.mark.slow
@@ -455,7 +460,10 @@ def test_the_caches_of_the_compiler_know_the_passes() -> None:
         _compiled(fx.symbolic_trace(nn.Linear(2, 2)), (), backend=backend, kept="none")
     assert all(seen)
     assert seen[0] != seen[1]
-    assert seen == [GraphPass(gather).uuid(), GraphPass(overwrite, epilogues.overwrite).uuid()]
+    stages: list[Stage] = ["after autograd", "after inductor"]
+    assert seen == [InductorPass(stage, epilogues=False).uuid() for stage in stages]
+    with_epilogues = InductorPass("after autograd", epilogues=True).uuid()
+    assert with_epilogues not in seen
 
 
 def traced(function: Any, *inputs: Tensor) -> fx.Graph:
@@ -463,7 +471,7 @@ def traced(function: Any, *inputs: Tensor) -> fx.Graph:
 
     graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
     graph.graph.eliminate_dead_code()
-    gather(graph.graph)
+    rms_norm_backward_pass(graph.graph)
     graph.recompile()
     for mine, right in zip(graph(*inputs), function(*inputs), strict=True):
         torch.testing.assert_close(mine, right)
@@ -540,7 +548,7 @@ def test_gradients_of_attention_reach_the_norms_without_a_copy(seen: list[fx.Gra
     compile_layers(layers_of(model), "inductor")
     hidden_states(model, shard(row([5, 2]))).sum().backward()
     nodes = [node for graph in seen for node in graph.nodes if node.op == "call_function"]
-    rotated = [node for node in nodes if node.target is torch.ops.padfree.rotated_rms_norm_backward.default]
+    rotated = [node for node in nodes if node.target is torch.ops.padfree.qk_norm_rope_backward.default]
     assert len(rotated) == 2
     for node in rotated:
         gradient: Any = node.args[0]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from padfree.layers.ops.qk_norm_rope import rotated_norm_backward
-from padfree.layers.ops.rms_norm import norm_backward
+from padfree.layers.ops.qk_norm_rope import qk_norm_rope_backward
+from padfree.layers.ops.rms_norm import rms_norm_backward
 
 EPS = 1e-6
 HALF_TYPES = [torch.bfloat16, torch.float16]
@@ -125,7 +125,7 @@ def test_the_compiler_may_rely_on_shapes_strides_and_gradients(dtype: torch.dtyp
 def test_the_plain_backward_does_not_change_what_it_is_given() -> None:
     x, weight, dys = random(4, 8, seed=0), random(8, seed=1), [random(4, 8, seed=2), random(4, 8, seed=3)]
     before = [tensor.clone() for tensor in (x, weight, *dys)]
-    norm_backward(dys, x, weight, torch.ones(4), dys[1])
+    rms_norm_backward(dys, x, weight, torch.ones(4), dys[1])
     for tensor, kept in zip((x, weight, *dys), before, strict=True):
         assert torch.equal(tensor, kept)
 
@@ -158,7 +158,7 @@ def test_rotated_results_are_those_of_hugging_face_in_float32_rounded_once(
     num_tokens, _, width = shape
     x, weight = random(1, *shape, seed=0, dtype=dtype), random(width, seed=1, dtype=dtype)
     cos, sin = angles(1, num_tokens, width, seed=2, dtype=dtype)
-    y, rstd = OPS.rotated_rms_norm(x, weight, cos, sin, EPS)
+    y, rstd = OPS.qk_norm_rope(x, weight, cos, sin, EPS)
     assert y.dtype == dtype
     assert torch.equal(y, rotated(module_with(weight.float()), x.float(), cos.float(), sin.float()).to(dtype))
     assert torch.equal(rstd, OPS.rms_norm(x, weight, EPS)[1])
@@ -169,14 +169,14 @@ def test_gradients_of_rotated(shape: tuple[int, int, int]) -> None:
     x = random(1, *shape, seed=0, dtype=torch.float64).requires_grad_()
     weight = random(shape[2], seed=1, dtype=torch.float64).requires_grad_()
     cos, sin = angles(1, shape[0], shape[2], seed=2, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x, w: OPS.rotated_rms_norm(x, w, cos, sin, EPS)[0], (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: OPS.qk_norm_rope(x, w, cos, sin, EPS)[0], (x, weight))
 
 
 def test_no_gradient_of_a_frozen_weight_of_rotated() -> None:
     x, weight = random(1, 3, 2, 8, seed=0).requires_grad_(), random(8, seed=1)
     cos, sin = angles(1, 3, 8, seed=2)
     dy = random(1, 3, 2, 8, seed=3)
-    OPS.rotated_rms_norm(x, weight, cos, sin, EPS)[0].backward(dy)
+    OPS.qk_norm_rope(x, weight, cos, sin, EPS)[0].backward(dy)
     (expected,) = torch.autograd.grad(rotated(module_with(weight), x, cos, sin), x, dy)
     torch.testing.assert_close(x.grad, expected)
     assert weight.grad is None
@@ -201,7 +201,7 @@ def test_bfloat16_gradients_of_rotated_are_no_farther_than_those_of_hugging_face
     leaf = x.clone().requires_grad_()
     theirs = torch.autograd.grad(rotated(module, leaf, cos, sin), (leaf, module.weight), dy)  # type: ignore[arg-type]
     leaf, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    mine = torch.autograd.grad(OPS.rotated_rms_norm(leaf, own, cos, sin, EPS)[0], (leaf, own), dy)
+    mine = torch.autograd.grad(OPS.qk_norm_rope(leaf, own, cos, sin, EPS)[0], (leaf, own), dy)
     for found, other, right in zip(mine, theirs, expected, strict=True):
         assert distance(found, right) <= distance(other, right)
 
@@ -211,14 +211,14 @@ def test_the_compiler_may_rely_on_rotated(dtype: torch.dtype) -> None:
     x = random(1, 5, 2, 16, seed=0, dtype=dtype).requires_grad_()
     weight = random(16, seed=1, dtype=dtype).requires_grad_()
     cos, sin = angles(1, 5, 16, seed=2, dtype=dtype)
-    torch.library.opcheck(OPS.rotated_rms_norm.default, (x, weight, cos, sin, EPS))
+    torch.library.opcheck(OPS.qk_norm_rope.default, (x, weight, cos, sin, EPS))
     heads = random(1, 2, 5, 16, seed=3, dtype=dtype).transpose(1, 2).requires_grad_()  # rows not contiguous
-    torch.library.opcheck(OPS.rotated_rms_norm.default, (heads, weight, cos, sin, EPS))
+    torch.library.opcheck(OPS.qk_norm_rope.default, (heads, weight, cos, sin, EPS))
     rstd = torch.ones(1, 5, 2)
     for needs_weight in (True, False):
         arguments = (heads.detach(), x.detach(), weight.detach(), rstd, cos, sin, needs_weight)
-        torch.library.opcheck(OPS.rotated_rms_norm_backward.default, arguments)
-        dx, dweight = OPS.rotated_rms_norm_backward(*arguments)
+        torch.library.opcheck(OPS.qk_norm_rope_backward.default, arguments)
+        dx, dweight = OPS.qk_norm_rope_backward(*arguments)
         assert dx.shape == x.shape
         assert dweight.shape == ((16,) if needs_weight else (0,))
 
@@ -228,6 +228,6 @@ def test_the_plain_backward_of_rotated_does_not_change_what_it_is_given() -> Non
     cos, sin = angles(4, 8, seed=3)
     given = (dy, x, weight, torch.ones(4, 2), cos, sin)
     before = [tensor.clone() for tensor in given]
-    rotated_norm_backward(*given)
+    qk_norm_rope_backward(*given)
     for tensor, kept in zip(given, before, strict=True):
         assert torch.equal(tensor, kept)

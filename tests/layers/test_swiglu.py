@@ -1,4 +1,4 @@
-"""The gated activation as an operator: its gradients, where it is found, and a backward that overwrites its inputs."""
+"""SwiGLU as an operator: its gradients, where it is found, and a backward that overwrites its inputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from padfree.cp.shard import shard
-from padfree.layers.compile import PRODUCTS, Kept, compile_layers
+from padfree.layers.compile import compile_layers
 from padfree.layers.ops.swiglu import swiglu, swiglu_backward
-from padfree.layers.passes.swiglu import replace_gated
+from padfree.layers.passes.swiglu import swiglu_overwrite_pass, swiglu_pass
+from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
@@ -69,12 +70,12 @@ def test_the_compiler_may_rely_on_shapes_strides_and_gradients() -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 1), ("llama", 1), ("phi3", 0), ("gemma3", 0), ("gpt2", 0)])
 def test_where_it_is_found(name: str, count: int) -> None:
-    """Phi-3's two are halves of one product, Gemma has another activation, GPT-2 no gate."""
+    """Phi-3's two are halves of one matmul, Gemma has another activation, GPT-2 no gate."""
     torch._dynamo.reset()
     counts = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
-        counts.append(replace_gated(graph.graph, PRODUCTS))
+        counts.append(swiglu_pass(graph.graph))
         graph.graph.lint()
         graph.recompile()
         return graph.forward
@@ -114,8 +115,8 @@ def gradients(module: nn.Module, rows: int) -> list[Tensor]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[fx.Graph]]:
     """The graphs after the pass, of layers that are narrow and on a CPU."""
-    monkeypatch.setattr("padfree.layers.compile._pays", lambda row: True)
-    with graphs_after("padfree.layers.compile.overwrite") as seen:
+    monkeypatch.setattr("padfree.layers.compile._operators_pay", lambda hidden: True)
+    with graphs_after(swiglu_overwrite_pass) as seen:
         yield seen
 
 

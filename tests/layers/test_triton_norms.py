@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.layers.ops.qk_norm_rope import rotated_norm, rotated_norm_backward
-from padfree.layers.ops.rms_norm import norm, norm_backward
+from padfree.layers.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
+from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
 
 EPS = 1e-6
@@ -61,13 +61,13 @@ def test_against_plain_torch(shape: tuple[int, int], values: dict[str, int] | No
     weight = random(shape[1], seed=2)
     y, total, rstd = kernels.forward(a, b, weight, EPS, by)
     torch.testing.assert_close(total, a + b)
-    torch.testing.assert_close((y, rstd), norm(a + b, weight, EPS))
+    torch.testing.assert_close((y, rstd), rms_norm(a + b, weight, EPS))
     y, _, rstd = kernels.forward(a, None, weight, EPS, by)
-    torch.testing.assert_close((y, rstd), norm(a, weight, EPS))
+    torch.testing.assert_close((y, rstd), rms_norm(a, weight, EPS))
     for num_dys, residual in ((1, None), (3, b)):
         dys = [random(*shape, seed=3 + index) for index in range(num_dys)]
-        found = kernels.backward(dys, a, weight, rstd, residual, by=by)
-        expected = norm_backward(dys, a, weight, rstd, residual)
+        found = kernels.backward(dys, a, weight, rstd, residual, configuration=by)
+        expected = rms_norm_backward(dys, a, weight, rstd, residual)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -85,10 +85,10 @@ def test_half_precision(shape: tuple[int, int], dtype: torch.dtype, values: dict
     tolerance = {"rtol": 2e-2, "atol": 2e-2 if INTERPRETED else 1e-3}
     y, total, rstd = kernels.forward(a, b, weight, EPS, by)
     torch.testing.assert_close(total, a + b, **tolerance)
-    expected, _ = norm(total, weight, EPS)
+    expected, _ = rms_norm(total, weight, EPS)
     torch.testing.assert_close(y, expected, **tolerance)
-    found = kernels.backward(dys, total, weight, rstd, b, by=by)
-    torch.testing.assert_close(found, norm_backward(dys, total, weight, rstd, b), **tolerance)
+    found = kernels.backward(dys, total, weight, rstd, b, configuration=by)
+    torch.testing.assert_close(found, rms_norm_backward(dys, total, weight, rstd, b), **tolerance)
 
 
 @needs_kernels
@@ -99,7 +99,7 @@ def test_any_number_of_gradients_and_none_of_the_weight() -> None:
     dys = [random(3, 64, seed=2 + index) for index in range(5)]
     _, _, rstd = kernels.forward(x, None, weight, EPS)
     dx, nothing = kernels.backward(dys, x, weight, rstd, None, weight_gradient=False)
-    torch.testing.assert_close(dx, norm_backward(dys, x, weight, rstd, None)[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dx, rms_norm_backward(dys, x, weight, rstd, None)[0], rtol=1e-4, atol=1e-4)
     assert len(nothing) == 0
 
 
@@ -128,23 +128,23 @@ def rotated_inputs(shape: tuple[int, int, int], dtype: torch.dtype = torch.float
 
 
 def by_if_given(values: dict[str, int] | None) -> dict[str, Any]:
-    return {} if values is None else {"by": configuration(values)}
+    return {} if values is None else {"configuration": configuration(values)}
 
 
 @needs_kernels
 @pytest.mark.parametrize("values", CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("shape", ROTATED_SHAPES, ids=str)
 def test_rotated_against_plain_torch(shape: tuple[int, int, int], values: dict[str, int] | None) -> None:
-    from padfree.layers.ops.rms_norm import rotated_kernels
+    from padfree.layers.ops import triton_qk_norm_rope as kernels
 
     by = by_if_given(values)
     dy, x, weight, cos, sin = rotated_inputs(shape)
-    y, rstd = rotated_kernels.forward(x, weight, cos, sin, EPS, **by)
-    torch.testing.assert_close((y, rstd), rotated_norm(x, weight, cos, sin, EPS), rtol=1e-4, atol=1e-4)
-    expected = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
-    found = rotated_kernels.backward(dy, x, weight, rstd, cos, sin, **by)
+    y, rstd = kernels.forward(x, weight, cos, sin, EPS, **by)
+    torch.testing.assert_close((y, rstd), qk_norm_rope(x, weight, cos, sin, EPS), rtol=1e-4, atol=1e-4)
+    expected = qk_norm_rope_backward(dy, x, weight, rstd, cos, sin)
+    found = kernels.backward(dy, x, weight, rstd, cos, sin, **by)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    dx, nothing = rotated_kernels.backward(dy, x, weight, rstd, cos, sin, weight_gradient=False, **by)
+    dx, nothing = kernels.backward(dy, x, weight, rstd, cos, sin, weight_gradient=False, **by)
     torch.testing.assert_close(dx, expected[0], rtol=1e-4, atol=1e-4)
     assert len(nothing) == 0
 
@@ -156,38 +156,38 @@ def test_rotated_against_plain_torch(shape: tuple[int, int, int], values: dict[s
 def test_rotated_in_half_precision(
     shape: tuple[int, int, int], dtype: torch.dtype, values: dict[str, int] | None
 ) -> None:
-    from padfree.layers.ops.rms_norm import rotated_kernels
+    from padfree.layers.ops import triton_qk_norm_rope as kernels
 
     by = by_if_given(values)
     dy, x, weight, cos, sin = rotated_inputs(shape, dtype)
     tolerance = {"rtol": 2e-2, "atol": 2e-2 if INTERPRETED else 1e-3}
-    y, rstd = rotated_kernels.forward(x, weight, cos, sin, EPS, **by)
-    torch.testing.assert_close((y, rstd), rotated_norm(x, weight, cos, sin, EPS), **tolerance)
-    found = rotated_kernels.backward(dy, x, weight, rstd, cos, sin, **by)
-    torch.testing.assert_close(found, rotated_norm_backward(dy, x, weight, rstd, cos, sin), **tolerance)
+    y, rstd = kernels.forward(x, weight, cos, sin, EPS, **by)
+    torch.testing.assert_close((y, rstd), qk_norm_rope(x, weight, cos, sin, EPS), **tolerance)
+    found = kernels.backward(dy, x, weight, rstd, cos, sin, **by)
+    torch.testing.assert_close(found, qk_norm_rope_backward(dy, x, weight, rstd, cos, sin), **tolerance)
 
 
 @needs_kernels
 def test_rotated_heads_that_are_not_contiguous() -> None:
     """As attention gives their gradients back: [1, H, T, d], transposed."""
-    from padfree.layers.ops.rms_norm import rotated_kernels
+    from padfree.layers.ops import triton_qk_norm_rope as kernels
 
     dy, x, weight, cos, sin = rotated_inputs((5, 3, 16))
     strided_dy, strided_x = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (dy, x))
     assert not strided_dy.is_contiguous()
-    y, rstd = rotated_kernels.forward(strided_x, weight, cos, sin, EPS)
-    torch.testing.assert_close(y, rotated_norm(x, weight, cos, sin, EPS)[0], rtol=1e-4, atol=1e-4)
-    found = rotated_kernels.backward(strided_dy, strided_x, weight, rstd, cos, sin)
-    expected = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
+    y, rstd = kernels.forward(strided_x, weight, cos, sin, EPS)
+    torch.testing.assert_close(y, qk_norm_rope(x, weight, cos, sin, EPS)[0], rtol=1e-4, atol=1e-4)
+    found = kernels.backward(strided_dy, strided_x, weight, rstd, cos, sin)
+    expected = qk_norm_rope_backward(dy, x, weight, rstd, cos, sin)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
 def test_rotated_twice_the_same() -> None:
-    from padfree.layers.ops.rms_norm import rotated_kernels
+    from padfree.layers.ops import triton_qk_norm_rope as kernels
 
     dy, x, weight, cos, sin = rotated_inputs((30, 2, 16) if INTERPRETED else (3000, 8, 128))
-    _, rstd = rotated_kernels.forward(x, weight, cos, sin, EPS)
-    first, second = (rotated_kernels.backward(dy, x, weight, rstd, cos, sin) for _ in range(2))
+    _, rstd = kernels.forward(x, weight, cos, sin, EPS)
+    first, second = (kernels.backward(dy, x, weight, rstd, cos, sin) for _ in range(2))
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])

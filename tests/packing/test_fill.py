@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.packing.fill import Bins, fill, ranges
+from padfree.packing.fill import Bins, fill
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
@@ -99,10 +99,6 @@ def test_bins_are_a_sequence() -> None:
     assert len(fill([], 4)) == 0
     assert list(fill([], 4)) == []
     assert fill([], 4).sums(np.zeros(0)).size == 0
-
-
-def test_ranges() -> None:
-    assert ranges(np.array([5, 7, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

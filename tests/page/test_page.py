@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from padfree.page import COLOURS, Page, plain
-from padfree.page.page import POLICY
+from padfree.page.page import BEGINNING, TEMPLATES
 from padfree.page.theme import THEMES
 from tests.browser import Browser, executable
 
@@ -142,8 +144,8 @@ def test_the_browser_tells_of_errors_and_requests(browser: Browser, tmp_path: Pa
     )
     errors = browser.open(path).errors
     assert all(any(word in error for error in errors) for word in ("first", "second", "third"))
-    policy = f'<head><meta http-equiv="Content-Security-Policy" content="{POLICY}"></head>'
-    path.write_text(path.read_text().replace("<body>", policy + "<body>"))
+    policy = BEGINNING[BEGINNING.index('<meta http-equiv="Content-Security-Policy"') :]
+    path.write_text(path.read_text().replace("<body>", f"<head>{policy}</head><body>"))
     assert any("Content Security Policy" in error for error in browser.open(path).errors)
 
 
@@ -172,6 +174,20 @@ def test_figures_are_valid_json_without_nan_and_without_tags(path: Path) -> None
     assert figures[1]["data"][0]["y"] == [1, None, None]
     assert "<" not in data
     assert text.count("</script>") == 3
+
+
+def test_templates_are_packaged_and_cannot_end_their_elements() -> None:
+    """A wheel has every file that stands in the folder, and the style sheet and the script stay inside their tags."""
+    folder = Path(str(importlib.resources.files("padfree.page"))) / "templates"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(TEMPLATES.list_templates()) == ["beginning.html", "page.css", "page.html", "page.js"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["padfree.page"]
+    assert {path.name for pattern in patterns for path in folder.parent.glob(pattern)} == set(names)
+    for name in ("page.css", "page.js"):
+        text = (folder / name).read_text()
+        assert "</" not in text
+        assert "<!--" not in text
 
 
 def test_cells_show_numbers_for_people() -> None:

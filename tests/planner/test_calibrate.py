@@ -14,16 +14,16 @@ from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3M
 
 from padfree.packing import CostModel
 from padfree.planner.calibrate import (
+    MEASURED_TOKENS,
     REPEATS,
-    TOKENS,
-    WHOLE,
+    WHOLE_MODEL_WEIGHTS,
     calibrate,
     extrapolated,
     measured_layers,
     micro_batches,
     with_layers,
 )
-from padfree.planner.clock import choose_clock
+from padfree.planner.time_model import choose_time_model
 from tests.planner.cases import config_of
 
 MODULE = importlib.import_module("padfree.planner.calibrate")  # the package has a function of this name
@@ -93,9 +93,9 @@ def _even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layers", [1, 4])
 def test_a_tiny_model_on_the_cpu(layers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
-    monkeypatch.setitem(TOKENS, "cpu", 96)
+    monkeypatch.setitem(MEASURED_TOKENS, "cpu", 96)
     if layers > 1:
-        monkeypatch.setitem(WHOLE, "cpu", 1)
+        monkeypatch.setitem(WHOLE_MODEL_WEIGHTS, "cpu", 1)
     model = Qwen3Config(**TINY, num_hidden_layers=layers)
     config = config_of(run={"device": "cpu"})
     seen: list[tuple[int, int]] = []
@@ -110,13 +110,13 @@ def test_a_tiny_model_on_the_cpu(layers: int, monkeypatch: pytest.MonkeyPatch, t
     about = json.loads(found.path.with_suffix(".about.json").read_text())
     assert (about["device"], about["dtype"]) == ("cpu", "float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert choose_clock(config, model, None).cost == found.cost
+    assert choose_time_model(config, model, None).cost == found.cost
 
 
 @pytest.mark.usefixtures("_even_clock")
 def test_recomputation_is_measured_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
-    monkeypatch.setitem(TOKENS, "cpu", 48)
+    monkeypatch.setitem(MEASURED_TOKENS, "cpu", 48)
     model = Qwen3Config(**TINY, num_hidden_layers=1)
     paths = {
         calibrate(model, config_of(run={"device": "cpu"}, parallel={"checkpointing": mode})).path
@@ -141,7 +141,7 @@ def test_times_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_measured_cost_is_recovered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Times made of a known cost model, of one and of four layers out of 24."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path))
-    monkeypatch.setitem(WHOLE, "cpu", 1)
+    monkeypatch.setitem(WHOLE_MODEL_WEIGHTS, "cpu", 1)
 
     def runner(model: Qwen3Config, *arguments: object) -> Callable[[Sequence[int]], float]:
         depth = model.num_hidden_layers

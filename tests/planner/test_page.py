@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from padfree.packing import CostModel
-from padfree.planner.clock import Clock
 from padfree.planner.epoch import Shape
 from padfree.planner.page import fill_figure, lengths_figure, packs_figure, padded_figure, write_page
-from padfree.planner.run_plan import Plan, make_plan
+from padfree.planner.run_plan import RunPlan, make_plan
 from padfree.planner.steps import sft_steps
 from padfree.planner.suggest import Suggestion
+from padfree.planner.time_model import TimeModel
 from tests.browser import Browser, executable
 from tests.planner.cases import config_of, log_normal
 
-CLOCK = Clock(cost=CostModel(linear=1.0, quadratic=0.001), per_second=None, source="FLOPs")
+TIME_MODEL = TimeModel(cost=CostModel(linear=1.0, quadratic=0.001), per_second=None, source="FLOPs")
 
 
-def plan_of(context: int = 1, **changes: Any) -> Plan:
+def plan_of(context: int = 1, **changes: Any) -> RunPlan:
     data = sft_steps(log_normal(300, 500), config_of(batch={"samples": 50}))
-    return make_plan(data, Shape(ranks=4, context=context, max_tokens=512), CLOCK, **changes)
+    return make_plan(data, Shape(ranks=4, context=context, max_tokens=512), TIME_MODEL, **changes)
 
 
 def figures_in(path: Path) -> list[Any]:
@@ -102,5 +102,5 @@ def test_documents_of_a_pack_lie_end_to_end() -> None:
 
 def test_samples_of_one_length_have_a_page(tmp_path: Path) -> None:
     data = sft_steps(np.array([7] * 5), config_of())
-    write_page(make_plan(data, Shape(ranks=1, max_tokens=16), CLOCK), tmp_path / "plan.html", title="One length")
+    write_page(make_plan(data, Shape(ranks=1, max_tokens=16), TIME_MODEL), tmp_path / "plan.html", title="One length")
     assert len(figures_in(tmp_path / "plan.html")) == len(CAPTIONS)

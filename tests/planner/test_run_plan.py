@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from padfree.packing import CostModel
-from padfree.planner.clock import Clock
 from padfree.planner.epoch import Shape
 from padfree.planner.run_plan import device_tokens, make_plan
-from padfree.planner.steps import Steps, sft_steps
+from padfree.planner.steps import StepLengths, sft_steps
+from padfree.planner.time_model import TimeModel
 from tests.planner.cases import config_of, log_normal
 
 COST = CostModel(linear=1.0, quadratic=0.001)
-SECONDS = Clock(cost=COST, per_second=1000.0, source="measured somewhere")
+SECONDS = TimeModel(cost=COST, per_second=1000.0, source="measured somewhere")
 
 
 def test_the_summary_against_brute_force() -> None:
@@ -54,7 +54,7 @@ def test_the_summary_against_brute_force() -> None:
 
 def test_the_lines_say_what_was_found() -> None:
     steps = [np.array([40, 10, 10]), np.array([30, 5]), np.array([7])]
-    data = Steps(lengths=np.concatenate(steps), steps=steps)
+    data = StepLengths(lengths=np.concatenate(steps), steps=steps)
     text = "\n".join(make_plan(data, Shape(ranks=2, max_tokens=32), SECONDS, exact_steps=2).lines())
     assert "data        6 samples, 102 tokens; lengths 5 to 40, median 10, mean 17.0" in text
     assert "overlong    1 too long for the 32 tokens of a row; planned alone, but a run stops there" in text
@@ -69,11 +69,11 @@ def test_the_lines_say_what_was_found() -> None:
 
 
 def test_time_without_seconds() -> None:
-    data = Steps(lengths=np.array([10]), steps=[np.array([10])])
+    data = StepLengths(lengths=np.array([10]), steps=[np.array([10])])
     shape = Shape(ranks=1, max_tokens=16)
-    flops = Clock(cost=CostModel(linear=1e12), per_second=None, source="FLOPs; x")
+    flops = TimeModel(cost=CostModel(linear=1e12), per_second=None, source="FLOPs; x")
     assert "time        10 TFLOP a step (FLOPs; x)" in list(make_plan(data, shape, flops).lines())
-    tokens = Clock(cost=CostModel.tokens(), per_second=None, source="tokens; x")
+    tokens = TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; x")
     assert "time        not known (cost is counted in tokens; x)" in list(make_plan(data, shape, tokens).lines())
 
 

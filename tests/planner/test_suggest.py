@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from padfree.packing import CostModel
 from padfree.planner.epoch import Shape
-from padfree.planner.memory import GIBIBYTE, USABLE, DeviceMemory
+from padfree.planner.memory import GIBIBYTE, USABLE_FRACTION, DeviceMemory
 from padfree.planner.suggest import suggest
 from tests.planner.cases import config_of, log_normal
 
@@ -44,8 +44,8 @@ def test_most_tokens_is_the_last_that_fits() -> None:
     need, shape = need_of(), Shape(ranks=4, max_tokens=1)
     most = need.most_tokens(shape, MEMORY)
     assert most % 256 == 0
-    assert need.estimate(replace(shape, max_tokens=most)).device <= USABLE * MEMORY
-    assert need.estimate(replace(shape, max_tokens=most + 256)).device > USABLE * MEMORY
+    assert need.estimate(replace(shape, max_tokens=most)).device <= USABLE_FRACTION * MEMORY
+    assert need.estimate(replace(shape, max_tokens=most + 256)).device > USABLE_FRACTION * MEMORY
     assert need.most_tokens(shape, MEMORY, checkpointing="full") > most
     assert need.most_tokens(shape, 1.0) == 0
 
@@ -81,7 +81,7 @@ def test_the_smallest_context_that_holds_the_longest_sample() -> None:
     assert found.max_tokens * found.context >= longest
     assert found.layout == "balanced"
     chosen = replace(shape, context=found.context, max_tokens=found.max_tokens)
-    assert need.estimate(chosen).device <= USABLE * MEMORY
+    assert need.estimate(chosen).device <= USABLE_FRACTION * MEMORY
 
 
 def test_large_steps_use_the_memory_there_is() -> None:

@@ -61,6 +61,14 @@ def rl_step(step: int, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
+def timed_rl_step(step: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Of batches of two updates: the first says where the batch's time went."""
+    line = rl_step(step, rng) | {"seconds/update": 2.0}
+    if step % 2 == 0:
+        line |= {"seconds/sampling": 20.0 + step, "seconds/old_logprobs": 1.5, "sampler_tokens_per_second": 1e4 + step}
+    return line
+
+
 def write_sft_run(folder: Path, num_steps: int = 30, **config: Any) -> Path:
     rng = np.random.default_rng(0)
     write_lines(folder / "metrics.jsonl", [sft_step(step, rng) for step in range(num_steps)])

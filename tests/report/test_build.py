@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from padfree.report import write_report
 from padfree.report.build import report_page
 from padfree.report.runs import read_runs
 from tests.browser import Browser, executable
-from tests.report.run_folders import write_lines, write_rl_run, write_sft_run
+from tests.report.run_folders import timed_rl_step, write_lines, write_rl_run, write_sft_run
 
 EVIL = "<img src=x></script>%{y}"
 
@@ -34,7 +36,8 @@ def page_of(*folders: Path) -> str:
 
 def rows_of(html: str) -> list[list[str]]:
     rows = re.findall(r"<tr>(.*?)</tr>", html)
-    return [re.findall(r'<t[dh] class="\w+">(.*?)</t[dh]>', row) for row in rows]
+    cells = [re.findall(r'<t[dh] class="\w+">(.*?)</t[dh]>', row) for row in rows]
+    return [[unescape(cell) for cell in row] for row in cells]
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
@@ -67,6 +70,36 @@ def test_two_runs_side_by_side_in_the_browser(browser: Browser, tmp_path: Path, 
     hover = view.evaluate("document.querySelector('.plot .hoverlayer').textContent")
     assert EVIL in hover
     assert view.errors == []
+
+
+def test_the_first_figure_of_a_timed_run_in_the_browser(browser: Browser, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    write_lines(tmp_path / "rl" / "metrics.jsonl", [timed_rl_step(step, rng) for step in range(20)])
+    write_report([tmp_path / "rl"], tmp_path / "page.html")
+    view = browser.open(tmp_path / "page.html")
+    assert view.errors == []
+    first, second = view.evaluate(
+        """[...document.querySelectorAll('figure')].slice(0, 2).map(f => [
+            f.querySelector('figcaption').textContent, f.querySelectorAll('.trace').length,
+            f.querySelectorAll('.bars .point').length])"""
+    )
+    assert first == ["Seconds of each part of a step", 3, 60]
+    assert second[:2] == ["Tokens per second of the sampler", 1]
+    tops = view.evaluate("[...document.querySelectorAll('figure')].slice(0, 2).map(f => f.offsetTop)")
+    assert tops[0] == tops[1], "they stand beside each other"
+
+
+def test_the_page_of_a_timed_run_begins_with_its_times(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    write_lines(tmp_path / "rl" / "metrics.jsonl", [timed_rl_step(step, rng) for step in range(6)])
+    html = page_of(tmp_path / "rl")
+    assert re.findall(r"<figcaption>(.*?)</figcaption>", html)[:3] == [
+        "Seconds of each part of a step",
+        "Tokens per second of the sampler",
+        "Loss",
+    ]
+    assert ["time in sampling", "1 min 06 s"] in rows_of(html)
+    assert "Where the time went" not in page_of(write_sft_run(tmp_path / "sft", 3))
 
 
 def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
@@ -136,7 +169,7 @@ def test_odd_events_and_rows_are_shown_as_they_are(tmp_path: Path) -> None:
     write_lines(folder / "events.jsonl", [{}, {"time": 5, "kind": ["x"], "step": None, "more": {"a": None}}])
     write_lines(folder / "rows.jsonl", [{}, {"action": 3, "reason": "<b>"}])
     html = page_of(folder)
-    assert ["5", "a", "[&quot;x&quot;]", "–", "more {&quot;a&quot;: null}"] in rows_of(html)
+    assert ["5", "a", '["x"]', "–", 'more {"a": null}'] in rows_of(html)
     assert "3 – line –: &lt;b&gt;" in html
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from padfree.page import COLOURS
-from padfree.report.panels import GROUPS, figure, panels, resumed_at, shortened
+from padfree.report.panels import GROUPS, figure, figures, panels, resumed_at, shortened
 from padfree.report.runs import Run, read_run
-from tests.report.run_folders import rl_step, write_lines, write_rl_run, write_sft_run
+from padfree.train.rl.batch_times import PARTS
+from tests.report.run_folders import rl_step, timed_rl_step, write_lines, write_rl_run, write_sft_run
 
 
 def run_of(folder: Path, rows: list[dict[str, Any]], name: str = "run") -> Run:
@@ -126,3 +127,49 @@ def test_resumes_and_stops_are_marked(tmp_path: Path) -> None:
 def test_long_names_lose_their_middle() -> None:
     assert shortened("a" * 36) == "a" * 36
     assert shortened("begin" + "x" * 50 + "end") == "begin" + "x" * 12 + "…" + "x" * 14 + "end"
+
+
+TIMES = "Where the time went"
+
+
+def test_where_the_time_went_comes_first_and_is_stacked(tmp_path: Path, rng: np.random.Generator) -> None:
+    run = run_of(tmp_path, [timed_rl_step(step, rng) for step in range(6)])
+    assert next(iter(titles([run]))) == TIMES
+    assert titles([run])[TIMES] == ["Seconds of each part of a step", "Tokens per second of the sampler"]
+    assert {f"seconds/{part}" for part in PARTS} == set(GROUPS[TIMES][0].metrics)
+    ((caption, drawn),) = figures(GROUPS[TIMES][0], [run])
+    assert caption == "Seconds of each part of a step"
+    assert drawn["layout"]["barmode"] == "stack"
+    assert [(bars["type"], bars["name"]) for bars in drawn["data"]] == [
+        ("bar", "sampling"),
+        ("bar", "old log-probabilities"),
+        ("bar", "update"),
+    ]
+    sampling, old, update = drawn["data"]
+    assert list(sampling["x"]) == list(old["x"]) == list(update["x"]) == list(range(6))
+    assert (sampling["y"], old["y"], update["y"]) == ([20, 0, 22, 0, 24, 0], [1.5, 0] * 3, [2.0] * 6)
+    assert len({bars["marker"]["color"] for bars in drawn["data"]}) == 3
+    assert list(figure(GROUPS[TIMES][1], [run])["data"][0]["x"]) == [0, 2, 4]
+
+
+def test_a_part_has_its_colour_whatever_else_is_there(tmp_path: Path, rng: np.random.Generator) -> None:
+    both = run_of(tmp_path / "a", [timed_rl_step(step, rng) for step in range(3)], "a")
+    alone = run_of(tmp_path / "b", [{"seconds/update": 1.0}, {"seconds/update": None}], "b")
+    without = run_of(tmp_path / "c", [rl_step(step, rng) for step in range(3)], "c")
+    (first, drawn), (second, other) = figures(GROUPS[TIMES][0], [both, alone, without])
+    assert (first, second) == ("Seconds of each part of a step: a", "Seconds of each part of a step: b")
+    assert drawn["data"][-1]["marker"] == other["data"][0]["marker"]
+    assert other["data"][0]["y"] == [1.0, 0.0]
+    assert TIMES not in titles([without])
+
+
+def test_many_steps_are_means_that_keep_the_whole(tmp_path: Path, rng: np.random.Generator) -> None:
+    run = run_of(tmp_path, [timed_rl_step(step, rng) for step in range(1001)])
+    ((_, drawn),) = figures(GROUPS[TIMES][0], [run])
+    stretches = [6] * 166 + [5]
+    for bars, name in zip(drawn["data"], ("sampling", "old_logprobs", "update"), strict=True):
+        assert len(bars["x"]) == len(bars["y"]) == len(stretches)
+        shown = sum(height * count for height, count in zip(bars["y"], stretches, strict=True))
+        assert shown == pytest.approx(run.finite(f"seconds/{name}").sum(), rel=1e-5)
+    assert list(drawn["data"][0]["x"][:2]) == [2.5, 8.5]
+    assert drawn["layout"]["yaxis"]["title"]["text"] == "s, mean of 6 steps"

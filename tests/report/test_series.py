@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from padfree.report.series import mean_window, running_mean, thinned
+from padfree.report.series import mean_window, running_mean, stretch_means, thinned
 
 
 def test_the_picture_of_the_module() -> None:
@@ -54,3 +54,9 @@ def test_one_huge_value_spoils_only_its_neighbours() -> None:
 
 def test_windows_are_odd() -> None:
     assert [mean_window(count) for count in (201, 250, 1000, 100_000)] == [5, 5, 21, 2001]
+
+
+def test_means_of_stretches() -> None:
+    assert stretch_means(np.array([1, 3, 5, 7, 10]), 2).tolist() == [2.0, 6.0, 10.0]
+    assert stretch_means(np.array([1.0, 2.0]), 1).tolist() == [1.0, 2.0]
+    assert stretch_means(np.array([1.0, 2.0]), 5).tolist() == [1.5]

@@ -10,6 +10,7 @@ from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.train.loop import Loop
+from padfree.train.rl.batch_times import PARTS
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import make_batcher
 from tests.models import build
@@ -23,6 +24,7 @@ RL: dict[str, Any] = {
 TIMES = (
     "seconds",
     "tokens_per_second",
+    "sampler/tokens_per_second",
     "tflops_per_device",
     "mfu",
     "memory_gib",
@@ -31,6 +33,8 @@ TIMES = (
     "imbalance",
     "micro_batches",
     "padding_share",
+    "sampler_tokens_per_second",
+    *(f"seconds/{part}" for part in PARTS),
 )
 """What depends on the machine or on the layout."""
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.manifest import CheckpointError
+from padfree.checkpoint.files import CheckpointError
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import clean_name

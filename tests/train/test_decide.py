@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from padfree.cli.main import main
 from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
 from padfree.train import run as whole_run
-from padfree.train.decide import Limits, count_steps, decide
+from padfree.train.decide import count_steps, decide
 from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.models import build, save_with_tokenizer
 
@@ -321,16 +320,6 @@ def test_steps_are_counted_as_a_run_makes_them(
     config = load_config(RECIPES / f"{recipe}.toml", [*overrides, folder, "checkpoint.export=false", *changes])
     samples = load_training_data(config, load_tokenizer(config)).samples
     assert count_steps(config, samples, enough=1000) == whole_run.train(config).step
-
-
-def test_limits_are_read_off_the_modules() -> None:
-    with torch.device("meta"):
-        found = {name: Limits.of(build(name)) for name in ("gpt2", "opt", "qwen3", "gemma3", "gpt_neox", "deepseek_v3")}
-    assert all(limits.vocabulary == 64 for limits in found.values())
-    ends = {name for name, limits in found.items() if limits.positions is not None}
-    assert ends == {"gpt2", "opt"}
-    assert found["gpt2"].positions == found["opt"].positions == 256
-    assert Limits.of(build("qwen3", vocab_size=256)).positions is None, "as many tokens as positions"
 
 
 def test_a_token_is_found_where_it_counts(models: dict[str, str], write: Write) -> None:

@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 import padfree.distributed.collectives as collectives
 from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.manifest import CheckpointError
+from padfree.checkpoint.files import CheckpointError
 from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.record.metrics import MetricsFile
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from padfree.train.signals import SAME
+from padfree.train.signals import SAME_REQUEST_SECONDS
 from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
@@ -241,7 +241,7 @@ def signalled(folder: Path) -> list[Any]:
     child, read = started("often", 4, stuck)
     assert os.read(read, 1) == b"x", output.read_text()
     os.kill(child, signal.SIGTERM)
-    time.sleep(SAME + 0.3)
+    time.sleep(SAME_REQUEST_SECONDS + 0.3)
     begin = time.monotonic()
     os.kill(child, signal.SIGTERM)
     found.append([ended(child), newest()])
@@ -456,7 +456,7 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
     config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 1})
     loop = make_loop(config, mesh, clean)
     after_one: dict[str, torch.Tensor] = {}
-    loop.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
+    loop.updates.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
     embeddings = loop.engine.model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
     with pytest.raises(NonFiniteError) as caught:
@@ -493,7 +493,7 @@ def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
             if loop.step == step:
                 monkeypatch.setattr(f"padfree.{place}", refuse)
 
-        loop.on_step = fill
+        loop.updates.on_step = fill
         with pytest.raises(
             ValueError, match=r"^[a-z.]+: /.* cannot be written \(No space left on device\); free space"
         ):

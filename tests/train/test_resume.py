@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch.distributed as dist
 
-from padfree.checkpoint.manifest import hash_of
+from padfree.checkpoint.files import hash_of
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_of

@@ -11,7 +11,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.train import settle as module
-from padfree.train.settle import USABLE, settle, settle_on
+from padfree.train.settle import USABLE_FRACTION, settle, settle_on
 from tests.train.cases import alone
 from tests.train.loop_cases import make_config
 
@@ -41,7 +41,7 @@ def config_of(tmp_path: Any, **parallel: Any) -> Config:
 
 
 def needed(config: Config, hidden: int = 256) -> float:
-    return estimate_memory(config, skeleton(hidden), processes=1, device_type="cuda").device / USABLE
+    return estimate_memory(config, skeleton(hidden), processes=1, device_type="cuda").device / USABLE_FRACTION
 
 
 @pytest.mark.parametrize("way", ["none", "host", "selective", "full"])

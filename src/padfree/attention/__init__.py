@@ -1,15 +1,20 @@
 """Attention inside segments of one token axis, on the fastest kernel that can do it."""
 
-from padfree.attention.capability import BACKENDS, choose_backend
+from padfree.attention.backend import AttentionBackend, Capabilities, Needs
 from padfree.attention.function import varlen_attention, varlen_backward, varlen_forward
+from padfree.attention.selection import BACKENDS, choose_backend, register_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
 
 __all__ = [
     "BACKENDS",
+    "AttentionBackend",
     "AttentionSpec",
+    "Capabilities",
+    "Needs",
     "apply_sinks",
     "choose_backend",
+    "register_backend",
     "sinks_gradient",
     "varlen_attention",
     "varlen_backward",

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from padfree.attention import reference
+from padfree.attention.backend import FLOAT_TYPES, AttentionBackend, Capabilities
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
@@ -94,74 +95,89 @@ def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[
     return pieces
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H]"""
-    dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
-    q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
-    out = q_.new_zeros(len(q), q.shape[1], width)
-    lse = q_.new_full(q.shape[:2], -torch.inf)
-    calls = _plan(segments_q, segments_k, spec)
-    if spec.softcap is not None:
-        for rows, cols, visible in _blocks(calls, spec):
-            out[rows], lse[rows] = reference.block_forward(q_[rows], k_[cols], v_[cols], visible, spec)
-    else:
-        heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        by_query, by_key = _Places(_grouped(q_, heads)), _Places(*(_grouped(x, heads) for x in (k_, v_)))
-        results = _Places(_grouped(out, heads), _grouped(lse, heads))
-        for shape, queries, keys in calls:
-            causal, mask = _masking(shape, spec, q_)
-            piece = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-                *by_query.take(queries, shape.queries),
-                *(x.expand(-1, group, -1, -1) for x in by_key.take(keys, shape.keys)),
-                0.0,
-                causal,
-                attn_mask=mask,
-                scale=spec.scale,
-            )
-            results.put(piece, queries, shape.queries)
-    return out[..., : v.shape[2]].to(q.dtype), lse
+class FusedCPU(AttentionBackend):
+    name = "cpu"
+    capabilities = Capabilities(
+        devices=("cpu",),
+        dtypes=FLOAT_TYPES,
+        any_value_dim=True,
+        lengths_on_host=True,
+    )
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
+        q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
+        out = q_.new_zeros(len(q), q.shape[1], width)
+        lse = q_.new_full(q.shape[:2], -torch.inf)
+        calls = _plan(segments_q, segments_k, spec)
+        if spec.softcap is not None:
+            for rows, cols, visible in _blocks(calls, spec):
+                out[rows], lse[rows] = reference.block_forward(q_[rows], k_[cols], v_[cols], visible, spec)
+        else:
+            heads, group = k.shape[1], q.shape[1] // k.shape[1]
+            by_query, by_key = _Places(_grouped(q_, heads)), _Places(*(_grouped(x, heads) for x in (k_, v_)))
+            results = _Places(_grouped(out, heads), _grouped(lse, heads))
+            for shape, queries, keys in calls:
+                causal, mask = _masking(shape, spec, q_)
+                piece = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+                    *by_query.take(queries, shape.queries),
+                    *(x.expand(-1, group, -1, -1) for x in by_key.take(keys, shape.keys)),
+                    0.0,
+                    causal,
+                    attn_mask=mask,
+                    scale=spec.scale,
+                )
+                results.put(piece, queries, shape.queries)
+        return out[..., : v.shape[2]].to(q.dtype), lse
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments_q: Segments,
-    segments_k: Segments,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; `out` and `lse` may be those of a larger softmax"""
-    dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
-    dout_, q_, k_, v_, out_ = (_widened(x, dtype, width) for x in (dout, q, k, v, out))
-    lse_ = lse.to(dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_, k_, v_))
-    calls = _plan(segments_q, segments_k, spec)
-    if spec.softcap is not None:
-        for rows, cols, visible in _blocks(calls, spec):
-            saved = dout_[rows], q_[rows], k_[cols], v_[cols], out_[rows], lse_[rows]
-            dq[rows], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
-            dk[cols] += piece_dk
-            dv[cols] += piece_dv
-    else:
-        heads, group = k.shape[1], q.shape[1] // k.shape[1]
-        by_query = _Places(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
-        by_key = _Places(*(_grouped(x, heads) for x in (k_, v_)))
-        query_results, key_results = _Places(_grouped(dq, heads)), _Places(*(_grouped(x, heads) for x in (dk, dv)))
-        for shape, queries, keys in calls:
-            causal, mask = _masking(shape, spec, q_)
-            piece_dout, piece_q, piece_out, piece_lse = by_query.take(queries, shape.queries)
-            piece_keys = (x.expand(-1, group, -1, -1) for x in by_key.take(keys, shape.keys))
-            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-                piece_dout, piece_q, *piece_keys, piece_out, piece_lse, 0.0, causal, attn_mask=mask, scale=spec.scale
-            )
-            query_results.put(gradients[:1], queries, shape.queries)
-            key_results.put([x.sum(dim=1, keepdim=True) for x in gradients[1:]], keys, shape.keys, add=True)
-    return dq[..., : q.shape[2]].to(q.dtype), dk[..., : k.shape[2]].to(k.dtype), dv[..., : v.shape[2]].to(v.dtype)
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments_q: Segments,
+        segments_k: Segments,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
+        dout_, q_, k_, v_, out_ = (_widened(x, dtype, width) for x in (dout, q, k, v, out))
+        lse_ = lse.to(dtype)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype) for x in (q_, k_, v_))
+        calls = _plan(segments_q, segments_k, spec)
+        if spec.softcap is not None:
+            for rows, cols, visible in _blocks(calls, spec):
+                saved = dout_[rows], q_[rows], k_[cols], v_[cols], out_[rows], lse_[rows]
+                dq[rows], piece_dk, piece_dv = reference.block_backward(*saved, visible, spec)
+                dk[cols] += piece_dk
+                dv[cols] += piece_dv
+        else:
+            heads, group = k.shape[1], q.shape[1] // k.shape[1]
+            by_query = _Places(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
+            by_key = _Places(*(_grouped(x, heads) for x in (k_, v_)))
+            query_results, key_results = _Places(_grouped(dq, heads)), _Places(*(_grouped(x, heads) for x in (dk, dv)))
+            for shape, queries, keys in calls:
+                causal, mask = _masking(shape, spec, q_)
+                piece_dout, piece_q, piece_out, piece_lse = by_query.take(queries, shape.queries)
+                piece_keys = (x.expand(-1, group, -1, -1) for x in by_key.take(keys, shape.keys))
+                gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+                    piece_dout,
+                    piece_q,
+                    *piece_keys,
+                    piece_out,
+                    piece_lse,
+                    0.0,
+                    causal,
+                    attn_mask=mask,
+                    scale=spec.scale,
+                )
+                query_results.put(gradients[:1], queries, shape.queries)
+                key_results.put([x.sum(dim=1, keepdim=True) for x in gradients[1:]], keys, shape.keys, add=True)
+        return dq[..., : q.shape[2]].to(q.dtype), dk[..., : k.shape[2]].to(k.dtype), dv[..., : v.shape[2]].to(v.dtype)
 
 
 def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
@@ -226,3 +242,6 @@ def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Te
     if shape.diagonal == 0 and (spec.window is None or shape.queries <= spec.window):
         return True, None
     return False, like.new_zeros(shape.queries, shape.keys).masked_fill_(~_visible(shape, spec), -torch.inf)
+
+
+BACKEND = FusedCPU()

@@ -1,7 +1,7 @@
 """What the flash kernels (`torch`, `fa4`, `fa3`, `fa2`) have in common: how they want their arguments.
 
 They take [T, H, d] with a contiguous last dimension and give lse as [H, T]; ours is its transpose, a view. They count
-a window by the keys to the left, and they differ in what they leave in the rows of queries that see no key.
+a window by the keys to the left, and they differ in what they return for queries that see no key.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
-def blind_rows_fixed(
+def fill_blind_queries(
     out: Tensor, lse: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """The same, with out 0 and lse -inf where a query sees no key. Almost never does one: then nothing runs."""
-    rows = blind_queries(segments_q, segments_k, spec)
-    if rows is None:
+    """Set out to 0 and lse to -inf where a query sees no key. Almost always every query sees one, and nothing runs."""
+    blind = blind_queries(segments_q, segments_k, spec)
+    if blind is None:
         return out, lse
-    index = torch.from_numpy(rows).to(out.device, non_blocking=True)
+    index = torch.from_numpy(blind).to(out.device, non_blocking=True)
     return out.index_fill_(0, index, 0), lse.index_fill_(0, index, -torch.inf)
 
 

@@ -7,79 +7,119 @@ variable is 1 when it is imported; we set it, unless the user has set it to some
 
 from __future__ import annotations
 
+import functools
 import os
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from padfree.attention.flash import blind_rows_fixed, lse_for_kernel, window_left
+from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities, Needs
+from padfree.attention.flash import fill_blind_queries, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H]"""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    left, right = _window(spec, segments_k)
-    out, lse = _flash_attn_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens_q=segments_q.cu_seqlens,
-        cu_seqlens_k=segments_k.cu_seqlens,
-        max_seqlen_q=segments_q.max_seqlen,
-        max_seqlen_k=segments_k.max_seqlen,
-        softmax_scale=spec.scale,
-        causal=spec.causal,
-        softcap=spec.softcap,
-        window_size_left=left,
-        window_size_right=right,
-        return_lse=True,
-    )[:2]
-    return blind_rows_fixed(out, lse.T, segments_q, segments_k, spec)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Others compile, but on an H200 with 4.0.0b36 the gradient of q was wrong for head sizes 16, 40 and 80."""
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments_q: Segments,
-    segments_k: Segments,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; `out` and `lse` may be those of a larger softmax"""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    left, right = _window(spec, segments_k)
-    dq, dk, dv = _flash_attn_bwd(
-        q,
-        k,
-        v,
-        out.to(q.dtype),
-        dout.to(q.dtype),
-        lse_for_kernel(lse, segments_q, segments_k),
-        softmax_scale=spec.scale,
-        causal=spec.causal,
-        softcap=spec.softcap or 0.0,
-        window_size_left=left,
-        window_size_right=right,
-        cu_seqlens_q=segments_q.cu_seqlens,
-        cu_seqlens_k=segments_k.cu_seqlens,
-        max_seqlen_q=segments_q.max_seqlen,
-        max_seqlen_k=segments_k.max_seqlen,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+class FlashAttention4(AttentionBackend):
+    name = "fa4"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        majors=range(9, 12),
+        dtypes=HALF_TYPES,
+        head_dims=HEAD_DIMS,
+        package="pip install 'padfree[fa4]'",
     )
-    return dq, dk, dv
+
+    def is_installed(self) -> bool:
+        return _is_installed()
+
+    def unsupported_reason(self, needs: Needs) -> str | None:
+        reason = super().unsupported_reason(needs)
+        if reason is not None or needs.compute_capability[0] == 9:
+            return reason
+        if needs.head_dim == 192:
+            return "head size 192 is not among those it has on Blackwell (64, 96, 128, 256)"
+        if needs.head_dim == 256 and needs.softcap:
+            return "it has no softcap at head size 256 on Blackwell"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        left, right = _window(spec, segments_k)
+        out, lse = _flash_attn_fwd(
+            q,
+            k,
+            v,
+            cu_seqlens_q=segments_q.cu_seqlens,
+            cu_seqlens_k=segments_k.cu_seqlens,
+            max_seqlen_q=segments_q.max_seqlen,
+            max_seqlen_k=segments_k.max_seqlen,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            softcap=spec.softcap,
+            window_size_left=left,
+            window_size_right=right,
+            return_lse=True,
+        )[:2]
+        return fill_blind_queries(out, lse.T, segments_q, segments_k, spec)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments_q: Segments,
+        segments_k: Segments,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        left, right = _window(spec, segments_k)
+        dq, dk, dv = _flash_attn_bwd(
+            q,
+            k,
+            v,
+            out.to(q.dtype),
+            dout.to(q.dtype),
+            lse_for_kernel(lse, segments_q, segments_k),
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            softcap=spec.softcap or 0.0,
+            window_size_left=left,
+            window_size_right=right,
+            cu_seqlens_q=segments_q.cu_seqlens,
+            cu_seqlens_k=segments_k.cu_seqlens,
+            max_seqlen_q=segments_q.max_seqlen,
+            max_seqlen_k=segments_k.max_seqlen,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+@functools.cache
+def _is_installed() -> bool:
+    # flash-attn 2 and 4 share the name `flash_attn`, and looking for a submodule would import the former.
+    spec = find_spec("flash_attn")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    there = any(Path(folder, "cute", "interface.py").is_file() for folder in folders)
+    return there and find_spec("cutlass") is not None
 
 
 def _window(spec: AttentionSpec, segments_k: Segments) -> tuple[int | None, int | None]:
     left = window_left(spec, segments_k)
     return (None, None) if left < 0 else (left, 0)
+
+
+BACKEND = FlashAttention4()

@@ -22,28 +22,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities, has_module
 from padfree.attention.spec import AttentionSpec, key_ranges
 from padfree.batch import Segments
 
 BLOCK = 128
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H], both differentiable"""
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    out, auxiliary = _compiled()(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        score_mod=None if spec.softcap is None else _softcapped(spec.softcap),
-        block_mask=_remembered_mask(_Key(segments_q, segments_k, spec, q.device)),
-        scale=spec.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the one for decoding, which is another compilation
+class Flex(AttentionBackend):
+    name = "flex"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(*HALF_TYPES, torch.float32),
+        head_dims=range(16, 257),
+        any_value_dim=True,
+        raw_backward=False,
+        lengths_on_host=True,
+        package="pip install triton",
     )
-    return out[0].transpose(0, 1), auxiliary.lse[0].T
+
+    def is_installed(self) -> bool:
+        return has_module("triton")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, auxiliary = _compiled()(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            score_mod=None if spec.softcap is None else _softcapped(spec.softcap),
+            block_mask=_remembered_mask(_Key(segments_q, segments_k, spec, q.device)),
+            scale=spec.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=AuxRequest(lse=True),
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the one for decoding, which is another compilation
+        )
+        return out[0].transpose(0, 1), auxiliary.lse[0].T
+
+    def backward(self, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError("flex is differentiated by autograd")
 
 
 @functools.cache
@@ -137,3 +155,6 @@ def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Te
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)
+
+
+BACKEND = Flex()

@@ -12,28 +12,17 @@ and `lse` may be those of a larger softmax of which k and v are one block, which
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from padfree.attention import cpu, flash2, flash3, flash4, flex, reference, torch_varlen
-from padfree.attention.capability import choose_backend
+from padfree.attention.backend import AttentionBackend
+from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments, need_tensor
-
-RAW_BACKENDS: dict[str, ModuleType] = {
-    "reference": reference,
-    "cpu": cpu,
-    "torch": torch_varlen,
-    "fa4": flash4,
-    "fa3": flash3,
-    "fa2": flash2,
-}
-"""The backends with a raw backward: each has a `forward` and a `backward` like the reference's."""
 
 
 @overload
@@ -96,16 +85,16 @@ def varlen_attention(
             raise ValueError(
                 f"sinks: shape {tuple(sinks.shape)} for {q.shape[1]} query heads; give one number per head"
             )
-    name = _backend(q, k, v, softcap, backend, raw_backward=False)
-    if name == "flex":
-        out, lse = flex.attention(q, k, v, segments_q, segments_k, spec)
+    chosen = _chosen(q, k, v, softcap, backend, raw_backward=False)
+    if chosen.capabilities.raw_backward:
+        out, lse = _VarlenAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, sinks, segments_q, segments_k, spec, chosen
+        )
+    else:
+        out, lse = chosen.forward(q, k, v, segments_q, segments_k, spec)
         if sinks is not None:
             out, _ = apply_sinks(out, lse, sinks)
         lse = lse.detach()
-    else:
-        out, lse = _VarlenAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, sinks, segments_q, segments_k, spec, RAW_BACKENDS[name]
-        )
     return (out, lse) if return_lse else out
 
 
@@ -120,7 +109,7 @@ class _VarlenAttention(torch.autograd.Function):
         segments_q: Segments,
         segments_k: Segments,
         spec: AttentionSpec,
-        backend: ModuleType,
+        backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
         out, lse = backend.forward(q, k, v, segments_q, segments_k, spec)
         softmax_lse = lse
@@ -157,9 +146,7 @@ def varlen_forward(
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, H, dv], lse [Tq, H], without autograd"""
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
-    name = _backend(q, k, v, softcap, backend, raw_backward=True)
-    out, lse = RAW_BACKENDS[name].forward(q, k, v, segments_q, segments_k, spec)
-    return out, lse
+    return _chosen(q, k, v, softcap, backend, raw_backward=True).forward(q, k, v, segments_q, segments_k, spec)
 
 
 @torch.no_grad()
@@ -187,12 +174,13 @@ def varlen_backward(
             raise ValueError(f"{argument}: shape {tuple(tensor.shape)}; give {tuple(shape)}, as varlen_forward returns")
     if dout.dtype != q.dtype:
         raise ValueError(f"dout: {dout.dtype} while q is {q.dtype}; cast one to the other's dtype")
-    name = _backend(q, k, v, softcap, backend, raw_backward=True)
-    dq, dk, dv = RAW_BACKENDS[name].backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
-    return dq, dk, dv
+    chosen = _chosen(q, k, v, softcap, backend, raw_backward=True)
+    return chosen.backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
 
 
-def _backend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, requested: str, *, raw_backward: bool) -> str:
+def _chosen(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float | None, requested: str, *, raw_backward: bool
+) -> AttentionBackend:
     name = choose_backend(
         q.device,
         q.dtype,
@@ -203,7 +191,7 @@ def _backend(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, requested: 
         requested=requested,
     )
     # Kernels differ in what they do with no tokens at all; the loop simply has nothing to do.
-    return name if len(q) and len(k) else "reference"
+    return BACKENDS[name if len(q) and len(k) else "reference"]
 
 
 def _checked_spec(

@@ -17,17 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padfree.attention import flex
-from padfree.attention.capability import choose_backend
-from padfree.attention.function import RAW_BACKENDS
+from padfree.attention.backend import AttentionBackend
+from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
 SELF_ATTENTION = "padfree::self_attention"
 BACKWARD = "padfree::self_attention_backward"
-ON_HOST = ("reference", "cpu", "flex")
-"""Backends that ask for the lengths on the host."""
 
 _OPTIONS = "Tensor cu_seqlens, Tensor max_seqlen, float scale, int? window, float? softcap, str backend"
 
@@ -64,7 +61,7 @@ def self_attention(
 class _Call(NamedTuple):
     """What a kernel is called with besides tensors."""
 
-    backend: str
+    backend: AttentionBackend
     segments: Segments
     spec: AttentionSpec
 
@@ -76,16 +73,19 @@ def _call(
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
+    chosen = BACKENDS[name]
     # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
-    on_host = cu_seqlens.cpu().numpy().astype(np.int64) if name in ON_HOST else np.zeros(0, np.int64)
-    segments = Segments(cu_seqlens=cu_seqlens, offsets=on_host, max_seqlen=int(max_seqlen))
+    offsets = np.zeros(0, np.int64)
+    if chosen.capabilities.lengths_on_host:
+        offsets = cu_seqlens.cpu().numpy().astype(np.int64)
+    segments = Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=int(max_seqlen))
     if window is not None and window >= segments.max_seqlen:
         window = None  # no query has as many keys
-    return _Call(name, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
+    return _Call(chosen, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
-    out, lse = flex.attention(q, k, v, call.segments, call.segments, call.spec)
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+    out, lse = call.backend.forward(q, k, v, call.segments, call.segments, call.spec)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -95,12 +95,7 @@ def _forward(
     window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
-    if call.backend == "flex":
-        out, lse = _flex(q, k, v, sinks, call)
-    else:
-        out, lse = RAW_BACKENDS[call.backend].forward(q, k, v, call.segments, call.segments, call.spec)
-        if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
+    out, lse = _attended(q, k, v, sinks, call)
     return out.contiguous(), lse.T.contiguous()
 
 
@@ -117,17 +112,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
     dout = dout.contiguous()
-    if call.backend == "flex":  # which has no backward of its own to call: the forward pass is done again
+    if not call.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             sinks = None if sinks is None else sinks.detach().requires_grad_()
-            again, _ = _flex(q, k, v, sinks, call)
+            again, _ = _attended(q, k, v, sinks, call)
             leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
             dq, dk, dv, *rest = torch.autograd.grad(again, leaves, dout)
         dsinks = rest[0] if rest else q.new_empty(0)
     else:
-        kernels = RAW_BACKENDS[call.backend]
-        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)
+        dq, dk, dv = call.backend.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse.T, sinks)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from padfree.attention.backend import FLOAT_TYPES, AttentionBackend, Capabilities
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
@@ -38,37 +39,45 @@ def visible_keys(
     return visible if spec.window is None else visible & (key > own - spec.window)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] -> out [Tq, H, dv], lse [Tq, H]"""
-    out = q.new_zeros(len(q), q.shape[1], v.shape[2])
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=compute_dtype(q.dtype))
-    for queries, keys in _segment_slices(segments_q, segments_k):
-        visible = visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, q.device)
-        out[queries], lse[queries] = block_forward(q[queries], k[keys], v[keys], visible, spec)
-    return out, lse
+class Reference(AttentionBackend):
+    name = "reference"
+    capabilities = Capabilities(
+        devices=("cpu", "cuda", "mps", "xpu"),
+        dtypes=FLOAT_TYPES,
+        any_value_dim=True,
+        lengths_on_host=True,
+        auto_dtypes=(torch.float64,),  # it is no kernel to train with
+    )
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_zeros(len(q), q.shape[1], v.shape[2])
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=compute_dtype(q.dtype))
+        for queries, keys in _segment_slices(segments_q, segments_k):
+            visible = visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, q.device)
+            out[queries], lse[queries] = block_forward(q[queries], k[keys], v[keys], visible, spec)
+        return out, lse
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments_q: Segments,
-    segments_k: Segments,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, in the shapes and types of q, k, v"""
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for queries, keys in _segment_slices(segments_q, segments_k):
-        visible = visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, q.device)
-        dq[queries], dk[keys], dv[keys] = block_backward(
-            dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], visible, spec
-        )
-    return dq, dk, dv
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments_q: Segments,
+        segments_k: Segments,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for queries, keys in _segment_slices(segments_q, segments_k):
+            visible = visible_keys(queries.stop - queries.start, keys.stop - keys.start, spec, q.device)
+            dq[queries], dk[keys], dv[keys] = block_backward(
+                dout[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], visible, spec
+            )
+        return dq, dk, dv
 
 
 def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tuple[slice, slice]]:
@@ -126,3 +135,6 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, spec: AttentionSpec) -> Tenso
 def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
     # Where nothing is visible lse is -inf and the difference is nan: those rows are 0 by definition.
     return torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
+
+
+BACKEND = Reference()

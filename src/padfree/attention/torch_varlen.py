@@ -11,62 +11,74 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from padfree.attention.flash import blind_rows_fixed, flash_inputs, lse_for_kernel, window_left
+from padfree.attention.backend import HALF_TYPES, MULTIPLES_OF_8, AttentionBackend, Capabilities
+from padfree.attention.flash import fill_blind_queries, flash_inputs, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """q [Tq, H, d], k and v [Tk, Hkv, d] -> out [Tq, H, d], lse [Tq, H]"""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        *flash_inputs(q, k, v),
-        segments_q.cu_seqlens,
-        segments_k.cu_seqlens,
-        *_max_lengths(segments_q, segments_k),
-        0.0,
-        spec.causal,
-        False,
-        scale=spec.scale,
-        window_size_left=window_left(spec, segments_k),
-        window_size_right=0 if spec.causal else -1,
+class TorchVarlen(AttentionBackend):
+    name = "torch"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        majors=range(8, 100),
+        dtypes=HALF_TYPES,
+        head_dims=MULTIPLES_OF_8,
+        softcap=False,
     )
-    return blind_rows_fixed(out, lse.T, segments_q, segments_k, spec)
 
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+            *flash_inputs(q, k, v),
+            segments_q.cu_seqlens,
+            segments_k.cu_seqlens,
+            *_max_lengths(segments_q, segments_k),
+            0.0,
+            spec.causal,
+            False,
+            scale=spec.scale,
+            window_size_left=window_left(spec, segments_k),
+            window_size_right=0 if spec.causal else -1,
+        )
+        return fill_blind_queries(out, lse.T, segments_q, segments_k, spec)
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments_q: Segments,
-    segments_k: Segments,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; `out` and `lse` may be those of a larger softmax"""
-    unused = lse.new_empty(0)  # the state of dropout
-    dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
-        dout.to(q.dtype),
-        *flash_inputs(q, k, v),
-        out.to(q.dtype),
-        lse_for_kernel(lse, segments_q, segments_k),
-        segments_q.cu_seqlens,
-        segments_k.cu_seqlens,
-        *_max_lengths(segments_q, segments_k),
-        0.0,
-        spec.causal,
-        unused,
-        unused,
-        scale=spec.scale,
-        window_size_left=window_left(spec, segments_k),
-        window_size_right=0 if spec.causal else -1,
-    )
-    return dq, dk, dv
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments_q: Segments,
+        segments_k: Segments,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = lse.new_empty(0)  # the state of dropout
+        dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
+            dout.to(q.dtype),
+            *flash_inputs(q, k, v),
+            out.to(q.dtype),
+            lse_for_kernel(lse, segments_q, segments_k),
+            segments_q.cu_seqlens,
+            segments_k.cu_seqlens,
+            *_max_lengths(segments_q, segments_k),
+            0.0,
+            spec.causal,
+            unused,
+            unused,
+            scale=spec.scale,
+            window_size_left=window_left(spec, segments_k),
+            window_size_right=0 if spec.causal else -1,
+        )
+        return dq, dk, dv
 
 
 def _max_lengths(segments_q: Segments, segments_k: Segments) -> tuple[int, int]:
     # At a longest query segment of 1 the operator swaps to a decoding layout that has no room for empty segments.
     return max(segments_q.max_seqlen, 2), segments_k.max_seqlen
+
+
+BACKEND = TorchVarlen()

@@ -1,15 +1,16 @@
-"""The proof that packing changes nothing, on one's own model, data, backend and layout.
+"""Proves on a user's own model, data, backend and layout that packing changes nothing.
 
     report = check_model("my-model", samples)          one sample at a time with plain HF code, against training's path
     assert report.passed, report.verdict
 
-source      the model to load, or its first layers
-samples     a few of the user's samples, or random tokens
-reference   plain transformers code: one sample at a time, and in padded pairs
-packed      the path of training: plan, rows, attached model, fused loss, FSDP2
-compare     largest differences, and what they are measured by
-report      rows, verdict
-run         check_model: all of the above
+model_source    the model to load, or its first layers
+samples         a few of the user's samples, or random tokens
+one_at_a_time   plain transformers code: one sample at a time, and in padded pairs
+padded          padded rows and their loss
+packed          the path of training: plan, rows, attached model, fused loss, FSDP2
+compare         largest differences, and what they are measured by
+report          rows, verdict
+run             check_model: all of the above
 """
 
 from padfree.check.report import CheckReport, CheckRow, Skipped

@@ -3,10 +3,10 @@
     folder of 36 layers      config.json, model-00001-of-00004.safetensors, ...
     the first 4 of them      config.json (4 layers), an index that names their tensors, links to the same files
 
-Layers are kept from the front, with their own weights, behind the model's own embeddings and before its own norm and
-head. At least so many are kept that every kind of layer that a list of the config names (sliding, full; dense, sparse)
-is among them. Nothing is copied, except where transformers renames or merges tensors on loading: it reads whole files,
-so that the kept tensors are written to files of their own.
+The first layers are kept with their own weights, between the model's own embeddings and its norm and head. Enough are
+kept to have every kind of layer that a list of the config names (sliding, full; dense, sparse). Files are linked, not
+copied, except where transformers renames or merges tensors on loading: it reads whole files, so that the kept tensors
+are written to files of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from transformers import PreTrainedConfig
 from padfree.model import attach, lm_head_of
 from padfree.model.files import INDEX, PARTIAL
 from padfree.model.load import _from_config, _names_match, opened_together
-from padfree.train.decide import Limits
+from padfree.sizes import ModelSizes
+from padfree.train.limits import Limits
 
 FEW_LAYERS = 4
 """How many are kept where nothing else is asked for, and where every kind of layer is among them."""
@@ -96,12 +97,11 @@ def model_source(
 def default_layers(config: PreTrainedConfig) -> int:
     """`FEW_LAYERS`, or as many as it takes to meet every kind of layer."""
     total = int(config.num_hidden_layers)
-    values = config.to_dict()
-    lists = [value for value in values.values() if _is_per_layer(value, total)]
+    lists = [value for value in config.to_dict().values() if _is_per_layer(value, total)]
     kinds = [repr([value[layer] for value in lists]) for layer in range(total)]
     last_new = max(kinds.index(kind) for kind in kinds)
-    dense = values.get("first_k_dense_replace")  # the layers from here on have experts
-    sparse = dense if isinstance(dense, int) and dense < total else 0
+    dense = ModelSizes.of(config).dense_first
+    sparse = dense if dense < total else 0
     return min(total, max(FEW_LAYERS, last_new + 1, sparse + 1))
 
 

@@ -1,7 +1,9 @@
 """Checkpoints: complete or not there, readable by any number of processes.
 
-checkpointer   Checkpointer: what all ranks do together to save and to load
-manifest       the files of one checkpoint: what they hold, how they are written, checked and read
+checkpointer      Checkpointer: what all ranks do together to save and to load
+manifest          what a checkpoint holds, and whether it fits the model
+optimizer_state   optimizer state by the names of parameters
+files             safetensors and JSON: written, synced, hashed, checked and read
 """
 
 from padfree.checkpoint.checkpointer import Checkpointer

@@ -22,7 +22,7 @@ from padfree.config.hub import check_name, check_names
 from padfree.config.outputs import check_output
 
 if TYPE_CHECKING:
-    from padfree.planner import Plan, Suggestion
+    from padfree.planner import RunPlan, Suggestion
 
 USAGE = "padfree plan [recipe.toml] [section.name=value ...] [options]"
 SAMPLES, MEMORY, FIRST_CAP = 64, 80.0, 8192
@@ -231,9 +231,9 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     print(f"            padfree plan uses it on this device; elsewhere, and in a run, set batch.cost={found.path}")
 
 
-def _plan(config: Config, settings: argparse.Namespace) -> tuple[Plan, Suggestion | None]:
+def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
     from padfree.model.structure import skeleton
-    from padfree.planner import DeviceMemory, Shape, choose_clock, load_steps, make_plan, suggest
+    from padfree.planner import DeviceMemory, Shape, choose_time_model, load_steps, make_plan, suggest
 
     shape = Shape(
         ranks=settings.ranks,
@@ -245,18 +245,18 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[Plan, Suggestio
     need = None
     if config.model.path != NO_MODEL:
         need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code))
-    clock = choose_clock(config, need and need.model.config, settings.gpu)
+    time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
         data = load_steps(config, lengths=settings.lengths, processes=settings.ranks, progress=progress)
     layout, suggestion = config.parallel.layout, None
     if settings.suggest:
         assert need is not None
-        suggestion = suggest(data.steps, shape, clock.cost, need=need, memory=_device_memory(settings))
+        suggestion = suggest(data.steps, shape, time_model.cost, need=need, memory=_device_memory(settings))
         if not _has_cap(settings) and suggestion.max_tokens is not None and suggestion.context is not None:
             shape = replace(shape, max_tokens=suggestion.max_tokens, context=suggestion.context)
             layout = suggestion.layout or layout
     with _bar("planning") as progress:
-        plan = make_plan(data, shape, clock, layout=layout, need=need, exact_steps=exact_steps, progress=progress)
+        plan = make_plan(data, shape, time_model, layout=layout, need=need, exact_steps=exact_steps, progress=progress)
     return plan, suggestion
 
 
@@ -279,7 +279,7 @@ def _device_memory(settings: argparse.Namespace) -> float:
     return MEMORY * GIBIBYTE
 
 
-def _write_page(plan: Plan, suggestion: Suggestion | None, config: Config, settings: argparse.Namespace) -> None:
+def _write_page(plan: RunPlan, suggestion: Suggestion | None, config: Config, settings: argparse.Namespace) -> None:
     from padfree.planner import write_page
 
     names = ", ".join(config.data.path)

@@ -1,7 +1,7 @@
 """Context parallelism: one packed row over several devices."""
 
 from padfree.cp.attend import Communication, attend, communication_bytes
-from padfree.cp.layout import key_rows, make_layout, modelled_cost, pieces, work
+from padfree.cp.layout import keys_read, make_layout, modelled_cost, pieces, work
 from padfree.cp.shard import gather_tokens, shard
 
 __all__ = [
@@ -9,7 +9,7 @@ __all__ = [
     "attend",
     "communication_bytes",
     "gather_tokens",
-    "key_rows",
+    "keys_read",
     "make_layout",
     "modelled_cost",
     "pieces",

@@ -1,12 +1,12 @@
 """Context parallelism by gathering keys: every query sees all its keys in one kernel call, so nothing is merged.
 
-A rank receives the K and V rows of others that its pieces read (see `padfree.cp.keys`), puts them and its own in the
+A rank receives the keys and values of others that its pieces read (see `padfree.cp.keys`), puts them and its own in the
 order of its pieces, and calls the kernel once. With whole short documents hardly anything travels; with one document as
 long as the row everything does, as in an all-gather. Gradients of keys go back the same way, in the dtype of the keys,
 and are added up in float32, rank by rank: the same sum every time.
 
 `local_attention` is the computation without the communication. It runs anywhere, with the ranks of a group played one
-after the other if need be: `k_pool = k.index_select(0, prepare_keys(plan).pool_rows)`.
+after the other if need be: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def local_attention(
 ) -> Tensor:
     """The attention of one rank's queries [T/world, H, d] to the keys of its pool [N, Hkv, d]; differentiable.
 
-    A pool may come in two parts, a tuple of own and received rows. `options` are those of `varlen_attention`: scale,
+    A pool may come in two parts, a tuple of own and received keys. `options` are those of `varlen_attention`: scale,
     softcap, sinks, backend.
     """
     keys = prepare_keys(plan, causal=causal, window=window)
@@ -69,7 +69,7 @@ def local_attention(
 
 def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     parts = pool if isinstance(pool, tuple) else (pool,)
-    if keys.rows.whole:
+    if keys.selection.is_everything:
         return parts[0]
     selected: Tensor = _SelectKeys.apply(keys, *parts)  # type: ignore[no-untyped-call]
     return selected
@@ -81,14 +81,14 @@ class _SelectKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, *pool: Tensor) -> Tensor:
         ctx.keys, ctx.sizes = keys, [len(part) for part in pool]
-        own, *sizes = keys.rows.sizes
+        own, *sizes = keys.selection.sizes
         if len(pool) == 1:
-            return keys.rows.take(*torch.split_with_sizes(pool[0], [own, *sizes]))
-        return keys.rows.take(pool[0], *torch.split_with_sizes(pool[1], sizes))
+            return keys.selection.take(*torch.split_with_sizes(pool[0], [own, *sizes]))
+        return keys.selection.take(pool[0], *torch.split_with_sizes(pool[1], sizes))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        parts = ctx.keys.rows.summed_apart(gradient)
+        parts = ctx.keys.selection.summed_apart(gradient)
         return None, *(parts if len(ctx.sizes) == 2 else (torch.cat(parts),))
 
 
@@ -101,21 +101,21 @@ class _GatherKeys(torch.autograd.Function):
         k, v = k.contiguous(), v.contiguous()
         leaving = [tensor.narrow(0, *run) for runs in keys.leaving for tensor in (k, v) for run in runs]
         k_received, v_received = _exchanged(leaving, (k, v), keys.send, keys.receive, group)
-        return keys.rows.take(k, *k_received), keys.rows.take(v, *v_received)
+        return keys.selection.take(k, *k_received), keys.selection.take(v, *v_received)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         keys: KeyPlan = ctx.keys
-        totals = [keys.rows.summed_apart(gradient) for gradient in (dk, dv)]
+        totals = [keys.selection.summed_apart(gradient) for gradient in (dk, dv)]
         by_owner = [torch.split_with_sizes(others, keys.receive) for _, others in totals]
         leaving = [part for parts in zip(*by_owner, strict=True) for part in parts]
         returned = _exchanged(leaving, (dk, dv), keys.receive, keys.send, ctx.group)
         for (own, _), others in zip(totals, returned, strict=True):
             total = own.index_select(0, keys.read_elsewhere)
             total = total.to(torch.promote_types(own.dtype, torch.float32))
-            for rows, other in zip(keys.returning, others, strict=True):
-                if len(rows):
-                    total.index_add_(0, rows, other.to(total.dtype))
+            for places, other in zip(keys.returning, others, strict=True):
+                if len(places):
+                    total.index_add_(0, places, other.to(total.dtype))
             own.index_copy_(0, keys.read_elsewhere, total.to(own.dtype))
         return None, None, totals[0][0], totals[1][0]
 
@@ -123,10 +123,10 @@ class _GatherKeys(torch.autograd.Function):
 def _exchanged(
     leaving: Sequence[Tensor], like: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Rows of several tensors exchanged at once: for each tensor what came from each rank.
+    """Keys of several tensors exchanged at once: for each tensor what came from each rank.
 
     `leaving` are slices of the tensors: those for rank 0 of the first tensor, those for rank 0 of the second, those for
-    rank 1 of the first, and so on. The tensors are `like` these but for the number of rows.
+    rank 1 of the first, and so on. The tensors are `like` these but for the number of keys.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

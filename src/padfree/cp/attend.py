@@ -1,12 +1,12 @@
 """Attention of this process's queries, wherever their keys are.
 
-    world 1      q, k, v [T, ...]          the whole row: one call of `varlen_attention`
+    world 1      q, k, v [T, ...]          the whole packed row: one call of `varlen_attention`
     world > 1    q, k, v [T/world, ...]    by the method of the context: allgather, ring or ulysses
 
 What the methods cost to send is `communication_bytes`, counted per layer and rank:
 
     method       forward                                        backward
-    allgather    K and V rows that pieces of others read        gradients of the rows it received
+    allgather    keys and values that pieces of others read     gradients of those it received
     ring         its block of K and V, world - 1 times          the same again, and world float32 gradients of blocks
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
@@ -26,8 +26,8 @@ from padfree.batch import AttnContext, Layout, Segments, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.keys import key_traffic
+from padfree.cp.ranges import Indices
 from padfree.cp.ring import attend_ring
-from padfree.cp.rows import Indices
 from padfree.cp.shard import METHODS, need_group
 from padfree.cp.ulysses import attend_ulysses, check_heads
 
@@ -108,18 +108,20 @@ def communication_bytes(
     """What each rank sends to others for one causal attention layer. Index arrays never travel."""
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
-    key_row = num_key_heads * (head_dim + value_dim) * element_size
+    key_bytes = num_key_heads * (head_dim + value_dim) * element_size
     if method == "allgather":
         moved = key_traffic(Pieces(layout, segments), window=window)  # [reader, owner]
-        return Communication(forward=moved.sum(axis=0) * key_row, backward=moved.sum(axis=1) * key_row)
+        return Communication(forward=moved.sum(axis=0) * key_bytes, backward=moved.sum(axis=1) * key_bytes)
     if method == "ring":
-        block = np.full(world, share * key_row)
+        block = np.full(world, share * key_bytes)
         gradient = np.full(world, share * num_key_heads * (head_dim + value_dim) * max(4, element_size))
         return Communication(forward=(world - 1) * block, backward=(world - 1) * block + world * gradient)
     if method == "ulysses":
         check_heads(num_heads, num_key_heads, world)
         copied = max(num_key_heads, world)
-        row = (num_heads // world * (head_dim + value_dim) + copied // world * (head_dim + value_dim)) * element_size
-        sent = np.full(world, (world - 1) * share * row)
+        token_bytes = (
+            num_heads // world * (head_dim + value_dim) + copied // world * (head_dim + value_dim)
+        ) * element_size
+        sent = np.full(world, (world - 1) * share * token_bytes)
         return Communication(forward=sent, backward=sent)
     raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")

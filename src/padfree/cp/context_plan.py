@@ -1,8 +1,8 @@
 """What one context rank must know of a micro-batch, prepared once on the host and copied to the device.
 
-    row          0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the micro-batch, T
-    own          the rows of this rank, piece by piece        its tokens are held in this order, T/world
-    rank order   rank 0's rows, then rank 1's, ...            what an all-gather of everybody's tokens gives
+    row order    0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the tokens of the packed row, T
+    own          the tokens of this rank, piece by piece      as it holds them, T/world
+    rank order   rank 0's tokens, then rank 1's, ...          what an all-gather of everybody's tokens gives
     pieces       ranges of `own`, one document each           its query segments; those of a document side by side
 
 A context-parallel layout is a permutation of the token axis, nothing more: `to_row_order` and `to_rank_order` apply it.
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from padfree.arrays import concatenated_ranges
 from padfree.batch import Layout, Segments
 from padfree.cp.layout import document_index
-from padfree.cp.rows import concatenated, segments_of, to_device
+from padfree.cp.ranges import segments_of, to_device
 
 Prepared = TypeVar("Prepared")
 
@@ -37,7 +38,7 @@ class Pieces:
         self.end = np.concatenate(layout.ends)
         self.length = self.end - self.start
         self.place = self.length.cumsum() - self.length  # in rank order
-        self.by_row = np.argsort(self.start)  # the pieces tile the row
+        self.in_row_order = np.argsort(self.start)  # the pieces tile the packed row
         self.document = document_index(self.start, segments.offsets)
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
@@ -53,8 +54,9 @@ class ContextPlan:
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
         self.layout, self.segments, self.rank, self.device = layout, segments, rank, device
         self.pieces = Pieces(layout, segments)
-        self.own = to_device(concatenated(layout.starts[rank], layout.ends[rank]), device)  # [T/world]
-        self.queries = segments_of(layout.ends[rank] - layout.starts[rank], device)
+        lengths = layout.ends[rank] - layout.starts[rank]
+        self.own = to_device(concatenated_ranges(layout.starts[rank], lengths), device)  # [T/world]
+        self.queries = segments_of(lengths, device)
         self._prepared: dict[Hashable, Any] = {}
 
     @property
@@ -66,19 +68,19 @@ class ContextPlan:
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
-    def to_rank_order(self, row: Tensor) -> Tensor:
+    def to_rank_order(self, values: Tensor) -> Tensor:
         """[T, ...] in row order -> rank order."""
         order = self.prepared("order", self._order)
-        return row if order is None else row.index_select(0, order[0])
+        return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] the row of each place in rank order, [T] the place of each row; None if they are the same."""
-        rows = concatenated(self.pieces.start, self.pieces.end)
-        if (rows == np.arange(len(rows))).all():
+        """[T] the token at each place of the rank order, [T] the place of each token; None if they are the same."""
+        tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
+        if (tokens == np.arange(len(tokens))).all():
             return None
-        places = np.empty_like(rows)
-        places[rows] = np.arange(len(rows))
-        return to_device(rows, self.device), to_device(places, self.device)
+        places = np.empty_like(tokens)
+        places[tokens] = np.arange(len(tokens))
+        return to_device(tokens, self.device), to_device(places, self.device)
 
     def prepared(self, key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
         """What `prepare()` gives, made once per micro-batch."""

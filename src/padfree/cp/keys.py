@@ -5,8 +5,9 @@
     keys of its pieces           X[0, a)     Y[0, end)     Z                 selected from the pool, one segment a piece
 
 Causal attention of a piece [a, b) of a document reads the document's keys [0, b), with a window of W the keys
-[a - W + 1, b) of them: nobody else's. So a rank does not need the whole row, only rows of the documents it shares with
-others. Who needs which rows follows from the layout: every rank knows what to send without being asked.
+[a - W + 1, b) of them: nobody else's. So a rank does not need the keys of the whole packed row, only keys of the
+documents it shares with others. Who needs which keys follows from the layout: every rank knows what to send without
+being asked.
 """
 
 from __future__ import annotations
@@ -19,29 +20,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.arrays import concatenated_ranges
 from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan, Pieces
-from padfree.cp.rows import Indices, Rows, concatenated, segments_of, select, to_device
+from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
     """The keys that one rank's pieces read, and how they come together."""
 
-    pool: tuple[Indices, Indices]  # ranges of the row: own ones first, then what comes from rank 0, rank 1, ...
-    rows: Rows  # own and received keys -> keys of the pieces, one piece after the other
+    pool: tuple[Indices, Indices]  # (starts, ends) in the packed row: own ranges, then those from rank 0, rank 1, ...
+    selection: Selection  # own and received keys -> keys of the pieces, one piece after the other
     segments: Segments  # of these keys, one segment per piece
     quiet: bool  # no rank needs anything of another: nothing is sent at all
-    send: tuple[int, ...]  # [world] how many rows go to each rank
-    receive: tuple[int, ...]  # [world] how many rows come from each rank
-    leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own rows that go to each rank, as runs (start, length)
-    read_elsewhere: Tensor  # own rows whose gradient comes back from others as well
+    send: tuple[int, ...]  # [world] how many keys go to each rank
+    receive: tuple[int, ...]  # [world] how many keys come from each rank
+    leaving: tuple[tuple[tuple[int, int], ...], ...]  # [world] own keys that go to each rank: ranges (start, length)
+    read_elsewhere: Tensor  # own keys whose gradient comes back from others as well
     returning: tuple[Tensor, ...]  # [world] to which of `read_elsewhere` the gradients from each rank belong
 
     @property
-    def pool_rows(self) -> Tensor:
-        """[N] the rows of the pool, for playing a rank without its group."""
-        return to_device(concatenated(*self.pool), self.read_elsewhere.device)
+    def pool_tokens(self) -> Tensor:
+        """[N] the tokens of the pool in the packed row, for playing a rank without its group."""
+        starts, ends = self.pool
+        return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
 
 def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None) -> KeyPlan:
@@ -50,7 +53,7 @@ def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None =
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """[world, world] how many key rows rank i receives from rank j."""
+    """[world, world] how many keys rank i receives from rank j."""
     needs = _needs(pieces, *_key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -62,26 +65,26 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
     share, mine = pieces.share, pieces.of(plan.rank)
     begin, end = _key_ranges(pieces, causal, window)
     needs = _needs(pieces, begin, end)
-    received = needs.of(needs.reader == rank, by="owner")
-    sent = needs.of(needs.owner == rank, by="reader")
+    received = needs.of(needs.reader == rank, sort="owner")
+    sent = needs.of(needs.owner == rank, sort="reader")
 
     piece, begins, ends = _cut(pieces, begin[mine], end[mine])[1:]
     own = pieces.rank[piece] == rank
-    number = pieces.place[piece] + begins - pieces.start[piece] - rank * share  # in the pool, if it is an own row
+    number = pieces.place[piece] + begins - pieces.start[piece] - rank * share  # in the pool, if it is an own key
     number[~own] = share + received.position(begins[~own])
     receive = np.bincount(received.owner, received.length, minlength=world).astype(np.int64).tolist()
     send = np.bincount(sent.reader, sent.length, minlength=world).astype(np.int64).tolist()
 
     first = sent.place - rank * share
-    rows = concatenated(first, first + sent.length)
+    sent_keys = concatenated_ranges(first, sent.length)
     elsewhere = np.zeros(share, dtype=np.bool_)
-    elsewhere[rows] = True
+    elsewhere[sent_keys] = True
     return KeyPlan(
         pool=(
             np.concatenate([pieces.start[mine], received.begin]),
             np.concatenate([pieces.end[mine], received.end]),
         ),
-        rows=select(number, number + ends - begins, (share, *receive), device),
+        selection=select_ranges(number, number + ends - begins, (share, *receive), device),
         segments=segments_of(end[mine] - begin[mine], device),
         quiet=len(needs.reader) == 0,
         send=tuple(send),
@@ -91,12 +94,12 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
             for chosen in (sent.reader == other for other in range(world))
         ),
         read_elsewhere=to_device(np.flatnonzero(elsewhere), device),
-        returning=tuple(torch.split_with_sizes(to_device((np.cumsum(elsewhere) - 1)[rows], device), send)),
+        returning=tuple(torch.split_with_sizes(to_device((np.cumsum(elsewhere) - 1)[sent_keys], device), send)),
     )
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> tuple[Indices, Indices]:
-    """[P] the keys of each piece, as a range of the row."""
+    """[P] the keys of each piece, as a range of the packed row."""
     if not causal:
         return pieces.document_start, pieces.document_end
     if window is None:
@@ -105,40 +108,40 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> tuple[Indic
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Ranges of the row cut where a piece ends: (number of the range, piece, begin, end) of each part."""
-    tiles = pieces.by_row
-    starts = pieces.start[tiles]
+    """Ranges of the packed row cut where a piece ends: (number of the range, piece, begin, end) of each part."""
+    ordered = pieces.in_row_order
+    starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
     high = np.maximum(np.searchsorted(starts, end, side="left"), low)
     number = np.repeat(np.arange(len(begin)), high - low)
-    piece = tiles[concatenated(low, high)]
+    piece = ordered[concatenated_ranges(low, high - low)]
     return number, piece, np.maximum(begin[number], pieces.start[piece]), np.minimum(end[number], pieces.end[piece])
 
 
 class _Needs(NamedTuple):
-    """[n] who reads which rows [begin, end) of whom. A reader is never the owner, and reads no row twice."""
+    """[n] who reads which keys [begin, end) of whom. A reader is never the owner, and reads no key twice."""
 
     reader: Indices
     owner: Indices
     begin: Indices
     end: Indices
-    place: Indices  # of the first row, in rank order
+    place: Indices  # of the first key, in rank order
 
     @property
     def length(self) -> Indices:
         return self.end - self.begin
 
-    def of(self, which: NDArray[np.bool_], *, by: Literal["reader", "owner"]) -> _Needs:
+    def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
         """Some of the needs, rank by rank and in row order: both sides of an exchange agree on this order."""
         some = _Needs(*(column[which] for column in self))
-        order = np.lexsort([some.begin, getattr(some, by)])
+        order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
-    def position(self, rows: Indices) -> Indices:
-        """Where these rows are, if the needed rows are laid end to end."""
+    def position(self, keys: Indices) -> Indices:
+        """Where these keys are, if the needed keys are laid end to end."""
         order = np.argsort(self.begin)
-        index = order[np.searchsorted(self.begin[order], rows, side="right") - 1]
-        return (np.cumsum(self.length) - self.length)[index] + rows - self.begin[index]
+        index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
+        return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]
 
 
 def _needs(pieces: Pieces, begin: Indices, end: Indices) -> _Needs:

@@ -19,9 +19,9 @@ any lengths. A document as long as the row becomes head-tail pairs, a shorter on
 Work is not all that takes time. A piece [a, b) also has the a keys before it gathered and their gradients sent back;
 kernels compute whole tiles of queries against whole tiles of keys; and each tile of keys takes some time by itself, so
 that short documents are dear. `modelled_cost` counts all that. Of the windows that leave every rank at most
-1 + TOLERANCE of the mean work, the one is taken whose dearer side is the cheapest: whoever reads many rows gets less
+1 + TOLERANCE of the mean work, the one is taken whose dearer side is the cheapest: whoever reads many keys gets less
 work, cuts are few and near the heads of documents, and the last ones fall between tiles. Work has the last word: the
-rank that holds the head of a very long document reads the fewest rows, and is left the cheapest.
+rank that holds the head of a very long document reads the fewest keys, and is left the cheapest.
 
 A rank holds its pieces in row order, but in `balanced` those that read keys of others come first, then the longest:
 kernels take segments in their order, and what starts last should not take long. So lie received keys and own ones
@@ -47,11 +47,11 @@ TILE_BITS = 7
 TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
 """Kernels compute so many keys, and so many queries, at a time."""
 
-OWN_ROW_PAIRS = 400
-"""What a key row of a piece itself costs besides its pairs, in (query, key) pairs; the last tile is filled up."""
+OWN_KEY_PAIRS = 400
+"""What a key of a piece itself costs besides its pairs, in (query, key) pairs; the last tile is filled up."""
 
-ROW_PAIRS = 240
-"""The same for a key row before a piece: it is gathered, and its gradient is sent back, but it is no query."""
+EARLIER_KEY_PAIRS = 240
+"""The same for a key before a piece: it is gathered, and its gradient is sent back, but it is no query."""
 
 TOLERANCE = 0.019
 """How much more than the mean a rank's work may be, where that makes the modelled cost more equal."""
@@ -95,8 +95,8 @@ def pieces(layout: Layout) -> Indices:
     return np.array([len(starts) for starts in layout.starts], dtype=np.int64)
 
 
-def key_rows(layout: Layout, segments: Segments) -> Indices:
-    """[world] how many key rows each rank reads: every piece reads its document up to its own end."""
+def keys_read(layout: Layout, segments: Segments) -> Indices:
+    """[world] how many keys each rank reads: every piece reads its document up to its own end."""
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
@@ -121,14 +121,14 @@ def _work(first: Indices, end: Indices) -> Indices:
 
 
 def _cost(first: Indices, end: Indices) -> Indices:
-    """Like `_work`, but in whole tiles, those of queries counted from `first`; and what rows of keys cost besides."""
+    """Like `_work`, but in whole tiles, those of queries counted from `first`; and what keys cost besides."""
     # shifts are several times as fast as divisions
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
     # key tile j >= diagonal is not seen by the first 2 j - before tiles of queries
     tiles = keys * queries - (keys - diagonal) * (keys + diagonal - 1 - before)
-    rows = (OWN_ROW_PAIRS << TILE_BITS) * keys - (OWN_ROW_PAIRS - ROW_PAIRS) * first
-    cost: Indices = (tiles << 2 * TILE_BITS - 1) + rows * (end > first)
+    beside = (OWN_KEY_PAIRS << TILE_BITS) * keys - (OWN_KEY_PAIRS - EARLIER_KEY_PAIRS) * first
+    cost: Indices = (tiles << 2 * TILE_BITS - 1) + beside * (end > first)
     return cost
 
 
@@ -182,7 +182,7 @@ def _balanced(offsets: Indices, world: int) -> tuple[Indices, Indices]:
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
     # Short documents stay mixed: what whole tiles add to them depends on their lengths. Long ones behind them, the
-    # longest last: then those who get its tail, and read most rows, get short documents as well.
+    # longest last: then those who get its tail, and read most keys, get short documents as well.
     order = np.argsort(np.where(lengths >= 4 * TILE, lengths, 0), kind="stable")
     order = order[lengths[order] > 0]
     start, length = offsets[order], lengths[order]
@@ -293,8 +293,8 @@ class _Search:
         # of queries, half a tile of queries more if the part does not begin with its document; and half a tile of
         # either at the end.
         a, b = first.astype(np.float64), end.astype(np.float64)
-        pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_ROW_PAIRS) + QUERY_TILE // 2 * (a > 0))
-        at_end = ROW_PAIRS * a + QUERY_TILE // 2 * b + OWN_ROW_PAIRS * (TILE // 2)
+        pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_KEY_PAIRS) + QUERY_TILE // 2 * (a > 0))
+        at_end = EARLIER_KEY_PAIRS * a + QUERY_TILE // 2 * b + OWN_KEY_PAIRS * (TILE // 2)
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
@@ -304,8 +304,8 @@ class _Search:
         average, the n ranks who share it equally, but for half a rank's length each; and the first of them is no cut.
         """
         ends = end + first
-        rows = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n times that, less first
-        return (ROW_PAIRS + QUERY_TILE // 2) * np.maximum(rows, 0)
+        keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n times that, less first
+        return (EARLIER_KEY_PAIRS + QUERY_TILE // 2) * np.maximum(keys, 0)
 
     def places(self, begin: Indices, circle: Indices) -> _Places:
         total = self.total[circle]

@@ -6,7 +6,7 @@
 Two pieces of a document never overlap, so that a query piece sees another rank's piece wholly or not at all: wholly if
 it lies before it. In step 0 a piece sees the pieces of its document that its own rank holds before it, and itself
 causally. A block holds the pieces of a document side by side, so that what a query piece sees of a block is one range
-of its rows. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
+of its keys. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
 
 The softmax over all blocks comes from those of the blocks: with lse their log-sum-exp, in float32,
 
@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from padfree.arrays import concatenated_ranges
 from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varlen_forward
 from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan
-from padfree.cp.rows import Rows, concatenated, segments_of, select, to_device
+from padfree.cp.ranges import Selection, segments_of, select_ranges, to_device
 from padfree.distributed import Ring
 
 
@@ -41,10 +42,10 @@ from padfree.distributed import Ring
 class RingStep:
     """What one rank computes with one block."""
 
-    queries: Tensor | None  # which of its rows see something of the block; None: all
+    queries: Tensor | None  # which of its queries see something of the block; None: all
     segments_q: Segments
     segments_k: Segments
-    keys: Rows  # of the block
+    keys: Selection  # of the block
     causal: bool
 
 
@@ -59,10 +60,10 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     document, start = pieces.document[mine], pieces.start[mine]
-    # Local rows of the block: `border[i]` is where its i-th piece begins.
+    # Places in the block: `border[i]` is where its i-th piece begins.
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
-    by_row = np.argsort(pieces.start[theirs])
-    documents, starts = pieces.document[theirs][by_row], pieces.start[theirs][by_row]
+    in_row_order = np.argsort(pieces.start[theirs])
+    documents, starts = pieces.document[theirs][in_row_order], pieces.start[theirs][in_row_order]
     first = np.searchsorted(documents, document, side="left")
     if not causal:
         behind = np.searchsorted(documents, document, side="right")
@@ -71,15 +72,15 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     seen = behind > first
     if not seen.any():
         return None
-    low = by_row[first[seen]]
+    low = in_row_order[first[seen]]
     begin, end = border[low], border[low + (behind - first)[seen]]
     length = pieces.length[mine]
-    rows = np.cumsum(length) - length
+    place = np.cumsum(length) - length
     return RingStep(
-        queries=None if seen.all() else to_device(concatenated(rows[seen], (rows + length)[seen]), plan.device),
+        queries=None if seen.all() else to_device(concatenated_ranges(place[seen], length[seen]), plan.device),
         segments_q=segments_of(length[seen], plan.device),
         segments_k=segments_of(end - begin, plan.device),
-        keys=select(begin, end, [share], plan.device),
+        keys=select_ranges(begin, end, [share], plan.device),
         causal=causal and distance == 0,
     )
 
@@ -140,7 +141,7 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Two softmaxes over different keys made one; `part` has the rows `queries` only."""
+    """Two softmaxes over different keys made one; `part` has the queries `queries` only."""
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)
     new = old * (old_lse - new_lse).exp()[..., None] + part * (part_lse - new_lse).exp()[..., None]
@@ -171,15 +172,15 @@ def ring_backward(
             ring.post(*block)
         added: list[Tensor] = []
         if step is not None:
-            rows = [t if step.queries is None else t.index_select(0, step.queries) for t in (dout, q, out, lse)]
+            seen = [t if step.queries is None else t.index_select(0, step.queries) for t in (dout, q, out, lse)]
             k_step, v_step = (step.keys.take(tensor) for tensor in block)
             dq_step, *added = varlen_backward(
-                rows[0],
-                rows[1],
+                seen[0],
+                seen[1],
                 k_step,
                 v_step,
-                rows[2],
-                rows[3],
+                seen[2],
+                seen[3],
                 step.segments_q,
                 step.segments_k,
                 causal=step.causal,

@@ -90,9 +90,9 @@ def gather_tokens(
     """[T/world, ...] of each rank -> [T, ...] in row order on every rank; differentiable.
 
     Which gradient is right depends on what the ranks do with the whole. `replicated`: every rank computes the same loss
-    from it, and only one of them counts, so a rank keeps its own rows of its own gradient. `partial`: the ranks compute
-    different parts, and the loss is their sum, so the gradients of all ranks are added before each keeps its rows.
-    Either way the sum over ranks of the parameters' gradients is that of one process.
+    from it, and only one of them counts, so a rank keeps its own tokens of its own gradient. `partial`: the ranks
+    compute different parts, and the loss is their sum, so the gradients of all ranks are added before each keeps its
+    tokens. Either way the sum over ranks of the parameters' gradients is that of one process.
     """
     if loss not in ("replicated", "partial"):
         raise ValueError(f"loss: {loss!r}; choose replicated or partial")

@@ -1,4 +1,4 @@
-"""Moving rows between the processes of a group. No autograd here, and no idea of what the rows mean.
+"""Moving rows of tensors between the processes of a group, without autograd and without knowing what they mean.
 
     all_gather_rows      [n, ...]  -> [world * n, ...]   everybody's rows, in the order of the ranks
     reduce_scatter_rows  [world * n, ...]  -> [n, ...]   the sum over ranks of the n rows that belong to this one
@@ -50,7 +50,7 @@ class PeerLostError(RuntimeError):
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """Say in one line which group lost somebody, and in what, when the backend gives up waiting."""
+    """When the backend gives up waiting, say in one line which collective failed in which group."""
     begin = time.monotonic()
     try:
         yield
@@ -73,9 +73,10 @@ def _is_loss(error: BaseException) -> bool:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """What ends the block on one rank ends it on all: there with its own error, elsewhere with its line.
+    """An error that ends the block on one rank ends it on all; the others raise the line of that error.
 
-    Every rank enters it, and as often. One that is killed cannot tell; the others say then how they noticed.
+    Every rank must enter the block equally often. A rank that is killed can tell nothing; the others then say how they
+    noticed.
     """
     if dist.get_world_size() == 1:
         yield
@@ -88,7 +89,7 @@ def failing_together() -> Iterator[None]:
     except Exception as error:
         listener.left.set()
         line = " ".join(str(error).split())
-        with _deaf():
+        with sigterm_ignored():
             if not _is_loss(error):
                 name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 with suppress(RuntimeError):  # no store, nobody to tell
@@ -110,8 +111,8 @@ def failing_together() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
-    """Without SIGTERM: a launcher sends it when another rank has ended, and the reason is to be said before that."""
+def sigterm_ignored() -> Iterator[None]:
+    """A launcher sends SIGTERM when another rank has ended; the reason must be told before this process ends, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -123,7 +124,7 @@ def _deaf() -> Iterator[None]:
 
 
 class _Listener(threading.Thread):
-    """Looks for the line of a rank that failed; ends the process if the block is not left after it."""
+    """Looks for the line of a rank that failed. Ends the process if the block has not been left PATIENCE after it."""
 
     def __init__(self, store: Any, key: str) -> None:
         super().__init__(name="first cause", daemon=True)

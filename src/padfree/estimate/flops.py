@@ -5,14 +5,14 @@
     mfu = tflops_per_device / peak of the device        only where the peak is known and the model computes in bfloat16
 
 What is computed a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
-pads: these are the FLOPs that training needs, not those that were spent. With adapters the gradients of the frozen
-weights are not needed: two thirds are left of their products.
+pads: these are the FLOPs that training needs, not those that were spent. With adapters the weights below them are
+frozen, and a matmul with a frozen weight needs two thirds: no gradient of the weight.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from padfree.packing import CostModel
 from padfree.packing.cost import FORWARD_AND_BACKWARD
+from padfree.sizes import ModelSizes
 
 # Dense bfloat16 TFLOP/s with float32 sums, without sparsity, at the boost clock: the makers' data sheets, where those
 # that only print the figure with sparsity count half. The words of an entry must all be in the device's name; the
@@ -65,6 +66,17 @@ def peak_tflops(device_name: str) -> float | None:
     return None
 
 
+def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
+    """FLOPs of forward and backward from an HF config; with `adapters` the model's own weights are frozen."""
+    cost = CostModel.from_config(model_config)
+    return replace(cost, linear=frozen_flops(cost.linear)) if adapters else cost
+
+
+def frozen_flops(flops: float) -> float:
+    """What is left of the FLOPs of a matmul if its weight needs no gradient."""
+    return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
     """What a model's steps cost, and what the devices that share them could do."""
@@ -79,16 +91,17 @@ class Flops:
         model_config: Any, *, devices: int, device: torch.device, dtype: torch.dtype, adapters: bool = False
     ) -> Flops:
         """From an HF config, the number of processes and what they compute with."""
-        cost, text = CostModel.from_config(model_config), model_config.get_text_config()
-        head = FORWARD_AND_BACKWARD * 2.0 * text.hidden_size * text.vocab_size
-        if adapters:
-            needed = (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
-            cost = CostModel(linear=cost.linear * needed, quadratic=cost.quadratic)
-            head *= needed
+        sizes = ModelSizes.of(model_config)
+        head = FORWARD_AND_BACKWARD * 2.0 * sizes.hidden * sizes.vocabulary
         peak = None
         if device.type == "cuda" and dtype == torch.bfloat16:
             peak = peak_tflops(torch.cuda.get_device_name(device))
-        return Flops(cost=cost, head=head, devices=devices, peak=peak)
+        return Flops(
+            cost=model_cost(model_config, adapters=adapters),
+            head=frozen_flops(head) if adapters else head,
+            devices=devices,
+            peak=peak,
+        )
 
     def step(self, lengths: ArrayLike, num_labels: int) -> float:
         """FLOPs of a step over samples of these lengths, of whose tokens `num_labels` are scored."""

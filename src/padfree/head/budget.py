@@ -1,7 +1,7 @@
 """How large the pieces are: pure arithmetic, no tensors.
 
 M rows with a label, D hidden, V vocabulary. The gradient of `score` is computed for `width` columns of all rows at a
-time: gradients of logits [M, width], so that the weight gradient of these columns is one product over all rows.
+time: gradients of logits [M, width], so that the weight gradient of these columns is one matmul over all rows.
 
 `fused_loss` goes by chunks of C rows and keeps their logits. What it wants to hold beside the gradients it returns:
 
@@ -11,7 +11,7 @@ time: gradients of logits [M, width], so that the weight gradient of these colum
 The more rows a chunk has, the less often the sums are rewritten. Half of the sums fit into the memory of the bfloat16
 gradient that is returned anyway; others need memory of their own. Where the budget is too small for all, columns
 [kept, V) are left to `score`'s way once all rows are done: their logits are computed a second time and their weight
-gradient is one product. For (M, D, V) = (16384, 4096, 151936):
+gradient is one matmul. For (M, D, V) = (16384, 4096, 151936):
 
     4 GiB    C = 8192    kept = 151936    2 chunks, no logits twice
     1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits twice
@@ -33,12 +33,13 @@ BUDGETS = {"speed": 4 * GIBIBYTE, "low": GIBIBYTE}
 TILE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 MAX_BLOCK = 4096
 
-# A product works on this many rows at a time, be they there or not.
+# A matmul works on this many rows at a time, be they there or not.
 TILE_ROWS = 128
-# How many operations of a matrix product take as long as a byte of memory traffic; an H200's 790e12 / 4.3e12.
+# How many operations of a matmul take as long as a byte of memory traffic; an H200's 790e12 / 4.3e12.
 OPERATIONS_PER_BYTE = 180
-# What a logit that is computed twice costs beside the product: written, read, and its gradient written. Where the
-# product ends in the elementwise work it is less than what one costs that is kept: written, read, and written again.
+# The memory traffic that a logit causes beside the matmul if it is computed twice: it is written and read, and its
+# gradient is written. Where the matmul ends in the elementwise work only the gradient is written, which is less than
+# a logit causes that is kept: it is written, read, and overwritten by its gradient.
 TWICE_BYTES = 10
 FUSED_TWICE_BYTES = -4
 
@@ -113,7 +114,7 @@ def plan_fused(
 
     `logit_bytes`: of a kept logit. `row_bytes`: what else a row of a chunk takes. `sum_bytes`, `gradient_bytes`: of one
     number of a gradient while it is summed, and when it is returned. Where they are equal, the sums are the gradient.
-    `twice_bytes`: the memory traffic, beside the product, that a logit costs more if it is computed twice.
+    `twice_bytes`: how much more memory traffic, beside the matmul, a logit causes if it is computed twice.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64
@@ -131,7 +132,7 @@ def plan_fused(
         num_chunks = -(-num_rows // chunk_rows)
         # The sums are written by the first chunk, read and written by the others, and read to be rounded.
         rewritten = kept * hidden * sum_bytes * 2 * num_chunks if num_chunks > 1 and weight_gradient else 0
-        multiplied = 2 * hidden / OPERATIONS_PER_BYTE  # what a logit's product costs
+        multiplied = 2 * hidden / OPERATIONS_PER_BYTE  # what a logit's matmul costs
         idle = num_chunks * rounded_up(chunk_rows, TILE_ROWS) - num_rows
         cost = rewritten + again * num_rows * (multiplied + twice_bytes) + idle * vocabulary * multiplied
         return cost, FusedPlan(chunk_rows=chunk_rows, kept=kept, shared=shared)

@@ -4,7 +4,7 @@
     in their place  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
 
 Columns [kept, V), if there are any, only add to the softmax here. Their gradients follow when all rows are done, by
-`vocabulary_pass`. `budget` says how large everything is.
+`tiles.tiled_gradients`. `budget` says how large everything is.
 """
 
 from __future__ import annotations
@@ -15,56 +15,58 @@ import torch
 from torch import Tensor
 
 from padfree.head.budget import FUSED_TWICE_BYTES, TWICE_BYTES, FusedPlan, plan_fused, rounded_up
-from padfree.head.passes import (
+from padfree.head.elementwise import BlockSums, Softmax, Upstream
+from padfree.head.tiles import (
     ROW_NUMBERS,
-    Problem,
+    ScoringTask,
+    matmul,
     parts_of,
-    product,
     restore_rows,
-    rounded_product,
-    vocabulary_pass,
+    rounded_matmul,
+    tiled_gradients,
 )
-from padfree.head.steps import BlockSums, Softmax, Upstream
 
-Pull = Callable[[Softmax, int], Upstream]
+ScoreGradient = Callable[[Softmax, int], Upstream]
 """(softmax of a chunk, its first row of the M) -> the gradient of the loss by the chunk's scores."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By hidden [N, D], weight [V, D] and bias [V], where they are wanted."""
 
 
-def chunk_pass(problem: Problem, pull: Pull, wanted: tuple[bool, bool, bool]) -> tuple[Softmax, Gradients]:
+def chunked_gradients(
+    task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
+) -> tuple[Softmax, Gradients]:
     """The softmax of all M rows, M > 0, and the wanted gradients by hidden, weight and bias."""
     wants_hidden, wants_weight, wants_bias = wanted
-    weight, operand = problem.head.weight, problem.operand_dtype
-    plan = _plan(problem, wants_weight)
+    weight, operand = task.head.weight, task.operand_dtype
+    plan = _plan(task, wants_weight)
     is_whole = plan.kept == len(weight)
     grad_weight = weight.new_empty(weight.shape) if wants_weight else None
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
-    weight_sums = None if grad_weight is None else _WeightSums(grad_weight, plan, problem)
-    bias_sums = problem.new_sums(plan.kept).zero_()
+    weight_sums = None if grad_weight is None else _WeightSums(grad_weight, plan, task)
+    bias_sums = task.new_sums(plan.kept).zero_()
     # Summed over both ways in full precision; where there is only this way, rounded at once.
-    exact = problem.sum_dtype if not is_whole or operand != weight.dtype else operand
-    grad_hidden = problem.hidden.new_empty(problem.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
+    exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
+    grad_hidden = task.hidden.new_empty(task.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
-    tile = problem.tile(plan.chunk_rows)
-    products = problem.products(plan.chunk_rows)
-    store = problem.hidden.new_empty(
+    tile = task.tile(plan.chunk_rows)
+    matmuls = task.matmuls(plan.chunk_rows)
+    store = task.hidden.new_empty(
         plan.chunk_rows, rounded_up(plan.kept, ROW_NUMBERS), dtype=torch.float16 if operand.itemsize == 2 else operand
     )
     gradients = store.view(operand)
     softmaxes, upstreams = [], []
-    for start, end in parts_of(problem.num_rows, plan.chunk_rows):
-        hidden, rows = problem.hidden_rows(start, end), problem.rows.part(start, end)
+    for start, end in parts_of(task.num_rows, plan.chunk_rows):
+        hidden, rows = task.hidden_rows(start, end), task.rows.part(start, end)
         stored, gradient = store[: end - start, : plan.kept], gradients[: end - start, : plan.kept]
-        sums = BlockSums.empty(end - start, problem.head.num_blocks, rows.inverse_temperature, entropy=problem.entropy)
-        products.reduce_rows(hidden, problem.head, rows, sums, stored)
-        softmax = problem.steps.merge(sums)
-        upstream = pull(softmax, start)
+        sums = BlockSums.empty(end - start, task.head.num_blocks, rows.inverse_temperature, entropy=task.entropy)
+        matmuls.reduce_rows(hidden, task.head, rows, sums, stored)
+        softmax = task.elementwise.merge(sums)
+        upstream = score_gradient(softmax, start)
         for row, last_row in parts_of(end - start, tile.rows):
-            problem.steps.gradient_from_stored(
+            task.elementwise.gradient_from_stored(
                 stored[row:last_row],
-                problem.head,
+                task.head,
                 rows.part(row, last_row),
                 sums.peak[row:last_row],
                 softmax.part(row, last_row),
@@ -72,23 +74,23 @@ def chunk_pass(problem: Problem, pull: Pull, wanted: tuple[bool, bool, bool]) ->
                 gradient[row:last_row],
             )
         if grad_hidden is not None:
-            _times_weight(problem, gradient, grad_hidden[start:end])
+            _times_weight(task, gradient, grad_hidden[start:end])
         if weight_sums is not None:
             weight_sums.add(gradient, hidden)
         if wants_bias:
-            bias_sums += gradient.sum(0, dtype=problem.sum_dtype)
+            bias_sums += gradient.sum(0, dtype=task.sum_dtype)
         softmaxes.append(softmax)
         upstreams.append(upstream)
         del sums  # before there are those of the next chunk
-    del store, stored, gradients, gradient, products
+    del store, stored, gradients, gradient, matmuls
     softmax = Softmax.join(softmaxes)
     if weight_sums is not None:
         weight_sums.finish()
     if grad_bias is not None:
         grad_bias[: plan.kept] = bias_sums
     if not is_whole:
-        vocabulary_pass(
-            problem,
+        tiled_gradients(
+            task,
             softmax,
             Upstream.join(upstreams),
             first_column=plan.kept,
@@ -96,66 +98,69 @@ def chunk_pass(problem: Problem, pull: Pull, wanted: tuple[bool, bool, bool]) ->
             grad_weight=grad_weight,
             grad_bias=grad_bias,
         )
-    return softmax, (None if grad_hidden is None else restore_rows(problem, grad_hidden), grad_weight, grad_bias)
+    return softmax, (None if grad_hidden is None else restore_rows(task, grad_hidden), grad_weight, grad_bias)
 
 
-def _plan(problem: Problem, weight_gradient: bool) -> FusedPlan:
-    weight = problem.head.weight
+def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
+    weight = task.head.weight
     return plan_fused(
-        problem.num_rows,
+        task.num_rows,
         weight.shape[1],
         len(weight),
-        logit_bytes=problem.operand_dtype.itemsize,
-        row_bytes=problem.row_bytes,
-        sum_bytes=problem.sum_dtype.itemsize,
+        logit_bytes=task.operand_dtype.itemsize,
+        row_bytes=task.row_bytes,
+        sum_bytes=task.sum_dtype.itemsize,
         gradient_bytes=weight.dtype.itemsize,
-        budget=problem.budget - problem.tile_bytes(problem.num_rows),
+        budget=task.budget - task.tile_bytes(task.num_rows),
         weight_gradient=weight_gradient,
-        twice_bytes=TWICE_BYTES if problem.fused is None else FUSED_TWICE_BYTES,
+        twice_bytes=TWICE_BYTES if task.fused is None else FUSED_TWICE_BYTES,
     )
 
 
-def _times_weight(problem: Problem, gradient: Tensor, out: Tensor) -> None:
+def _times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
     """out [C, D] = gradient [C, kept] @ weight [kept, D]."""
     kept = gradient.shape[1]
-    # In one product, unless the weight must be made float32 for it.
-    width = kept if gradient.dtype == problem.head.weight.dtype else 4096
+    # In one matmul, unless the weight must be made float32 for it.
+    width = kept if gradient.dtype == task.head.weight.dtype else 4096
     for start, end in parts_of(kept, width):
-        product(gradient[:, start:end], problem.weight_block(start, end), out, accumulate=start > 0)
+        matmul(gradient[:, start:end], task.weight_block(start, end), out, accumulate=start > 0)
 
 
 class _WeightSums:
     """The weight gradient of columns [0, kept) while it is a sum over chunks."""
 
-    def __init__(self, grad_weight: Tensor, plan: FusedPlan, problem: Problem) -> None:
+    def __init__(self, grad_weight: Tensor, plan: FusedPlan, task: ScoringTask) -> None:
         self.grad_weight = grad_weight[: plan.kept]
-        self.is_single = plan.chunk_rows >= problem.num_rows  # a sum of one term needs no memory
+        self.is_single = plan.chunk_rows >= task.num_rows  # a sum of one term needs no memory
         self.is_first = True
         self.parts: list[tuple[int, int, Tensor]] = []
-        width, dtype = grad_weight.shape[1], problem.sum_dtype
+        width, dtype = grad_weight.shape[1], task.sum_dtype
         if grad_weight.dtype == dtype:
             self.parts = [(0, plan.kept, self.grad_weight)]
         elif not self.is_single:
             numbers = plan.shared * width * dtype.itemsize // grad_weight.dtype.itemsize
             shared = grad_weight.view(-1)[:numbers].view(dtype).view(plan.shared, width)
-            own = problem.new_sums(plan.kept - plan.shared, width)
+            own = task.new_sums(plan.kept - plan.shared, width)
             self.parts = [(0, plan.shared, shared), (plan.shared, plan.kept, own)]
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Add the term of a chunk: `gradient` [C, kept], `hidden` [C, D]."""
         if self.is_single:
-            rounded_product(gradient.T, hidden, self.grad_weight)
+            rounded_matmul(gradient.T, hidden, self.grad_weight)
             return
         for start, end, part in self.parts:
-            product(gradient[:, start:end].T, hidden, part, accumulate=not self.is_first)
+            matmul(gradient[:, start:end].T, hidden, part, accumulate=not self.is_first)
         self.is_first = False
 
     def finish(self) -> None:
-        """Round the sums into the gradient.
+        """Round the sums into the gradient, piece by piece.
 
-        The shared ones lie behind where they go, the first few excepted, which are copied aside: going forward in
-        equal pieces never overwrites one that is still needed.
+            bytes of the gradient   | 16-bit gradient of columns 0 1 2 3 ...          |
+            shared sums, in them    | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
+
+        A rounded piece takes half of the bytes of its sums, so it overwrites sums of earlier pieces only. The first
+        piece alone would overwrite its own sums, and is rounded into memory of its own first.
         """
         for start, end, part in self.parts:
             if part is not self.grad_weight:

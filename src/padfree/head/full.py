@@ -10,26 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from padfree.batch import LmHead
+
 
 def full_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    inverse_temperature: Tensor,
-    *,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    entropy: bool,
+    hidden: Tensor, head: LmHead, labels: Tensor, inverse_temperature: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [M] and entropies [M] of rows that all have a label; float32, or float64 for float64."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    logits = hidden.to(dtype) @ weight.to(dtype).T
-    if bias is not None:
-        logits = logits + bias.to(dtype)
-    logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = hidden.to(dtype) @ head.weight.to(dtype).T
+    if head.bias is not None:
+        logits = logits + head.bias.to(dtype)
+    logits = logits * head.logit_scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
     logits = logits * inverse_temperature[:, None]
     log_p = logits.log_softmax(1)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Loss and gradient in one go: three matrix products, the least there are.
+"""Loss and gradient in one go: three matmuls, the least there are.
 
     for each chunk of C rows      logits [C, V]  ->  logprobs, entropy [C]
                                                  ->  token_loss  ->  its gradient by logprobs and entropy [C]
@@ -15,7 +15,7 @@ bfloat16 gradient a second time, so factors belong into `token_loss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from padfree.batch import LmHead
 from padfree.head.budget import Memory
-from padfree.head.chunks import chunk_pass
-from padfree.head.passes import softmax_pass
-from padfree.head.scores import Backend, Call, full_logits_scores, prepare
-from padfree.head.steps import Softmax, Upstream
+from padfree.head.chunks import chunked_gradients
+from padfree.head.elementwise import Softmax, Upstream
+from padfree.head.scores import Backend, Call, as_head, full_logits_scores, prepare
+from padfree.head.tiles import tiled_softmax
 
-TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
-"""(logprobs [c], entropy [c] or None, rows [c]) -> loss [c], or (loss [c], named statistics, each [c])."""
+TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+"""(logprobs [c], entropy [c] or None, rows [c]) -> loss [c]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,12 +41,11 @@ class FusedLoss:
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 where there is no label
     entropy: Tensor | None  # [N] likewise
-    statistics: dict[str, Tensor]  # each [N] likewise
 
 
 def fused_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LmHead,
     labels: Tensor,
     token_loss: TokenLoss,
     *,
@@ -63,7 +63,7 @@ def fused_loss(
     token_loss(logprobs [c], entropy [c] or None, rows [c]) gives the loss [c] of some rows; `rows` are their places
     among the N, to pick advantages[rows] and the like with. Token t of the result may depend on token t of the
     arguments only. It is called once for each chunk, in order, and never for rows without a label. Tensors it
-    closes over get no gradient. It may return statistics [c] by name beside the loss; they come back as [N].
+    closes over get no gradient.
 
     memory: as for `score`. With "low" a part of the logits is computed twice where that is what the memory allows.
     The other arguments are those of `score`.
@@ -72,22 +72,23 @@ def fused_loss(
         raise ValueError(
             f"token_loss: {token_loss!r}; give a function of (logprobs, entropy, rows), see make_token_loss"
         )
+    head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
-        hidden, weight, labels, temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
-        entropy=entropy, num_labels=num_labels, memory=memory, backend=backend,
+        hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=num_labels, memory=memory,
+        backend=backend,
     )  # fmt: skip
     terms = _Terms(call, token_loss)
-    inputs = (hidden, weight, bias)
-    if call.steps is None:
-        return _reference(*inputs, call, terms)
+    if call.elementwise is None:
+        return _reference(hidden, head, call, terms)
+    inputs = (hidden, head.weight, head.bias)
     with torch.autocast(hidden.device.type, enabled=False):
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
             loss, logprobs, entropies = _FusedLoss.apply(*inputs, call, terms)  # type: ignore[no-untyped-call]
         else:
-            softmax = softmax_pass(call.problem(*inputs))
+            softmax = tiled_softmax(call.task(*inputs))
             terms.evaluate(softmax.logprobs, softmax.entropy, 0)
             loss, logprobs, entropies = terms.results(softmax.logprobs, softmax.entropy)
-    return FusedLoss(loss=loss, logprobs=logprobs, entropy=entropies, statistics=terms.statistics())
+    return FusedLoss(loss=loss, logprobs=logprobs, entropy=entropies)
 
 
 class _Terms:
@@ -97,25 +98,23 @@ class _Terms:
         self.call = call
         self.token_loss = token_loss
         self.losses: list[Tensor] = []
-        self.extras: list[Mapping[str, Tensor]] = []
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
         """The losses of rows `start` on of the M, checked and remembered without their graph."""
         end = start + len(logprobs)
         index = self.call.index
         rows = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
-        result = self.token_loss(logprobs, entropy, rows)
-        losses, extras = result if isinstance(result, tuple) else (result, {})
-        for name, tensor in (("loss", losses), *extras.items()):
-            if tensor.shape != logprobs.shape:
-                raise ValueError(
-                    f"token_loss: {name} of shape {tuple(tensor.shape)} for {len(logprobs)} rows; return one per row"
-                )
+        losses: object = self.token_loss(logprobs, entropy, rows)
+        if not isinstance(losses, Tensor):
+            raise ValueError(f"token_loss: returned a {type(losses).__name__}; return a tensor of one loss per row")
+        if losses.shape != logprobs.shape:
+            raise ValueError(
+                f"token_loss: loss of shape {tuple(losses.shape)} for {len(logprobs)} rows; return one per row"
+            )
         self.losses.append(losses.detach())
-        self.extras.append({name: tensor.detach() for name, tensor in extras.items()})
         return losses
 
-    def pull(self, softmax: Softmax, start: int) -> Upstream:
+    def score_gradient(self, softmax: Softmax, start: int) -> Upstream:
         """The gradient of the losses by the scores of a chunk."""
         with torch.enable_grad():
             leaves = [softmax.logprobs.detach().requires_grad_()]
@@ -137,13 +136,9 @@ class _Terms:
             loss = loss + call.poison
         return loss, call.scatter(logprobs), None if entropy is None else call.scatter(entropy)
 
-    def statistics(self) -> dict[str, Tensor]:
-        """Each [N]."""
-        return {name: self.call.scatter(torch.cat([extras[name] for extras in self.extras])) for name in self.extras[0]}
 
-
-def _reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, terms: _Terms) -> FusedLoss:
-    scores = full_logits_scores(hidden, weight, bias, call)
+def _reference(hidden: Tensor, head: LmHead, call: Call, terms: _Terms) -> FusedLoss:
+    scores = full_logits_scores(hidden, head, call)
     index = slice(None) if call.index is None else call.index
     entropy = None if scores.entropy is None else scores.entropy[index]
     loss = terms.evaluate(scores.logprobs[index], entropy, 0).sum()
@@ -151,7 +146,6 @@ def _reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, 
         loss=loss,
         logprobs=scores.logprobs.detach(),
         entropy=None if scores.entropy is None else scores.entropy.detach(),
-        statistics=terms.statistics(),
     )
 
 
@@ -160,17 +154,17 @@ class _FusedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, terms: _Terms
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        problem = call.problem(hidden, weight, bias)
-        if problem.num_rows:
-            softmax, ctx.gradients = chunk_pass(problem, terms.pull, ctx.needs_input_grad[:3])
+        task = call.task(hidden, weight, bias)
+        if task.num_rows:
+            softmax, ctx.gradients = chunked_gradients(task, terms.score_gradient, ctx.needs_input_grad[:3])
         else:
-            softmax = softmax_pass(problem)
-            terms.evaluate(softmax.logprobs, softmax.entropy, 0)  # for the names of its statistics
+            softmax = tiled_softmax(task)
+            terms.evaluate(softmax.logprobs, softmax.entropy, 0)
             ctx.gradients = tuple(
                 torch.zeros_like(tensor) if wanted and tensor is not None else None
                 for tensor, wanted in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
             )
-        ctx.steps = call.steps
+        ctx.elementwise = call.elementwise
         loss, logprobs, entropy = terms.results(softmax.logprobs, softmax.entropy)
         ctx.mark_non_differentiable(logprobs, *(() if entropy is None else (entropy,)))
         return loss, logprobs, entropy
@@ -191,5 +185,5 @@ class _FusedLoss(torch.autograd.Function):
             ctx.gradients = None  # handed over, not copied: they can be larger than all else here together
         for gradient in (grad_hidden, grad_weight, grad_bias):
             if gradient is not None:
-                ctx.steps.scale_(gradient, grad_loss)
+                ctx.elementwise.scale_(gradient, grad_loss)
         return grad_hidden, grad_weight, grad_bias, None, None

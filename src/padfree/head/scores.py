@@ -7,7 +7,7 @@
 
 Training needs two numbers per row, but the logits they come from are V per row: 37 GiB with what autograd makes of them
 for 16,384 rows and V = 151,936. Here a tile is computed, reduced and forgotten. `score` computes it again for the
-gradient, four matrix products in all; where a token's loss depends on its own scores only, `fused_loss` needs three.
+gradient, four matmuls in all; where a token's loss depends on its own scores only, `fused_loss` needs three.
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from padfree.arrays import need_number, need_whole
-from padfree.batch import IGNORE, need_tensor
-from padfree.head import products
-from padfree.head import steps as torch_steps
+from padfree.batch import IGNORE, LmHead, need_tensor
+from padfree.head import elementwise as torch_elementwise
+from padfree.head import matmuls
 from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
+from padfree.head.elementwise import BlockedHead, Elementwise, LabelledRows, Softmax, Upstream
 from padfree.head.full import full_scores
-from padfree.head.passes import Problem, restore_rows, softmax_pass, vocabulary_pass
-from padfree.head.steps import Head, Rows, Softmax, Steps, Upstream
+from padfree.head.tiles import ScoringTask, restore_rows, tiled_gradients, tiled_softmax
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 Backend = Literal["auto", "reference", "chunked", "triton"]
@@ -49,7 +49,7 @@ class Scores:
 
 def score(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LmHead,
     labels: Tensor,
     *,
     temperature: float | Tensor = 1.0,
@@ -63,9 +63,10 @@ def score(
 ) -> Scores:
     """Log-probability of each label, and the entropy if wanted; differentiable in hidden, weight and bias.
 
-    hidden [N, D], weight [V, D] and bias [V] have one dtype: bfloat16, float32 or float64 (autocast changes nothing
-    here). labels [N] are integers, -100 where there is nothing to score: such rows take no part in any product, score
-    exactly 0 and get exactly zero gradient. temperature: one number, or [N], not differentiated.
+    weight: that of the head, or the whole head of a model, `lm_head_of(model)`, which brings its own bias, softcap and
+    logit_scale. hidden [N, D], weight [V, D] and bias [V] have one dtype: bfloat16, float32 or float64 (autocast
+    changes nothing here). labels [N] are integers, -100 where there is nothing to score: such rows take no part in any
+    matmul, score exactly 0 and get exactly zero gradient. temperature: one number, or [N], not differentiated.
 
     num_labels: how many rows have a label, if the host knows. Without it a GPU is asked, and the host waits for the
     answer. A wrong number is refused on the CPU; on a GPU, where nobody waits to see it, all scores are NaN then.
@@ -76,17 +77,29 @@ def score(
 
     backend: "reference" has all logits at once; "chunked" is plain torch on any device, and holds a few tiles of logits
     (64 MiB each on CUDA) more; "triton" does all elementwise work on a tile in one go, on CUDA, and for bfloat16 on a
-    Hopper GPU within the matrix product itself; "auto" takes "triton" on CUDA where it is installed, else "chunked".
+    Hopper GPU within the matmul itself; "auto" takes "triton" on CUDA where it is installed, else "chunked".
     """
+    head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
-        hidden, weight, labels, temperature=temperature, bias=bias, softcap=softcap, logit_scale=logit_scale,
-        entropy=entropy, num_labels=num_labels, memory=memory, backend=backend,
+        hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=num_labels, memory=memory,
+        backend=backend,
     )  # fmt: skip
-    if call.steps is None:
-        return full_logits_scores(hidden, weight, bias, call)
+    if call.elementwise is None:
+        return full_logits_scores(hidden, head, call)
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropies = _Score.apply(hidden, weight, bias, call)  # type: ignore[no-untyped-call]
+        logprobs, entropies = _Score.apply(hidden, head.weight, head.bias, call)  # type: ignore[no-untyped-call]
     return Scores(logprobs=logprobs, entropy=entropies)
+
+
+def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
+    """The head that a caller gives whole or in parts."""
+    if not isinstance(weight, LmHead):
+        return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
+    given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name}: given beside an LmHead, which has its own; leave it out")
+    return weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,36 +108,36 @@ class Call:
 
     num_tokens: int  # N
     index: Tensor | None  # [M] int64, the rows with a label; None: all
-    rows: Rows  # [M]
+    rows: LabelledRows  # [M]
     softcap: float | None
     logit_scale: float
     entropy: bool
     budget: int  # bytes
-    steps: Steps | None  # None: the reference
+    elementwise: Elementwise | None  # None: the reference
     poison: Tensor | None  # [] 0, or NaN where the host was wrong about the number of labels; added to every score
 
-    def problem(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Problem:
+    def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
         """What the passes work on."""
-        assert self.steps is not None
+        assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
-        head = Head(
+        head = BlockedHead(
             weight=weight,
             bias=None if bias is None else bias.contiguous(),
             softcap=self.softcap,
             logit_scale=self.logit_scale,
             block=block_columns(len(weight)),
         )
-        problem = Problem(
+        task = ScoringTask(
             hidden=hidden,
             index=self.index,
             rows=self.rows,
             head=head,
-            steps=self.steps,
+            elementwise=self.elementwise,
             fused=None,
             entropy=self.entropy,
             budget=usable_budget(self.budget, len(self.rows.labels), hidden.shape[1], sum_bytes=sum_bytes),
         )
-        return problem if self.steps is torch_steps else _with_products(problem)
+        return task if self.elementwise is torch_elementwise else _with_fused_matmuls(task)
 
     def scatter(self, values: Tensor) -> Tensor:
         """[M] -> [N], 0 where there is no label."""
@@ -134,24 +147,17 @@ class Call:
         return values.clone() if self.index is None else zeros.index_copy(0, self.index, values)
 
 
-def _with_products(problem: Problem) -> Problem:
-    """With products that end in the elementwise work, where those can be used."""
-    if products.why_not(problem.hidden, problem.head.weight, problem.operand_dtype) is not None:
-        return problem
-    return replace(problem, head=replace(problem.head, block=products.choose(problem.head).block), fused=products)
+def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
+    """With matmuls that end in the elementwise work, where those can be used."""
+    if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
+        return task
+    return replace(task, head=replace(task.head, block=matmuls.choose(task.head).block), fused=matmuls)
 
 
-def full_logits_scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Scores:
+def full_logits_scores(hidden: Tensor, head: LmHead, call: Call) -> Scores:
     """The reference backend."""
     logprobs, entropy = full_scores(
-        picked(hidden, call.index),
-        weight,
-        call.rows.labels,
-        call.rows.inverse_temperature,
-        bias=bias,
-        softcap=call.softcap,
-        logit_scale=call.logit_scale,
-        entropy=call.entropy,
+        picked(hidden, call.index), head, call.rows.labels, call.rows.inverse_temperature, entropy=call.entropy
     )
     return Scores(logprobs=call.scatter(logprobs), entropy=None if entropy is None else call.scatter(entropy))
 
@@ -163,7 +169,7 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        softmax = softmax_pass(call.problem(hidden, weight, bias))
+        softmax = tiled_softmax(call.task(hidden, weight, bias))
         ctx.save_for_backward(hidden, weight, bias, softmax.peak, softmax.log_total, softmax.logprobs, softmax.entropy)
         return call.scatter(softmax.logprobs), None if softmax.entropy is None else call.scatter(softmax.entropy)
 
@@ -177,22 +183,22 @@ class _Score(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
         grad_weight = weight.new_empty(weight.shape) if wants_weight else None
         grad_bias = weight.new_empty(len(weight)) if wants_bias else None
-        problem = call.problem(hidden, weight, bias)
-        grad_hidden = problem.new_sums(problem.num_rows, hidden.shape[1]) if wants_hidden else None
+        task = call.task(hidden, weight, bias)
+        grad_hidden = task.new_sums(task.num_rows, hidden.shape[1]) if wants_hidden else None
         upstream = Upstream(
             logprobs=torch.zeros_like(peak) if grad_logprobs is None else picked(grad_logprobs, call.index),
             entropy=None if grad_entropy is None else picked(grad_entropy, call.index),
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            vocabulary_pass(
-                problem,
+            tiled_gradients(
+                task,
                 Softmax(peak=peak, log_total=log_total, logprobs=logprobs, entropy=entropy),
                 upstream,
                 grad_hidden=grad_hidden,
                 grad_weight=grad_weight,
                 grad_bias=grad_bias,
             )
-        return None if grad_hidden is None else restore_rows(problem, grad_hidden), grad_weight, grad_bias, None
+        return None if grad_hidden is None else restore_rows(task, grad_hidden), grad_weight, grad_bias, None
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
@@ -202,43 +208,42 @@ def picked(values: Tensor, index: Tensor | None) -> Tensor:
 
 def prepare(
     hidden: Tensor,
-    weight: Tensor,
+    head: LmHead,
     labels: Tensor,
     *,
     temperature: float | Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
     entropy: bool,
     num_labels: int | None,
     memory: Memory,
     backend: Backend,
 ) -> Call:
     """Check the arguments, and find the rows that have a label."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+    for name, tensor in (("hidden", hidden), ("weight", head.weight), ("labels", labels), ("bias", head.bias)):
         if tensor is not None:
             need_tensor(name, tensor)
-    _check_shapes(hidden, weight, labels, bias)
-    if softcap is not None:
-        need_number("softcap", softcap, SMALLEST, LARGEST, "give a number above 0, or None for no cap")
-    need_number("logit_scale", logit_scale, -LARGEST, LARGEST, "give a finite number")
+    _check_shapes(hidden, head.weight, labels, head.bias)
+    if head.softcap is not None:
+        need_number("softcap", head.softcap, SMALLEST, LARGEST, "give a number above 0, or None for no cap")
+    need_number("logit_scale", head.logit_scale, -LARGEST, LARGEST, "give a finite number")
     if num_labels is not None:
         need_whole("num_labels", num_labels, 0, f"give the number of labels that are not {IGNORE}")
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     inverse_temperature = _inverse_temperature(temperature, hidden, dtype)
     index, poison = _labelled_rows(labels, num_labels)
-    rows = Rows(labels=picked(labels, index).to(torch.int64), inverse_temperature=picked(inverse_temperature, index))
+    rows = LabelledRows(
+        labels=picked(labels, index).to(torch.int64), inverse_temperature=picked(inverse_temperature, index)
+    )
     if labels.device.type == "cpu":
-        _check_labels(labels, rows.labels, len(weight))
+        _check_labels(labels, rows.labels, len(head.weight))
     return Call(
         num_tokens=len(labels),
         index=index,
         rows=rows,
-        softcap=softcap,
-        logit_scale=logit_scale,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
         entropy=entropy,
         budget=budget_bytes(memory),
-        steps=_choose_steps(backend, hidden),
+        elementwise=_choose_elementwise(backend, hidden),
         poison=poison,
     )
 
@@ -306,7 +311,7 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
         raise ValueError(f"labels: {label} at row {row} for a vocabulary of {vocabulary}; give 0 to {vocabulary - 1}")
 
 
-def _choose_steps(backend: Backend, hidden: Tensor) -> Steps | None:
+def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
     """The elementwise work of a backend; None for the reference."""
     is_cuda = hidden.device.type == "cuda"
     if backend == "auto":
@@ -315,14 +320,14 @@ def _choose_steps(backend: Backend, hidden: Tensor) -> Steps | None:
     if backend == "reference":
         return None
     if backend == "chunked":
-        return torch_steps
+        return torch_elementwise
     if backend != "triton":
         raise ValueError(f"backend: {backend!r}; give 'auto', 'reference', 'chunked' or 'triton'")
     if importlib.util.find_spec("triton") is None:
         raise ValueError("backend: 'triton', which is not installed; install triton or use 'chunked'")
     if hidden.dtype == torch.float64:
         raise ValueError("backend: 'triton' with float64; use 'chunked'")
-    from padfree.head import kernels
+    from padfree.head import triton_elementwise as kernels
 
     if not is_cuda and not kernels.is_interpreted():
         raise ValueError(f"backend: 'triton' on {hidden.device.type}; use 'chunked', or set TRITON_INTERPRET=1")

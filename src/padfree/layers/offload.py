@@ -1,17 +1,18 @@
-"""Activations that wait for backward in the host's memory.
+"""Activation offload: tensors that layers save for backward wait in host memory.
 
     forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     the device computes
                        copy 0 -> host ........ copy 1 -> host ......     beside it, on a stream of its own
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
-                              copy 1 -> device  copy 0 -> device         one layer ahead of where it is needed
+                              prefetch 1 ....   prefetch 0 ....          one layer ahead of where it is needed
 
-A layer is called between two hooks of autograd, which show each tensor that its backward will ask for. Those of the
-first layers, which wait longest, are copied into page-locked memory and let go of when the copy has ended; the others
-stay on the device, as weights do. The link to the host is slower than the layers are: layer i is let go of when the
-device comes to layer `PACE` (i + 1), by which time its copy should have ended, and the rest when backward begins.
+A layer is called under autograd's hooks for saved tensors, which see each tensor that its backward will ask for. The
+first layers are offloaded, because their tensors wait longest: each tensor is copied into pinned memory, and its device
+memory is freed when the copy has ended. Other layers keep theirs on the device, and weights always stay there. Copying
+a layer takes longer than computing one. Layer i is freed when the device comes to layer `LAYERS_PER_COPY` · (i + 1), by
+which time its copy should have ended; the rest is freed when backward begins.
 
-The host never waits for the device. Streams wait for each other by events, and memory is given back to the stream that
-it was taken from after that stream has waited for the copy, so that nothing is overwritten that is still being read.
+The host never waits for the device: streams wait for each other by events. Device memory is freed only after the stream
+that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
 """
 
 from __future__ import annotations
@@ -24,43 +25,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-AWAY = 0.62
-"""The share of the layers that put their tensors away: so many that a link of 50 GB/s is done when backward begins."""
+OFFLOADED_FRACTION = 0.62
+"""Of the layers, so many that a link of 50 GB/s has copied their tensors when backward begins."""
 
-PACE = 1.6
-"""How many layers are computed while the tensors of one are copied: a 4B model's on an H200."""
+LAYERS_PER_COPY = 1.6
+"""How many layers are computed while the tensors of one are copied: measured with a 4B model on an H200."""
 
-SMALLEST = 8 << 20
-"""Bytes below which a tensor stays where it is."""
+MIN_OFFLOADED_BYTES = 8 << 20
+"""Smaller tensors stay on the device."""
 
 
-class HostMemory:
-    """What the layers of one model have put away."""
+class ActivationOffload:
+    """Offloads the saved tensors of one model's layers."""
 
-    def __init__(self, num_layers: int, *, away: float = AWAY, pace: float = PACE, smallest: int = SMALLEST) -> None:
-        self.num_layers, self.num_away, self.smallest = num_layers, math.ceil(away * num_layers), smallest
-        # Which layers are let go of when the device comes to each.
-        self.let_go = [[i for i in range(self.num_away) if math.ceil(pace * (i + 1)) == n] for n in range(num_layers)]
-        self.calls: dict[int, _Call] = {}  # the last one of each layer
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        fraction: float = OFFLOADED_FRACTION,
+        layers_per_copy: float = LAYERS_PER_COPY,
+        min_bytes: int = MIN_OFFLOADED_BYTES,
+    ) -> None:
+        self.num_offloaded, self.min_bytes = math.ceil(fraction * num_layers), min_bytes
+        # [num_layers] the layers whose device memory is freed when forward comes to each layer.
+        self.freed_at = [
+            [i for i in range(self.num_offloaded) if math.ceil(layers_per_copy * (i + 1)) == number]
+            for number in range(num_layers)
+        ]
+        self.calls: dict[int, _LayerCall] = {}  # the last one of each layer
         self.streams: tuple[Any, Any] | None = None  # to the host, and to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """`call` of layer `number`, with what it keeps for backward put away, if it is one of those."""
+        """`call` of layer `number`, with its saved tensors offloaded if it is one of the first layers."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            for earlier in self.let_go[number]:
-                self.calls[earlier].let_go()
+            for earlier in self.freed_at[number]:
+                self.calls[earlier].free()
             previous = self.calls[number - 1] if number else None
-            record = self.calls[number] = _Call(self, layer, previous, stays=number >= self.num_away)
+            record = self.calls[number] = _LayerCall(self, layer, previous, is_offloaded=number < self.num_offloaded)
             with torch.autograd.graph.saved_tensors_hooks(record.pack, _unpack):
                 return call(*args, **kwargs)
 
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Begin to copy (target, source) pairs once the device has come here; the event of its end."""
+        """Copy (target, source) pairs when the device comes to this point; the event of the copy's end."""
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -76,85 +87,88 @@ class HostMemory:
         return used.record_event()
 
 
-class _Parcel:
-    """A tensor that is put away: on the device, in the host's memory, and on the device again."""
+class _OffloadedTensor:
+    """A tensor on the device, its copy in host memory, and how many saved tensors are views of it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.place = tensor.device
-        self.device: Tensor | None = tensor
-        self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self.owners = 0  # tensors that are (views of) this one
+        self.device = tensor.device
+        self.on_device: Tensor | None = tensor
+        self.on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self.num_views = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
-    """What autograd keeps in place of a tensor."""
+class _SavedTensor:
+    """What autograd holds in place of a tensor: the tensor itself, or a view of an offloaded one."""
 
-    call: _Call
-    tensor: Tensor | None  # which stays where it is, or
-    parcel: _Parcel | None = None  # where it is, and
+    call: _LayerCall
+    tensor: Tensor | None
+    offloaded: _OffloadedTensor | None = None
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
 
 
-class _Call:
-    """One forward call of a layer, and what of it is put away."""
+class _LayerCall:
+    """One forward call of a layer and its offloaded tensors."""
 
-    def __init__(self, memory: HostMemory, layer: nn.Module, previous: _Call | None, *, stays: bool) -> None:
-        self.memory, self.layer, self.previous, self.stays = memory, layer, previous, stays
+    def __init__(
+        self, offload: ActivationOffload, layer: nn.Module, previous: _LayerCall | None, *, is_offloaded: bool
+    ) -> None:
+        self.offload, self.layer, self.previous, self.is_offloaded = offload, layer, previous, is_offloaded
         self.weights: set[int] | None = None
-        self.parcels: dict[tuple[int, int], _Parcel] = {}  # by address and bytes, while the tensors are on the device
-        self.away: list[_Parcel] = []
+        self.copied: dict[tuple[int, int], _OffloadedTensor] = {}  # by address and bytes, while still on the device
+        self.on_host: list[_OffloadedTensor] = []  # whose device memory is freed
         self.event: Any = None  # of the last copy
 
-    def pack(self, tensor: Tensor) -> _Ticket:
+    def pack(self, tensor: Tensor) -> _SavedTensor:
+        """Autograd saves a tensor: begin to copy it to the host, if it is offloaded."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside `vmap`, of which flex makes its masks
-            return _Ticket(self, tensor)
+            return _SavedTensor(self, tensor)
         key = (tensor.data_ptr(), tensor.nbytes)
-        parcel = self.parcels.get(key)
-        if parcel is None:
-            if self.stays or not self._is_activation(tensor):
-                return _Ticket(self, tensor)
-            parcel = self.parcels[key] = _Parcel(tensor)
-            self.event = self.memory.copy([(parcel.host, tensor)], to_host=True)
-        parcel.owners += 1
-        return _Ticket(self, None, parcel, tuple(tensor.shape), tensor.stride())
+        offloaded = self.copied.get(key)
+        if offloaded is None:
+            if not self.is_offloaded or not self._is_activation(tensor):
+                return _SavedTensor(self, tensor)
+            offloaded = self.copied[key] = _OffloadedTensor(tensor)
+            self.event = self.offload.copy([(offloaded.on_host, tensor)], to_host=True)
+        offloaded.num_views += 1
+        return _SavedTensor(self, None, offloaded, tuple(tensor.shape), tensor.stride())
 
-    def let_go(self) -> None:
-        """Wait until the host has it all; then the device's memory may be used for something else."""
-        if self.parcels:
+    def free(self) -> None:
+        """Wait for the copies to the host, then free the device memory."""
+        if self.copied:
             self._wait()
-            self.away = list(self.parcels.values())
-            self.parcels = {}
-            for parcel in self.away:
-                parcel.device = None
+            self.on_host = list(self.copied.values())
+            self.copied = {}
+            for offloaded in self.on_host:
+                offloaded.on_device = None
 
-    def fetch(self) -> None:
-        """Begin to bring back what is away."""
-        if not self.away:
+    def prefetch(self) -> None:
+        """Begin to copy back what is on the host alone."""
+        if not self.on_host:
             return
         pairs = []
-        for parcel in self.away:
-            parcel.device = torch.empty_like(parcel.host, device=parcel.place)
-            pairs.append((parcel.device, parcel.host))
-        self.event = self.memory.copy(pairs, to_host=False)
-        self.away = []
+        for offloaded in self.on_host:
+            offloaded.on_device = torch.empty_like(offloaded.on_host, device=offloaded.device)
+            pairs.append((offloaded.on_device, offloaded.on_host))
+        self.event = self.offload.copy(pairs, to_host=False)
+        self.on_host = []
 
-    def arrive(self) -> None:
-        """Backward has come to this layer; the layer before it is next."""
-        self.fetch()
+    def begin_backward(self) -> None:
+        """Backward has come to this layer: wait for its tensors, and prefetch those of the layer before it."""
+        self.prefetch()
         self._wait()
-        self.parcels = {}
+        self.copied = {}
         if self.previous is not None:
-            self._let_all_go()
-            self.previous.fetch()
+            self._free_earlier()
+            self.previous.prefetch()
             self.previous = None
 
-    def _let_all_go(self) -> None:
-        """Whatever of earlier layers is still here, though backward is a while from asking for it."""
+    def _free_earlier(self) -> None:
+        """Free what layers before the previous one still have on the device."""
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
-            earlier.let_go()
+            earlier.free()
             earlier = earlier.previous
 
     def _wait(self) -> None:
@@ -163,7 +177,8 @@ class _Call:
             self.event = None
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        if tensor.nbytes < self.memory.smallest or not tensor.is_contiguous():
+        """Whether a saved tensor is a large activation, and not a weight or a buffer."""
+        if tensor.nbytes < self.offload.min_bytes or not tensor.is_contiguous():
             return False
         if self.weights is None:  # not before: FSDP2 gathers them when the layer is called
             own = (*self.layer.parameters(), *self.layer.buffers())
@@ -171,15 +186,16 @@ class _Call:
         return tensor.untyped_storage().data_ptr() not in self.weights
 
 
-def _unpack(ticket: _Ticket) -> Tensor:
-    ticket.call.arrive()
-    if ticket.tensor is not None:
-        return ticket.tensor
-    parcel = ticket.parcel
-    assert parcel is not None
-    tensor = parcel.device
-    assert tensor is not None, "backward asks for a tensor more often than forward kept it"
-    parcel.owners -= 1
-    if not parcel.owners:
-        parcel.device = None
-    return tensor.as_strided(ticket.shape, ticket.strides)
+def _unpack(saved: _SavedTensor) -> Tensor:
+    """Backward asks for a saved tensor. The device memory of an offloaded one is freed with its last view."""
+    saved.call.begin_backward()
+    if saved.tensor is not None:
+        return saved.tensor
+    offloaded = saved.offloaded
+    assert offloaded is not None
+    tensor = offloaded.on_device
+    assert tensor is not None, "backward asks for a tensor more often than forward saved it"
+    offloaded.num_views -= 1
+    if not offloaded.num_views:
+        offloaded.on_device = None
+    return tensor.as_strided(saved.shape, saved.strides)

@@ -1,27 +1,41 @@
-"""Activations of a layer that forward does not keep: backward computes them again.
+"""What a layer saves for its backward pass; backward computes the rest again.
 
-    full        keeps the layer's input; everything is computed again
-    selective   keeps the results of matmuls as well; the rest is computed again
+    x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 
-This is PyTorch's activation checkpointing, put around layers that are not compiled. A compiled layer is told in its
-graph what to keep: see `padfree.layers.compile`.
+Layers that are not compiled (`recompute_layers`), by PyTorch's activation checkpointing:
+
+    full        x
+    selective   x and the results of matmuls
+
+Compiled layers (`mark_saved`), by marks in their graph before autograd:
+
+    input       x; every matmul but the last one is computed again
+    selective   x and the result of attention
+    host        the results of the matmuls q k v o as well; most of it waits in host memory (`padfree.layers.offload`)
+
+What is computed again is what costs the least time for its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.config.choices import Checkpointing
+from padfree.layers.passes.nodes import MATMULS
+
+Kept = Literal["none", "input", "selective", "host"]
+"""What a compiled layer saves; `none`: what the compiler finds best."""
 
 SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""What selective recomputation keeps the results of."""
+"""The matmuls whose results `selective` saves where layers are not compiled."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
@@ -41,3 +55,40 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
 
 def _save_matmuls(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in SAVED_MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def mark_saved(graph: fx.Graph, kept: Kept) -> None:
+    """Mark each node of a compiled layer's graph: its result is saved for backward, or computed again."""
+    saved: set[fx.Node] = set()
+    if kept != "input":
+        saved = {node for node in graph.nodes if _is_attention(node)}
+    if kept == "host":
+        before, after = (lambda node: node.all_input_nodes), (lambda node: list(node.users))
+        saved |= _nearest_matmuls(saved, before) | _nearest_matmuls(saved, after)
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        # Of an operator with several results each one is saved by itself.
+        source = node.args[0] if node.target is operator.getitem else node
+        policy = CheckpointPolicy.MUST_SAVE if source in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["recompute"], node.meta["ac_graph_id"] = policy, 0
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.target in (torch.ops.padfree.self_attention, torch.ops.padfree.self_attention.default)
+
+
+def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
+    """The first matmul on every path from `start`."""
+    found: set[fx.Node] = set()
+    seen, todo = set(start), list(start)
+    while todo:
+        for node in neighbours(todo.pop()):
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.target in MATMULS:
+                found.add(node)
+            else:
+                todo.append(node)
+    return found

@@ -6,23 +6,26 @@
 `attach` changes the name of the model's attention implementation, through transformers' own interface, and adds a
 forward pre-hook that checks the arguments. No class, method or weight is replaced, and
 `model.set_attn_implementation("sdpa")` undoes it. Attach first, then compile the layers, then wrap them in activation
-checkpointing (not the other way round: attention is a break in a compiled layer), then apply FSDP2.
+checkpointing, then apply FSDP2. In a compiled layer attention is one operator; over context ranks it is a graph break.
 
-Before that, the architecture must pass: what the config says must be something padfree can do, and a small copy must
-give packed what it gives one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the reason.
+Before that, the architecture must pass: padfree must be able to do what the config says, and a small copy must compute
+the same packed as one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the reason.
 
-Which backend computes: the one in the batch's AttnContext, if it names one; else the one named here; else the fastest
-that is correct (`auto`).
+The backend is the one in the batch's AttnContext, if it names one; else the one named here; else the fastest that can
+serve (`auto`).
 """
 
 from __future__ import annotations
+
+from weakref import WeakSet
 
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.attention import BACKENDS
+from padfree.batch import LmHead
 from padfree.model.interface import check_inputs, is_attached, register
-from padfree.model.outputs import LmHead, base_of, unchecked_head
+from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
 
 TESTED = (
@@ -76,13 +79,13 @@ TESTED = (
 )
 """Architectures whose packed logits and parameter gradients the tests compare with one sample at a time."""
 
-PADDED = "train it on padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)"
-"""What is left for a model that cannot be packed."""
+PADDED_CURE = "train it on padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)"
+"""What to do with a model that cannot be packed."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """The kinds of layers, as HF configs name them, that padfree computes."""
 
-HARMLESS = (
+HARMLESS_FIELDS = (
     "sliding_window",  # passed to every layer that has one
     "max_window_layers",  # these say which layers have one
     "sliding_window_pattern",
@@ -105,7 +108,7 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
         raise ValueError(f"backend: {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
     reason = unsupported(model.config) or probe(model).leak
     if reason:
-        raise ValueError(f"model: {name} cannot be trained packed: {reason}; {PADDED}")
+        raise ValueError(f"model: {name} cannot be trained packed: {reason}; {PADDED_CURE}")
     model.set_attn_implementation(register(backend))
     assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
     for module in {model, base_of(model)}:
@@ -126,7 +129,9 @@ def check_stock_packing(model: PreTrainedModel) -> None:
         )
     reason = unsupported(model.config) or stock_leak(model)
     if reason:
-        raise ValueError(f"model: {name} with transformers' own attention cannot be trained packed: {reason}; {PADDED}")
+        raise ValueError(
+            f"model: {name} with transformers' own attention cannot be trained packed: {reason}; {PADDED_CURE}"
+        )
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:
@@ -146,15 +151,28 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     if getattr(config, "attention_chunk_size", None):
         return f"attention_chunk_size {config.attention_chunk_size}: attention by chunks is not computed"
     for field, value in config.to_dict().items():
-        if ("window" in field or "chunk" in field) and field not in HARMLESS and type(value) is int and value > 0:
+        if (
+            ("window" in field or "chunk" in field)
+            and field not in HARMLESS_FIELDS
+            and type(value) is int
+            and value > 0
+        ):
             return f"{field} {value} may be a mask that padfree does not know"
     return None
 
 
+_PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose head was found right: it is asked for in every micro-batch, and compared once."""
+
+
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """Weight, bias, soft cap and scale of the model's head; refused where they do not reproduce its logits."""
-    reason = probe(model).head
-    head = unchecked_head(model)
+    """The model's head as it is at this moment; refused where it does not reproduce the model's logits.
+
+    Its weight is the model's own parameter: under FSDP2 a DTensor, and whole `inside` the model.
+    """
+    head = described_head(model)
+    reason = None if model in _PLAIN_HEADS else probe(model).head
     if reason or head is None:
         raise ValueError(f"model: {type(model).__name__} has no plain head: {reason}; use the model's own logits")
+    _PLAIN_HEADS.add(model)
     return head

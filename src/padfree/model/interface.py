@@ -12,8 +12,8 @@ and a second model in the same process always see their own batch.
 No mask function is registered under that name. transformers then hands `None` to its layers without looking at
 `position_ids`, which costs nothing; with one it would compare positions on the device and wait for the answer.
 
-Layers that ask for what padfree would not do are refused, never ignored: every keyword argument that reaches the
-function is either used, or known to say nothing about attention, or an error.
+A layer that asks for something padfree does not do is refused: every keyword argument that reaches the function is
+used, or is known to say nothing about attention, or is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from padfree.cp import attend
 
 NAME = "padfree"
 
-SILENT = ("num_items_in_batch", "output_hidden_states", "output_router_logits", "position_ids", "use_cache")
+UNRELATED_ARGUMENTS = (
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+)
 """Keyword arguments that HF passes down to attention and that say nothing about which key a query sees."""
 
 
@@ -93,7 +99,7 @@ def attention(
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: {sliding_window} in {name}; set the config's window to None or 1 and more")
     for argument, content in others.items():
-        if content is not None and argument not in SILENT:
+        if content is not None and argument not in UNRELATED_ARGUMENTS:
             raise ValueError(f"{argument}: reached {name} and padfree does not know it; leave it out of the call")
     if query.shape[0] != 1:
         raise ValueError(f"input_ids: {query.shape[0]} rows; lay the samples end to end in one row with padfree.pack")

@@ -1,44 +1,25 @@
 """The two ends of an attached model that a loss needs: the last hidden states, and the head that scores them.
 
     hidden_states(model, local)   [T/cp, D]                    the base model alone; logits [T, V] are never formed
-    lm_head_of(model)             weight [V, D], bias [V] | None, softcap | None, logit_scale
+    lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
-    logits = cap(logit_scale * (hidden @ weight.T + bias)),    cap(x) = softcap * tanh(x / softcap), or x without one
-
-Models scale their logits in ways only their code knows. The formula is therefore compared with the model's own logits
-on a small copy (`padfree.model.probe`), and a model it does not reproduce is refused.
+Models scale their logits in ways that only their code tells. The formula of `LmHead` is therefore compared with the
+logits of a small copy (`padfree.model.probe`), and a model that it does not reproduce is refused.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import LocalBatch
+from padfree.batch import LmHead, LocalBatch
 from padfree.model.interface import need_attached
-
-
-class LmHead(NamedTuple):
-    """How the last hidden states become logits; `weight` is the model's own parameter (under FSDP2 a DTensor)."""
-
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    softcap: float | None
-    logit_scale: float
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V], as the formula says."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """[T/cp, D]: what the head of an attached model would score. Calls the base model's own forward.
 
-    Under FSDP2 the base model must therefore be a sharded module of its own, as its layers and its head are.
+    Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.train.parallelize.inside` sees to that.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: {type(model).__name__}; give the transformers model that padfree.attach returned")
@@ -58,12 +39,17 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def unchecked_head(model: PreTrainedModel) -> LmHead | None:
-    """What the config says about the head, before anyone has compared it with the model; None: there is no head."""
+def described_head(model: PreTrainedModel) -> LmHead | None:
+    """The head as the config describes it, which the probe compares with the model's logits; None: there is no head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None
     config = model.config
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
-    return LmHead(head.weight, getattr(head, "bias", None), None if softcap is None else float(softcap), scale)
+    return LmHead(
+        weight=head.weight,
+        bias=getattr(head, "bias", None),
+        softcap=None if softcap is None else float(softcap),
+        logit_scale=scale,
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, combinations
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_number, number_array
+from padfree.sizes import ModelSizes
 
 Floats = NDArray[np.float64]
 
@@ -63,16 +64,13 @@ class CostModel:
         token meets, the output head, and causal attention itself. A layer with a sliding window is counted as if
         every token saw a full window: linear, a little too much for samples shorter than the window.
         """
-        read = _Reader(config)
-        hidden, layers = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
-        projections, pair = _attention_weights(read, hidden)
-        windowed, full = _layer_kinds(read, layers)
-        weights = layers * projections + _mlp_weights(read, hidden, layers) + hidden * read("vocab_size")
-        window = read("sliding_window", default=0)
+        sizes = ModelSizes.of(config)
+        per_pair = sizes.query + sizes.output  # numbers multiplied for a (query, key) pair in one layer
+        weights = sizes.layers * _attention_weights(sizes) + _mlp_weights(sizes) + sizes.hidden * sizes.vocabulary
         # a weight is one multiplication and one addition per token; causal attention has n² / 2 pairs
         return CostModel(
-            linear=FORWARD_AND_BACKWARD * 2.0 * (weights + windowed * window * pair),
-            quadratic=FORWARD_AND_BACKWARD * 1.0 * full * pair,
+            linear=FORWARD_AND_BACKWARD * 2.0 * (weights + sizes.windowed_layers * sizes.window * per_pair),
+            quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * per_pair,
         )
 
     @staticmethod
@@ -102,67 +100,23 @@ class CostModel:
         return CostModel(**values)
 
 
-class _Reader:
-    """Reads integers of an HF config (object, dict, or the text part of a multimodal one) under any of their names."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = self._get(config, "text_config") or config
-
-    @staticmethod
-    def _get(config: Any, name: str) -> Any:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-    def get(self, name: str) -> Any:
-        return self._get(self.config, name)
-
-    def __call__(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            if (value := self.get(name)) is not None:
-                return int(value)
-        if default is None:
-            raise ValueError(f"config: no {names[0]}; give a causal language model's config or CostModel(linear=...)")
-        return default
+def _attention_weights(sizes: ModelSizes) -> int:
+    """Weights of the projections of one layer."""
+    hidden, latent = sizes.hidden, sizes.latent
+    if latent is None:
+        return hidden * (sizes.query + sizes.key + sizes.value + sizes.output)
+    query = sizes.query * (latent.query_rank or hidden) + hidden * latent.query_rank
+    key_value = hidden * (latent.key_value_rank + latent.rope)
+    key_value += latent.key_value_rank * sizes.heads * (latent.nope + latent.value)
+    return query + key_value + sizes.output * hidden
 
 
-def _attention_weights(read: _Reader, hidden: int) -> tuple[int, int]:
-    """Weights of the projections of one layer, and numbers multiplied per (query, key) pair in it."""
-    heads = read("num_attention_heads", "n_head")
-    if read.get("kv_lora_rank") is not None:
-        rope, nope, value = read("qk_rope_head_dim"), read("qk_nope_head_dim"), read("v_head_dim")
-        rank, query_rank = read("kv_lora_rank"), read("q_lora_rank", default=0)
-        query = heads * (rope + nope) * (query_rank or hidden) + hidden * query_rank
-        key_value = hidden * (rank + rope) + rank * heads * (nope + value)
-        return query + key_value + heads * value * hidden, heads * (rope + nope + value)
-    dim = read("head_dim", default=hidden // heads)
-    kv_heads = read("num_key_value_heads", default=heads)
-    return hidden * dim * (2 * heads + 2 * kv_heads), 2 * heads * dim
-
-
-def _mlp_weights(read: _Reader, hidden: int, layers: int) -> int:
+def _mlp_weights(sizes: ModelSizes) -> int:
     """Weights of the MLPs of all layers that one token meets."""
-    matrices = 3 if read.get("n_embd") is None else 2
-    dense = matrices * hidden * read("intermediate_size", "n_inner", default=4 * hidden)
-    experts = read("num_experts", "num_local_experts", "n_routed_experts", default=0)
-    if not experts:
-        return layers * dense
-    width = read("moe_intermediate_size", "intermediate_size")
-    shared = read("shared_expert_intermediate_size", default=width * read("n_shared_experts", default=0))
-    mixture = matrices * hidden * (width * read("num_experts_per_tok") + shared) + hidden * experts
-    every = read("decoder_sparse_step", default=1)
-    dense_first, dense_named = read("first_k_dense_replace", default=0), set(read.get("mlp_only_layers") or ())
-    sparse = sum(
-        layer >= dense_first and layer not in dense_named and (layer + 1) % every == 0 for layer in range(layers)
-    )
-    return sparse * mixture + (layers - sparse) * dense
-
-
-def _layer_kinds(read: _Reader, layers: int) -> tuple[int, int]:
-    """How many layers attend in a sliding window, and how many to everything before."""
-    kinds = read.get("layer_types")
-    if kinds is not None:
-        return kinds.count("sliding_attention"), kinds.count("full_attention")
-    windowed = bool(read("sliding_window", default=0)) and read.get("use_sliding_window") is not False
-    return (layers, 0) if windowed else (0, layers)
+    matrix = sizes.mlp_matrices * sizes.hidden
+    met = sizes.expert_mlp * sizes.experts_per_token + sizes.shared_mlp
+    mixture = matrix * met + sizes.hidden * sizes.experts  # and the router
+    return sizes.sparse_layers * mixture + (sizes.layers - sizes.sparse_layers) * matrix * sizes.mlp
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:

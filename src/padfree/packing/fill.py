@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from padfree.arrays import integer_array, need_whole
+from padfree.arrays import concatenated_ranges, integer_array, need_whole
 
 Indices = NDArray[np.int64]
 
@@ -164,17 +164,12 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
     per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)
 
-    used = ranges(source, num_bins)
+    used = concatenated_ranges(source, num_bins)
     origin = np.arange(sum(sizes.values()))
-    origin[ranges(target, num_bins)] = used
+    origin[concatenated_ranges(target, num_bins)] = used
     while not np.array_equal(origin, further := origin[origin]):
         origin = further
     return np.repeat(origin[used], np.repeat(per_bin, num_bins))
-
-
-def ranges(starts: Indices, sizes: Indices) -> Indices:
-    """`[starts[0], starts[0] + 1, ...]`, sizes[0] of them, then those of starts[1]: (5, 2), (0, 3) -> 5 6 0 1 2."""
-    return np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
 
 
 def _grouped(order: Indices, bins: Indices) -> Bins:

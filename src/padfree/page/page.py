@@ -5,9 +5,10 @@
     page.add_table("Settings", ["name", "value"], [["lr", 1e-5]])
     page.write("run.html")
 
-The file has everything in it, plotly's own script too, and its security policy forbids it every request. All text is
-escaped. Plotly reads a little HTML in the texts of a figure (`<br>`, `<b>`): a name that is not ours goes there through
-`plain`. Figures that follow each other stand two in a row on a wide screen; a `wide` one has the row for itself.
+The HTML is `templates/page.html`, with `page.css` and `page.js` beside it. The file has everything in it, plotly's own
+script too, and its security policy forbids it every request. All text is escaped. Plotly reads a little HTML in the
+texts of a figure (`<br>`, `<b>`): a name that is not ours goes there through `plain`. Figures that follow each other
+stand two in a row on a wide screen; a `wide` one has the row for itself.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from padfree.page.theme import SCRIPT, THEMES, style_sheet, template
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from padfree.page.theme import FONTS, THEMES, template
 
 Cell = str | int | float
 
 EMPTY = ("", "–")
 """What stands in a column of numbers where there is none."""
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-BEGINNING = (
-    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+TEMPLATES = Environment(
+    loader=PackageLoader("padfree.page"),
+    autoescape=select_autoescape(("html",)),  # <style> and <script> know no escapes
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
+
+BEGINNING = TEMPLATES.get_template("beginning.html").render()
 """By which a page is known."""
 
 
@@ -54,14 +61,14 @@ class Page:
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self.title, self.subtitle = title, subtitle
-        self._blocks: list[tuple[bool, str]] = []  # (is a figure, HTML)
+        self._blocks: list[dict[str, Any]] = []  # what templates/page.html shows, by "kind"
         self._figures: list[Any] = []
 
     def add_text(self, text: str) -> None:
-        self._add(f"<p>{html.escape(text)}</p>")
+        self._blocks.append({"kind": "text", "text": text})
 
     def add_heading(self, text: str) -> None:
-        self._add(f"<h2>{html.escape(text)}</h2>")
+        self._blocks.append({"kind": "heading", "text": text})
 
     def add_table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
         """Integers get separators, floats four digits that count. A column of numbers stands on the right."""
@@ -72,33 +79,23 @@ class Page:
             and all(not isinstance(row[i], str) or row[i] in EMPTY for row in rows)
             for i in range(len(columns))
         ]
-        head = "".join(_cell("th", name, right) for name, right in zip(columns, numeric, strict=True))
-        body = "\n".join(
-            "<tr>" + "".join(_cell("td", cell, right) for cell, right in zip(row, numeric, strict=True)) + "</tr>"
-            for row in rows
-        )
-        self._add(
-            f'<div class="table" tabindex="0"><table><caption>{html.escape(caption)}</caption>\n'
-            f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
-        )
+        head, *body = ([_cell(*pair) for pair in zip(row, numeric, strict=True)] for row in (columns, *rows))
+        self._blocks.append({"kind": "table", "caption": caption, "head": head, "rows": body})
 
     def add_figure(self, caption: str, figure: Mapping[str, Any], *, wide: bool = False) -> None:
         """A plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays; NaN is a gap."""
         extra = set(figure) - {"data", "layout"}
         assert not extra, f"a figure has data and layout, not {sorted(extra)}"
         layout = _jsonable(figure.get("layout", {}))
-        height = f' style="height:{float(layout["height"]):.0f}px"' if "height" in layout else ""
-        number = len(self._figures)
-        self._figures.append({"data": _jsonable(figure["data"]), "layout": layout})
-        self._add(
-            f'<figure class="{"wide" if wide else "half"}"><figcaption>{html.escape(caption)}</figcaption>'
-            f'<div class="plot" id="plot-{number}"{height}></div></figure>',
-            is_figure=True,
+        height = f"{float(layout['height']):.0f}" if "height" in layout else None
+        self._blocks.append(
+            {"kind": "figure", "caption": caption, "wide": wide, "height": height, "number": len(self._figures)}
         )
+        self._figures.append({"data": _jsonable(figure["data"]), "layout": layout})
 
     def add_details(self, summary: str, text: str) -> None:
         """Text as it is, closed until the reader opens it."""
-        self._add(f"<details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details>")
+        self._blocks.append({"kind": "details", "summary": summary, "text": text})
 
     def write(self, path: str | Path) -> None:
         """The whole file at once: a reader sees the old page or the new one."""
@@ -116,54 +113,19 @@ class Page:
 
     def html(self) -> str:
         """The file's text."""
-        subtitle = f'<p class="subtitle">{html.escape(self.subtitle)}</p>' if self.subtitle else ""
-        return "\n".join(
-            [
-                BEGINNING,
-                '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                f"<title>{html.escape(self.title)}</title>",
-                f"<style>{style_sheet()}</style>\n</head>\n<body>",
-                f"<header><div><h1>{html.escape(self.title)}</h1>{subtitle}</div>",
-                '<button class="theme" type="button" title="Light or dark" hidden></button></header>',
-                "<main>",
-                "<noscript><p>The figures need JavaScript.</p></noscript>" if self._figures else "",
-                *self._grouped(),
-                "</main>\n<footer></footer>",
-                *self._scripts(),
-                "</body>\n</html>\n",
-            ]
-        )
-
-    def _add(self, block: str, *, is_figure: bool = False) -> None:
-        self._blocks.append((is_figure, block))
-
-    def _grouped(self) -> list[str]:
-        """The blocks, each run of figures in one grid."""
-        found = []
-        inside = False
-        for is_figure, block in [*self._blocks, (False, "")]:
-            if is_figure != inside:
-                found.append('<div class="figures">' if is_figure else "</div>")
-                inside = is_figure
-            found.append(block)
-        return found
-
-    def _scripts(self) -> list[str]:
+        groups = groupby(self._blocks, key=lambda block: block["kind"] == "figure")
         shown = {"figures": self._figures, "templates": {theme: template(theme) for theme in THEMES}}
-        data = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-        library = ""
-        if self._figures:
-            from plotly.offline import get_plotlyjs
-
-            library = get_plotlyjs()
-        for script in (library, SCRIPT):
-            assert "</script" not in script
-            assert "<!--" not in script
-        return [
-            f'<script type="application/json" id="figures">{data}</script>',
-            f"<script>{library}</script>",
-            f"<script>{SCRIPT}</script>",
-        ]
+        figures = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        return TEMPLATES.get_template("page.html").render(
+            title=self.title,
+            subtitle=self.subtitle,
+            groups=[(is_figures, list(blocks)) for is_figures, blocks in groups],
+            has_figures=bool(self._figures),
+            figures=Markup(figures),
+            plotly=Markup(_plotly() if self._figures else ""),
+            fonts=FONTS,
+            **THEMES,
+        )
 
 
 def plain(text: str) -> str:
@@ -171,7 +133,17 @@ def plain(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _cell(tag: str, cell: Cell, right: bool) -> str:
+def _plotly() -> str:
+    """Plotly's own script, which must not end the element that it stands in."""
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    assert "</script" not in script
+    assert "<!--" not in script
+    return script
+
+
+def _cell(cell: Cell, right: bool) -> dict[str, str]:
     if isinstance(cell, str):
         shown = cell
     elif isinstance(cell, float):
@@ -180,7 +152,7 @@ def _cell(tag: str, cell: Cell, right: bool) -> str:
         shown = f"{cell:,}"
     # Short text is not broken and long text not squeezed: a table that is too wide then scrolls inside itself.
     kind = "number" if right else "short" if len(shown) <= 26 else "long" if len(shown) > 60 else "text"
-    return f'<{tag} class="{kind}">{html.escape(shown)}</{tag}>'
+    return {"kind": kind, "text": shown}
 
 
 def _jsonable(value: Any) -> Any:

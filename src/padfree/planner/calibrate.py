@@ -9,8 +9,8 @@ A model of many layers is not built: layers are alike, so two shallow models tel
 
     seconds(L layers) = seconds(shallow) + (L - shallow) / period · (seconds(shallow + period) - seconds(shallow))
 
-`period` is after how many layers the kinds of layers (windowed, full; dense, mixture) repeat; a part of a period counts
-as that part of one. What comes out is kept as JSON in the cache folder; `batch.cost` may name the file on any machine.
+The kinds of layers (windowed, full; dense, mixture) repeat after `period` layers; a part of a period counts as that
+part of one. The result is kept as JSON in the cache folder; `batch.cost` may name the file on any machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from padfree.estimate.cost_file import check_grows
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.packing import CostModel
-from padfree.planner.clock import cost_path, device_name
+from padfree.planner.time_model import cost_path, device_name
+from padfree.sizes import ModelSizes
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
@@ -43,22 +44,22 @@ from padfree.train.scorer import Scorer
 
 REPEATS = 3
 FLOPS_A_WEIGHT = 6  # a multiplication and an addition, forward and twice in backward
-TOKENS = {"cpu": 512, "cuda": 16384}
+MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
 """Of the largest micro-batch that is measured, or less if --max-tokens is less."""
 
-AFFORDABLE = {"cpu": 2e11, "cuda": 1e15}
-"""FLOPs of that micro-batch: it has fewer tokens of a larger model, so that measuring takes minutes at most ..."""
+AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
+"""Of that micro-batch: of a larger model it has fewer tokens, so that measuring takes minutes at most ..."""
 
-LEAST = 64
+FEWEST_TOKENS = 64
 """... but not fewer than this."""
 
-WHOLE = {"cpu": 20_000_000, "cuda": 1_000_000_000}
+WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
 """Models of which a token meets up to so many weights are measured as they are."""
 
-IN_A_ROW = {"cpu": 1, "cuda": 3}
+MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
 """Micro-batches that are measured together: from the second on the host is ahead of a GPU, as it is in a run."""
 
-TRUSTED = 4.0
+TRUSTED_FACTOR = 4.0
 """Measurements further than this factor from the fitted model are refused."""
 
 OnMeasurement = Callable[[int, int], None]
@@ -94,15 +95,15 @@ def calibrate(
         raise ValueError("run.device: 'cuda', but torch sees no GPU here; leave it out or set it to cpu")
     if config.lora.rank:
         raise ValueError(f"lora.rank: {config.lora.rank} with --calibrate; measure all weights, with lora.rank=0")
-    layers = int(model_config.get_text_config().num_hidden_layers)
+    layers = ModelSizes.of(model_config).layers
     with distributed(device=config.run.device) as device:
         name = device_name(device.type)
         path = cost_path(name, model_config, config)
         check_output(path, "PADFREE_CACHE", makes_folder=True)  # before the measuring, which takes a while
-        depths = measured_layers(model_config, WHOLE[device.type])
+        depths = measured_layers(model_config, WHOLE_MODEL_WEIGHTS[device.type])
         flops = CostModel.from_config(with_layers(model_config, depths[-1])).linear
-        affordable = max(LEAST, int(AFFORDABLE[device.type] / flops))
-        tokens = min(max_tokens or TOKENS[device.type], TOKENS[device.type], affordable)
+        affordable = max(FEWEST_TOKENS, int(AFFORDABLE_FLOPS[device.type] / flops))
+        tokens = min(max_tokens or MEASURED_TOKENS[device.type], MEASURED_TOKENS[device.type], affordable)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
         batches = micro_batches(min(tokens, positions) if positions else tokens, tokens)
         mesh = make_mesh(device)
@@ -118,7 +119,7 @@ def calibrate(
         for batch, each in zip(batches, seconds, strict=True)
     ]
     worst = max(max(each.seconds / each.predicted, each.predicted / each.seconds) for each in measured)
-    if worst > TRUSTED:
+    if worst > TRUSTED_FACTOR:
         raise ValueError(
             f"--calibrate: a micro-batch took {worst:.1f} times what the others let expect, or as much less; "
             "measure again while nothing else runs on the device"
@@ -139,19 +140,16 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
     """How many layers the measured models have: all, or one period and a few behind what comes before them."""
-    config = model_config.get_text_config()
-    layers = int(config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None)
-    period = next(p for p in range(1, layers + 1) if kinds is None or list(kinds[p:]) == list(kinds[: layers - p]))
-    period = math.lcm(period, int(getattr(config, "decoder_sparse_step", None) or 1))
-    dense_named = getattr(config, "mlp_only_layers", None) or []
-    dense_first = getattr(config, "first_k_dense_replace", None) or getattr(config, "num_dense_layers", None) or 0
-    before = max(int(dense_first), *(layer + 1 for layer in dense_named), 0)
+    sizes = ModelSizes.of(model_config)
+    layers, kinds = sizes.layers, sizes.layer_types
+    period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[: layers - p])
+    period = math.lcm(period, sizes.sparse_every)
+    before = max(sizes.dense_first, *(layer + 1 for layer in sizes.dense_named), 0)
     shallow = before + period
     deep = shallow + -(-3 // period) * period  # three layers apart at least: noise matters less
     if 2 * deep > layers:
         deep = shallow + period
-    if deep >= layers or CostModel.from_config(config).linear / FLOPS_A_WEIGHT <= whole:
+    if deep >= layers or CostModel.from_config(model_config).linear / FLOPS_A_WEIGHT <= whole:
         return (layers,)
     return shallow, deep
 
@@ -194,6 +192,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         mesh,
         attention=config.model.attention,
         compile=str(parallel.compile),
+        operators=parallel.kernels == "auto",
         checkpointing=parallel.checkpointing,
         dtype=getattr(torch, config.model.dtype),
         reshard=parallel.reshard,
@@ -205,7 +204,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     scorer = Scorer(model, mesh, max_tokens=1, overlong="alone")
     settings = LossSettings(loss=SFTSettings(), head_memory=parallel.head_bytes)
     engine = Engine(scorer, make_optimizer(model, lr=0.0), settings)
-    vocabulary = int(model_config.get_text_config().vocab_size)
+    vocabulary = ModelSizes.of(model_config).vocabulary
     generator = np.random.default_rng(0)
 
     def prepared(lengths: Sequence[int], times: int) -> PreparedStep:
@@ -222,10 +221,10 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 
     def run(lengths: Sequence[int]) -> float:
         if not lengths:  # the difference that the optimizer makes to the smallest of steps
-            smallest = prepared([LEAST], 1)
+            smallest = prepared([FEWEST_TOKENS], 1)
             update = seconds(lambda: engine.begin(smallest, lr=0.0).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
-        in_a_row = IN_A_ROW[mesh.device.type]
+        in_a_row = MEASURED_TOGETHER[mesh.device.type]
         step = prepared(lengths, in_a_row)
         return seconds(lambda: engine.gradients(step)) / in_a_row
 
@@ -266,6 +265,7 @@ def _write_about(found: Calibration, config: Config) -> None:
         "model": config.model.path,
         "dtype": config.model.dtype,
         "compile": config.parallel.compile,
+        "kernels": config.parallel.kernels,
         "checkpointing": config.parallel.checkpointing,
         "torch": torch.__version__,
         "layers": list(found.layers),

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from padfree.batch import Segments
 from padfree.config.choices import LayoutKind
-from padfree.cp import key_rows, make_layout, modelled_cost
+from padfree.cp import keys_read, make_layout, modelled_cost
 from padfree.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
-ROWS = 32
+BALANCE_ROWS = 32
 """So many rows are laid out to tell how balanced they are."""
 
 
@@ -45,7 +45,7 @@ def context_balance(rows: Sequence[Lengths], world: int, kind: LayoutKind) -> Co
         layout = make_layout(segments, world, kind)
         cost = modelled_cost(layout, segments) / max(modelled_cost(layout, segments).mean(), 1.0)
         ratios.append(float(cost.max()))
-        reads.append(float(key_rows(layout, segments).sum()) / segments.num_tokens)
+        reads.append(float(keys_read(layout, segments).sum()) / segments.num_tokens)
         if int(lengths.max()) > longest:
             longest, shares = int(lengths.max()), cost
     return ContextBalance(

@@ -3,9 +3,9 @@
     steps     0   1   2   3   4   5   6   7   8   9        their samples and tokens are all counted
     planned       x       x           x       x            at most so many are planned to the last micro-batch
 
-A plan takes some milliseconds, a million samples make thousands of steps, and a hundred of them tell the fill and
-the imbalance of all. Which are planned follows from the numbers alone, and whoever shows the result says how many.
-Averages are ratios of sums, so that a small last step counts for as much as it is.
+A plan takes some milliseconds, a million samples make thousands of steps, and a hundred of them tell the fill and the
+imbalance of all. The planned steps are spread evenly, without chance, and the output says how many they are. Averages
+are ratios of sums, so that a small last step weighs little.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from padfree.planner.steps import Lengths
 EXACT_STEPS = 128
 """How many steps are planned, unless more are asked for."""
 
-OnStep = Callable[[int, int], None]
+OnPlannedStep = Callable[[int, int], None]
 """Called with how many steps are planned and how many will be."""
 
 
@@ -145,7 +145,7 @@ def plan_epoch(
     cost: CostModel,
     *,
     exact_steps: int | None = EXACT_STEPS,
-    progress: OnStep | None = None,
+    progress: OnPlannedStep | None = None,
 ) -> EpochPlan:
     """Plan `exact_steps` of the steps, spread over the epoch; None: all of them."""
     if exact_steps is not None and exact_steps < 1:

@@ -14,14 +14,14 @@ from padfree.config.choices import Checkpointing
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.model.lora import add_adapters
 from padfree.planner.epoch import Shape
-from padfree.train.settle import USABLE
+from padfree.train.settle import USABLE_FRACTION
 
 GIBIBYTE = 1 << 30
 
-MOST = 1 << 22
+MOST_TOKENS = 1 << 22
 """No more tokens of a micro-batch than this are considered."""
 
-GRAIN = 256
+TOKEN_STEP = 256
 """Above it, tokens of a micro-batch are a multiple of it."""
 
 
@@ -56,10 +56,10 @@ class DeviceMemory:
 
         def fits(tokens: int) -> bool:
             found = self.estimate(replace(shape, max_tokens=tokens), checkpointing=checkpointing)
-            return found.device <= memory * USABLE
+            return found.device <= memory * USABLE_FRACTION
 
-        low, high = 0, MOST
+        low, high = 0, MOST_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low - low % GRAIN if low > GRAIN else low
+        return low - low % TOKEN_STEP if low > TOKEN_STEP else low

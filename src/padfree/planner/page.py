@@ -10,7 +10,7 @@ import numpy as np
 
 from padfree.page import COLOURS, Page
 from padfree.planner.context import ContextBalance
-from padfree.planner.run_plan import Plan
+from padfree.planner.run_plan import RunPlan
 from padfree.planner.suggest import Suggestion
 
 Figure = dict[str, Any]
@@ -21,7 +21,7 @@ PACKS, DOCUMENTS = 24, 1500
 BINS = 60
 
 
-def write_page(plan: Plan, path: str | Path, *, title: str, suggestion: Suggestion | None = None) -> None:
+def write_page(plan: RunPlan, path: str | Path, *, title: str, suggestion: Suggestion | None = None) -> None:
     """Write the page to `path`."""
     page = Page(title, f"{len(plan.lengths):,} samples, {plan.shape.ranks} ranks, {len(plan.epoch.steps):,} steps")
     page.add_heading("Summary")
@@ -53,7 +53,7 @@ def write_page(plan: Plan, path: str | Path, *, title: str, suggestion: Suggesti
     page.write(path)
 
 
-def lengths_figure(plan: Plan) -> Figure:
+def lengths_figure(plan: RunPlan) -> Figure:
     """The share of samples, and of tokens, in bins of lengths whose widths grow with the length."""
     shortest, longest = int(plan.lengths.min()), int(plan.lengths.max())
     edges = np.unique(np.geomspace(shortest, longest + 1, BINS + 1).round().astype(np.int64))
@@ -88,7 +88,7 @@ def lengths_figure(plan: Plan) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def fill_figure(plan: Plan) -> Figure:
+def fill_figure(plan: RunPlan) -> Figure:
     """How many planned micro-batches are how full."""
     share = np.minimum(plan.epoch.slot_tokens / plan.shape.row_tokens, 1.0)
     counts, edges = np.histogram(share, bins=50, range=(0.0, 1.0))
@@ -107,7 +107,7 @@ def fill_figure(plan: Plan) -> Figure:
     return {"data": [bars], "layout": layout}
 
 
-def packs_figure(plan: Plan) -> Figure:
+def packs_figure(plan: RunPlan) -> Figure:
     """The micro-batches of the first step that is planned, rank by rank, until there are enough of them."""
     step = plan.epoch.plans[0]
     bases: list[int] = []
@@ -146,7 +146,7 @@ def packs_figure(plan: Plan) -> Figure:
     return {"data": [bars], "layout": layout}
 
 
-def imbalance_figure(plan: Plan) -> Figure:
+def imbalance_figure(plan: RunPlan) -> Figure:
     """Every planned step."""
     points = {
         "type": "scatter",
@@ -159,7 +159,7 @@ def imbalance_figure(plan: Plan) -> Figure:
     return {"data": [points], "layout": layout}
 
 
-def padded_figure(plan: Plan) -> Figure:
+def padded_figure(plan: RunPlan) -> Figure:
     """Tokens and cost of padded micro-batches, as multiples of packed ones."""
     packed_tokens = int(plan.epoch.tokens.sum())
     plain = [each for each in plan.padded if not each.grouped]
@@ -197,7 +197,7 @@ def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
     return {"data": bars, "layout": {"barmode": "group", "yaxis": {"title": {"text": "cost over the mean"}}}}
 
 
-def contexts_figure(plan: Plan) -> Figure:
+def contexts_figure(plan: RunPlan) -> Figure:
     """How uneven each layout is for 2, 4 and 8 context ranks."""
     worlds = [f"{world} ranks" for world in plan.others]
     kinds = [each.kind for each in next(iter(plan.others.values()))]

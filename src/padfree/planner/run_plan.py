@@ -1,7 +1,7 @@
 """Everything `padfree plan` finds out, and the numbers and lines it shows.
 
-steps, shape, clock -> make_plan -> Plan -> summary()   plain numbers by name, for --json
-                                        -> lines()      the same in words
+step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
+                                                        -> lines()     the same in words
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import numpy as np
 
 from padfree.config.choices import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
-from padfree.planner.clock import Clock
-from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance, long_row
-from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnStep, Shape, plan_epoch
+from padfree.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance, long_row
+from padfree.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, Shape, plan_epoch
 from padfree.planner.memory import GIBIBYTE, DeviceMemory
-from padfree.planner.padding import ROWS as PADDED_ROWS
-from padfree.planner.padding import USUAL_ROWS, Padded, padded
-from padfree.planner.steps import Lengths, Steps
+from padfree.planner.padding import PADDED_ROWS, USUAL_ROWS, Padded, padded
+from padfree.planner.steps import Lengths, StepLengths
+from padfree.planner.time_model import TimeModel
 
 OTHER_CONTEXTS = (2, 4, 8)
 """For these numbers of context ranks a long row is laid out, whatever was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plan:
+class RunPlan:
     """An epoch planned, and what it would cost."""
 
     lengths: Lengths
@@ -37,7 +36,7 @@ class Plan:
     balances: list[ContextBalance]  # of each kind, over some of the planned rows; none for one context rank
     others: dict[int, list[ContextBalance]]  # context ranks -> each kind, over one long row
     padded: list[Padded]
-    clock: Clock
+    time_model: TimeModel
     memory: MemoryEstimate | None  # of a device with its largest micro-batch
     dtype: str | None  # that the estimate is for
 
@@ -72,7 +71,7 @@ class Plan:
         """Plain numbers by name; None is what cannot be known."""
         epoch, shape, steps = self.epoch, self.shape, len(self.epoch.steps)
         time = epoch.time(self.context_imbalance)
-        seconds = self.clock.seconds(time)
+        seconds = self.time_model.seconds(time)
         return {
             "samples": len(self.lengths),
             "tokens": self.num_tokens,
@@ -113,7 +112,7 @@ class Plan:
             ],
             "padding_avoided": 1 - int(epoch.tokens.sum()) / self.usual_padding.tokens,
             "cost": self.packed_cost,
-            "cost_from": self.clock.source,
+            "cost_from": self.time_model.source,
             "step_seconds": None if seconds is None else seconds / steps,
             "epoch_seconds": seconds,
             "memory_gib": self._memory(),
@@ -193,32 +192,32 @@ class Plan:
     def _time_line(self, found: dict[str, Any]) -> str:
         seconds = found["step_seconds"]
         if seconds is not None:
-            left_out = "communication" if self.clock.cost.step else "optimizer and communication"
+            left_out = "communication" if self.time_model.cost.step else "optimizer and communication"
             return (
                 f"time        about {_duration(seconds)} a step, {_duration(found['epoch_seconds'])} an epoch, without "
-                f"{left_out} ({self.clock.source})"
+                f"{left_out} ({self.time_model.source})"
             )
-        if self.clock.source.startswith("FLOPs"):
+        if self.time_model.source.startswith("FLOPs"):
             teras = found["cost"] / found["steps"] / 1e12
             shown = f"{teras:,.0f}" if teras >= 100 else f"{teras:.3g}"
-            return f"time        {shown} TFLOP a step ({self.clock.source})"
-        return f"time        not known (cost is counted in {self.clock.source})"
+            return f"time        {shown} TFLOP a step ({self.time_model.source})"
+        return f"time        not known (cost is counted in {self.time_model.source})"
 
 
 def make_plan(
-    data: Steps,
+    data: StepLengths,
     shape: Shape,
-    clock: Clock,
+    time_model: TimeModel,
     *,
     layout: LayoutKind = "balanced",
     need: DeviceMemory | None = None,
     exact_steps: int | None = EXACT_STEPS,
-    progress: OnStep | None = None,
-) -> Plan:
+    progress: OnPlannedStep | None = None,
+) -> RunPlan:
     """Plan the steps and count what they cost."""
-    epoch = plan_epoch(data.steps, shape, clock.cost, exact_steps=exact_steps, progress=progress)
-    rows = epoch.rows(ROWS)
-    return Plan(
+    epoch = plan_epoch(data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress)
+    rows = epoch.rows(BALANCE_ROWS)
+    return RunPlan(
         lengths=data.lengths,
         over_budget=data.over_budget,
         epoch=epoch,
@@ -229,11 +228,11 @@ def make_plan(
             for world in OTHER_CONTEXTS
         },
         padded=[
-            padded(data.steps, clock.cost, rows=rows, grouped=grouped)
+            padded(data.steps, time_model.cost, rows=rows, grouped=grouped)
             for grouped in (False, True)
             for rows in PADDED_ROWS
         ],
-        clock=clock,
+        time_model=time_model,
         memory=None if need is None else need.estimate(replace(shape, max_tokens=device_tokens(data.steps, shape))),
         dtype=None if need is None else need.config.model.dtype,
     )

@@ -1,4 +1,4 @@
-"""The optimizer steps of one pass over the data, as lengths alone: no token is needed to plan.
+"""The optimizer steps of one pass over the data, as lengths: a plan needs no tokens.
 
     lengths of the data      7 3 9 4 5 ...            of a tokenised data set, of rollouts, or from a file of numbers
     steps                    [9 3 4] [5 7 2] ...      the same samples in the same order as a run's
@@ -20,7 +20,8 @@ from padfree.config import Config
 from padfree.data import Progress
 from padfree.packing import TokenBudgetBatcher
 from padfree.packing.epochs import shuffled
-from padfree.train.decide import decide, lengths_of
+from padfree.train.decide import decide
+from padfree.train.limits import lengths_of
 from padfree.train.rl.update_batch import update_parts
 from padfree.train.training_data import make_batcher
 
@@ -28,8 +29,8 @@ Lengths = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Steps:
-    """What a run would be given: the lengths of all samples, and those of each optimizer step of one pass over them."""
+class StepLengths:
+    """Lengths of all samples, and of those in each optimizer step of one pass over them."""
 
     lengths: Lengths  # [n]
     steps: list[Lengths]
@@ -42,7 +43,7 @@ def load_steps(
     lengths: str | Path | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
-) -> Steps:
+) -> StepLengths:
     """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here."""
     if lengths is not None:
         return sft_steps(read_lengths(lengths), config)
@@ -78,14 +79,14 @@ def read_lengths(path: str | Path) -> Lengths:
     return np.asarray(numbers, dtype=np.int64)
 
 
-def sft_steps(lengths: Lengths, config: Config) -> Steps:
+def sft_steps(lengths: Lengths, config: Config) -> StepLengths:
     """The steps of the first epoch, `batch.samples` samples or at most `batch.tokens` tokens each."""
     batch, seed = config.batch, config.run.seed
     if batch.samples is not None:
         order = shuffled(len(lengths), seed, 0) if config.data.shuffle else np.arange(len(lengths))
         ordered = lengths[order]
         steps = [ordered[start : start + batch.samples] for start in range(0, len(ordered), batch.samples)]
-        return Steps(lengths=lengths, steps=steps)
+        return StepLengths(lengths=lengths, steps=steps)
     assert batch.tokens is not None
     batcher = TokenBudgetBatcher(
         lengths.tolist(),
@@ -97,10 +98,10 @@ def sft_steps(lengths: Lengths, config: Config) -> Steps:
         seed=seed,
     )
     steps = [np.array(taken, dtype=np.int64) for taken in batcher]
-    return Steps(lengths=lengths, steps=steps, over_budget=batcher.num_overlong)
+    return StepLengths(lengths=lengths, steps=steps, over_budget=batcher.num_overlong)
 
 
-def rollout_steps(samples: Any, config: Config) -> Steps:
+def rollout_steps(samples: Any, config: Config) -> StepLengths:
     """The updates of one pass over the rollouts: whole groups, `loss.epochs` times, in `loss.mini_batches` parts."""
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
@@ -110,7 +111,7 @@ def rollout_steps(samples: Any, config: Config) -> Steps:
             len(batch), epochs=loss.epochs, mini_batches=loss.mini_batches, seed=config.run.seed, number=number
         )
         steps += [batch[part] for part in parts]
-    return Steps(lengths=_lengths(samples), steps=steps)
+    return StepLengths(lengths=_lengths(samples), steps=steps)
 
 
 def _lengths(samples: Iterable[Sized]) -> Lengths:

@@ -3,7 +3,7 @@
     memory of a device   ->  the most tokens it can hold
     longest sample       ->  the smallest context whose ranks hold it together
     plans of some steps  ->  of a few caps at or below the most, the one whose steps take least
-                             twice the context, if that is faster by more than NOTEWORTHY
+                             twice the context, if that is faster by more than FASTER_FACTOR
     rows of these plans  ->  the layout whose slowest rank is nearest to the mean; of equals, the one that reads least
 
 Every candidate is planned with `plan_epoch`, as a run would plan it.
@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 
 from padfree.config.choices import LayoutKind
 from padfree.packing import CostModel
-from padfree.planner.context import KINDS, ROWS, ContextBalance, context_balance
+from padfree.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance
 from padfree.planner.epoch import EpochPlan, Shape, plan_epoch
-from padfree.planner.memory import GIBIBYTE, GRAIN, DeviceMemory
+from padfree.planner.memory import GIBIBYTE, TOKEN_STEP, DeviceMemory
 from padfree.planner.steps import Lengths
-from padfree.train.settle import USABLE
+from padfree.train.settle import USABLE_FRACTION
 
 TRIED_STEPS = 16
 """So many steps are planned for each candidate."""
 
-SAME = 1.01
+SAME_FACTOR = 1.01
 """Times and costs within this factor count as the same."""
 
-NOTEWORTHY = 1.05
+FASTER_FACTOR = 1.05
 """More context ranks than the longest sample needs must be faster by this factor."""
 
 
@@ -66,7 +66,8 @@ def suggest(
     fits = context * most >= longest
     reasons = [
         f"a device of {memory / GIBIBYTE:.0f} GiB holds about {most:,} tokens of a micro-batch beside its share of the "
-        f"weights ({USABLE:.0%} of the memory used, {need.config.model.dtype}, checkpointing {need.checkpointing})",
+        f"weights ({USABLE_FRACTION:.0%} of the memory used, {need.config.model.dtype}, checkpointing "
+        f"{need.checkpointing})",
         *_why_context(context, most, longest, fits),
     ]
     if not fits and need.checkpointing != "full":
@@ -77,7 +78,7 @@ def suggest(
     if fits and (twice := 2 * context) in contexts and (most_twice := most_of(twice)):
         wider = _tried_caps(steps, replace(shape, context=twice), cost, most_twice, longest)
         faster = _fastest(wider)
-        if best.time > faster.time * NOTEWORTHY:
+        if best.time > faster.time * FASTER_FACTOR:
             reasons.append(
                 f"context {twice} instead of {context}: steps are {best.time / faster.time:.2f} times as fast, since "
                 f"long samples keep other data ranks waiting (imbalance {best.epoch.imbalance:.3f} with {context}, "
@@ -102,9 +103,9 @@ def _tried(steps: Sequence[Lengths], shape: Shape, cost: CostModel) -> _Tried:
     epoch = plan_epoch(steps, shape, cost, exact_steps=TRIED_STEPS)
     if shape.context == 1:
         return _Tried(epoch=epoch, balances=[], time=epoch.time())
-    rows = epoch.rows(ROWS)
+    rows = epoch.rows(BALANCE_ROWS)
     balances = sorted((context_balance(rows, shape.context, kind) for kind in KINDS), key=lambda each: each.mean)
-    same = [each for each in balances if each.mean <= balances[0].mean * SAME]
+    same = [each for each in balances if each.mean <= balances[0].mean * SAME_FACTOR]
     best = min(same, key=lambda each: each.key_rows)
     others = [each for each in balances if each is not best]
     return _Tried(epoch=epoch, balances=[best, *others], time=epoch.time(best.mean))
@@ -124,11 +125,11 @@ def _tried_caps(steps: Sequence[Lengths], shape: Shape, cost: CostModel, most: i
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
     """The largest cap of those that are as good as the fastest."""
     least = min(each.time for each in tried)
-    return next(each for each in tried if each.time <= least * SAME)
+    return next(each for each in tried if each.time <= least * SAME_FACTOR)
 
 
 def _rounded_up(tokens: int) -> int:
-    return -(-tokens // GRAIN) * GRAIN if tokens > GRAIN else max(1, tokens)
+    return -(-tokens // TOKEN_STEP) * TOKEN_STEP if tokens > TOKEN_STEP else max(1, tokens)
 
 
 def _why_context(context: int, most: int, longest: int, fits: bool) -> list[str]:
@@ -171,7 +172,7 @@ def _why_layout(balances: Sequence[ContextBalance]) -> list[str]:
     best, *others = balances
     why = "its slowest context rank is nearest to the mean"
     if best.mean > min(each.mean for each in others):
-        why = f"as balanced as the best within {SAME - 1:.0%}, and it reads fewer keys"
+        why = f"as balanced as the best within {SAME_FACTOR - 1:.0%}, and it reads fewer keys"
     results = (f"{each.kind} {each.mean:.3f} and {each.key_rows:.2f} keys read a token" for each in balances)
     return [f"layout {best.kind}: {why} ({', '.join(results)})"]
 
@@ -180,7 +181,7 @@ def _nothing_fits(shape: Shape, need: DeviceMemory, memory: float, longest: int)
     least = need.estimate(replace(shape, context=1, max_tokens=1)).device
     reasons = [
         f"nothing fits: without any tokens a device needs about {least / GIBIBYTE:.1f} GiB at {shape.ranks} ranks, and "
-        f"{USABLE:.0%} of {memory / GIBIBYTE:.0f} GiB are there"
+        f"{USABLE_FRACTION:.0%} of {memory / GIBIBYTE:.0f} GiB are there"
     ]
     for ranks in (shape.ranks << doublings for doublings in range(1, 11)):
         tokens = need.most_tokens(replace(shape, ranks=ranks, context=1), memory)

@@ -5,11 +5,14 @@
     {"time": "2026-03-01T12:00:30+00:00", "kind": "compile", "step": 0, "graphs": 2, "seconds": 21.3}
     {"time": "2026-03-01T12:10:00+00:00", "kind": "stop", "step": 40}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
-    {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040"}
+    {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040", ...}
 
-`step` is the number of optimizer steps done before the event. `settled` says what became of the settings that were
-`auto`, and why; `compile` that layers were compiled in this step. `metrics.jsonl` reads as that of an undisturbed run;
-this file is where the disturbances are.
+    start       versions, device, processes and their layout      compile     layers were compiled in this step
+    settled     what each `auto` became, and why                  nonfinite   the file with the samples of that step
+    resume      the checkpoint, and settings that have changed    stop, end   by a signal; because all steps are done
+
+`step` is the number of optimizer steps done before the event. `metrics.jsonl` reads as if a run had never been stopped;
+this file says when it was.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ run.lock                 locked by the process that writes
 run.holder.json          which process that is
 config.json              the settings
 metrics.jsonl            one line a step
-events.jsonl             starts, resumes, stops
+events.jsonl             starts, settled settings, resumes, compilations, ends
 rows.jsonl               rows of the data that were skipped, dropped or cut
 rollouts.jsonl           a few responses of each batch that was sampled
 nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number

@@ -4,15 +4,15 @@
     run.lock           locked by the process that writes; the system unlocks it when that process ends, however it ends
     run.holder.json    which process that is: {"pid": ..., "host": ..., "since": ...}
 
-A run takes a folder that is new, empty, or has `run.json`. Whatever else is there is somebody's, and the run is refused
+A run takes a folder that is new, empty, or has `run.json`. Any other folder belongs to somebody, and the run is refused
 before it writes anything: a model folder, a data folder, the folder above a model that the export would replace. Logs
-(`.log`, `.out`, `.err`), which launchers open before a run begins, do not count. A folder from before there was a
+(`.log`, `.out`, `.err`), which launchers open before a run begins, do not count. A folder of a version that wrote no
 `run.json` is known by its `config.json`, which has the sections of a run's settings, and gets one.
 
 One process at a time: the lock is the system's, so that a killed run leaves nothing behind that refuses the next one.
-Of the ranks of one run only the first takes it. Where a file system knows no locks, `run.holder.json` is all there is:
-a process that it names on this machine and that is still alive is a refusal, and one on another machine as well, until
-somebody removes the file.
+Of the ranks of one run only the first takes it. Where a file system has no locks, `run.holder.json` decides: a run is
+refused while the process that it names is alive on this machine, or, for another machine, until somebody removes the
+file.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
 from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
 
-LOGS = (".log", ".out", ".err")
+LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
 """Sections that every `config.json` of a run has had."""
 
-WAIT = 1.0
+LOCK_SECONDS = 1.0
 """Seconds to wait for the lock: a process that was killed just now may take a moment to end."""
 
 
@@ -78,7 +78,9 @@ def check_run_folder(config: Config) -> None:
     elif not _from_before_markers(folder):
         own = {MARKER, LOCK, HOLDER}
         foreign = sorted(
-            path.name for path in folder.iterdir() if path.name not in own and path.suffix not in (*LOGS, ".writing")
+            path.name
+            for path in folder.iterdir()
+            if path.name not in own and path.suffix not in (*LOG_SUFFIXES, ".writing")
         )
         if foreign:
             raise ValueError(
@@ -147,7 +149,7 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
     identity, lock, error = None, None, None
     if first:
         try:
-            identity, lock = _take(config)
+            identity, lock = _lock(config)
         except ValueError as caught:
             error = str(caught)
     raise_together(error)
@@ -160,14 +162,14 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
             lock.release()
 
 
-def _take(config: Config) -> tuple[Identity, FileLock]:
+def _lock(config: Config) -> tuple[Identity, FileLock]:
     check_run_folder(config)  # before anything is written, the lock included
     folder = Path(config.run.folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK)
         try:
-            lock.acquire(timeout=WAIT, poll_interval=0.1)
+            lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.1)
         except Timeout:
             raise _in_use(folder, _read_holder(folder)) from None
         except (OSError, NotImplementedError) as error:
@@ -191,7 +193,7 @@ def check_not_in_use(folder: Path) -> None:
         return
     lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=WAIT, poll_interval=0.1)
+        lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.1)
     except Timeout:
         raise _in_use(folder, _read_holder(folder)) from None
     except (OSError, NotImplementedError):
@@ -248,7 +250,7 @@ def _from_first(identity: Identity | None) -> Identity:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """One line for what a disk refuses."""
+    """Turn an error of the disk into one line."""
     try:
         yield
     except OSError as error:
@@ -272,7 +274,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    """Whoever finds the file finds it whole."""
+    """Write beside and rename, so that the file is whole whenever it is there."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         with beside.open("w", encoding="utf-8") as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 from padfree.config.outputs import check_output
 from padfree.page import Cell, Page
-from padfree.report.panels import figure, panels
+from padfree.report.panels import figures, panels
 from padfree.report.runs import Record, Run, read_runs
 from padfree.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window
 
@@ -77,6 +77,7 @@ def _summary(runs: Sequence[Run]) -> list[list[Cell]]:
         row("reward, last", [_at(run, "reward", -1) for run in runs]),
         row("tokens", [None if (count := _total(run, "tokens")) is None else int(count) for run in runs]),
         row("time in steps", [_duration(_total(run, "seconds")) for run in runs]),
+        row("time in sampling", [_duration(_total(run, "seconds/sampling")) for run in runs]),
         row("tokens per second", [_speed(run) for run in runs]),
         row("peak memory, GiB", [_at(run, "memory_gib", -1) for run in runs]),
         row("resumes", [sum(event.get("kind") == "resume" for event in run.events) for run in runs]),
@@ -156,7 +157,8 @@ def _add_plots(page: Page, runs: Sequence[Run]) -> None:
     for heading, group in drawn.items():
         page.add_heading(heading)
         for panel in group:
-            page.add_figure(panel.title, figure(panel, runs))
+            for caption, drawing in figures(panel, runs):
+                page.add_figure(caption, drawing)
     if constant:
         rows = [[name, *(_constant(run, name) for run in runs)] for name in constant]
         page.add_table("The same at every step", ["metric", *(run.name for run in runs)], rows)

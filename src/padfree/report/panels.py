@@ -3,6 +3,7 @@
     one run, one metric        one line, no legend
     one run, more metrics      a colour a metric
     more runs                  a colour a run; with more metrics a dash pattern a metric
+    a stacked panel            bars upon each other, a colour a metric; more runs: a figure a run
 
 A series of more than 200 values is drawn faint with its running mean above it. A metric that no panel names has one of
 its own, under "Statistics of the loss" (their names begin with `loss/`) or "Other". A metric that never changes in any
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 
 from padfree.page import COLOURS, plain
 from padfree.report.runs import Run, Series
-from padfree.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, running_mean, thinned
+from padfree.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, running_mean, stretch_means, thinned
 
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKED_BELOW = 50  # so few values are points as well as a line
 LEGEND_LETTERS = 36
+MOST_BARS = 200  # of one run; more are means over stretches of steps
 HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
 MOST_MARKS = 100  # resumes and stops in a figure
 
@@ -38,9 +40,33 @@ class Panel:
     metrics: Mapping[str, str]
     always: bool = False
     log: bool = False  # logarithmic where one value is far above the rest
+    stacked: bool = False  # the metrics are parts of a whole
 
 
 GROUPS: Mapping[str, Sequence[Panel]] = {
+    "Where the time went": (
+        Panel(
+            "Seconds of each part of a step",
+            "s",
+            {
+                "seconds/weight_exchange": "weight exchange",
+                "seconds/waiting": "waiting",
+                "seconds/sampling": "sampling",
+                "seconds/rewards": "rewards",
+                "seconds/reference": "reference",
+                "seconds/old_logprobs": "old log-probabilities",
+                "seconds/update": "update",
+            },
+            always=True,
+            stacked=True,
+        ),
+        Panel(
+            "Tokens per second of the sampler",
+            "tokens/s",
+            {"sampler_tokens_per_second": "tokens/s"},
+            always=True,
+        ),
+    ),
     "Learning": (
         Panel("Loss", "loss", {"loss": "loss"}, always=True),
         Panel("Reward", "reward", {"reward": "mean", "reward_min": "least", "reward_max": "greatest"}, always=True),
@@ -115,6 +141,17 @@ def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
     return found, constant
 
 
+def figures(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
+    """Captions and plotly figures of a panel."""
+    if not panel.stacked:
+        return [(panel.title, figure(panel, runs))]
+    having = [run for run in runs if any(name in run.metrics for name in panel.metrics)]
+    return [
+        (f"{panel.title}: {shortened(run.name)}" if len(runs) > 1 else panel.title, stacked_figure(panel, run))
+        for run in having
+    ]
+
+
 def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
     """A plotly figure of the panel's metrics in all runs that have them."""
     used = [name for name in panel.metrics if any(name in run.metrics for run in runs)]
@@ -142,6 +179,34 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
             "hovermode": "x unified" if len(runs) * len(used) <= 6 else "closest",
             "showlegend": len(runs) * len(used) > 1,
             "shapes": _marks(runs, used),
+        },
+    }
+
+
+def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
+    """Bars upon each other at the steps that have any of the metrics; one that a step has not is 0 there."""
+    used = [name for name in panel.metrics if name in run.metrics]
+    steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))
+    stretch = -(-len(steps) // MOST_BARS)
+    traces = []
+    for index, (name, label) in enumerate(panel.metrics.items()):
+        if name not in used:
+            continue
+        values = np.zeros(len(steps))
+        values[np.searchsorted(steps, run.metrics[name].steps)] = np.nan_to_num(run.metrics[name].values)
+        bars = {"type": "bar", "name": label, "x": stretch_means(steps, stretch)}
+        bars |= {"y": _rounded(stretch_means(values, stretch)), "hovertemplate": HOVER}
+        traces.append({**bars, "marker": {"color": COLOURS[index % len(COLOURS)], "line": {"width": 0}}})
+    return {
+        "data": traces,
+        "layout": {
+            "barmode": "stack",
+            "bargap": 0.1 if len(steps) <= MARKED_BELOW else 0,
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": panel.unit if stretch == 1 else f"{panel.unit}, mean of {stretch} steps"}},
+            "hovermode": "x unified",
+            "showlegend": True,
+            "shapes": _marks([run], used),
         },
     }
 

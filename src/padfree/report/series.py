@@ -8,6 +8,8 @@ So a spike of one step is still there. A bucket without any finite value keeps o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,3 +50,10 @@ def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int
     around = [values[max(index - window // 2, 0) : index + window // 2 + 1] for index in at.tolist()]
     finite = [part[np.isfinite(part)] for part in around]
     return np.array([part.mean() if len(part) else np.nan for part in finite])
+
+
+def stretch_means(values: NDArray[Any], stretch: int) -> NDArray[np.float64]:
+    """[ceil(N / stretch)]: the mean of each stretch of so many values; the last may have fewer."""
+    starts = np.arange(0, len(values), stretch)
+    counts = np.diff(starts, append=len(values))
+    return np.add.reduceat(values.astype(np.float64), starts) / counts

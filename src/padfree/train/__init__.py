@@ -2,6 +2,7 @@
 
 training_data  tokenizer, samples, and the global batches they come in
 decide         what cannot be run is refused, before anything is written or loaded
+limits         what a model can be given: token ids and positions
 settle         what the settings that are `auto` stand for on this device
 setup          settings to loss, models and engine
 parallelize    adapters, recompute, compile and sharding, applied to a plain model from outside
@@ -11,11 +12,14 @@ schedule       the learning rate of each step
 microbatch     samples to one rank's rows
 scorer         log-probabilities without gradient: old policy and reference
 engine         one optimizer step over a global batch
+busy_clock     how long each rank's own layers take
+determinism    algorithms that give the same bits again, and random states
 rl             rewards to advantages, the reference model, a batch between its updates
-rollouts       responses of the present model to prompts, as samples
 metrics        the numbers of a step, by name
+updates        an update from its begin to its line of metrics
 loop           Loop: batches, updates, metrics, checkpoints
 resume         what may change between a checkpoint and the run that goes on from it
+early_imports  packages of the first step on a GPU, imported while the data is read
 run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """

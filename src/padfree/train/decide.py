@@ -1,18 +1,18 @@
-"""What a run would refuse, found before its first step and before anything large is loaded.
+"""Refuse what cannot be run, before the first step and before anything large is loaded.
 
     decide(config)  settings   trackers, the layout of the processes, the folder, names of models and of a reward
                     model      its modules on the meta device, without weights: attention, leaks, vocabulary, positions
                     data       tokenised: lengths against the caps, token ids, columns that the loss needs
-      -> Decided    tokenizer, data and the empty model for whoever goes on, and notes: what is odd but no mistake
+      -> Decided    tokenizer, data and the empty model for the run to go on with, and notes: what is odd but no mistake
 
-A run, its dry run and `padfree plan` call this one function, so that none passes what another refuses; `padfree check`
-shares `check_fits`. What settings alone can tell is refused still earlier, by `padfree.config`.
+A run, its dry run and `padfree plan` all call `decide`, so that none of them accepts what another refuses. What
+settings alone can tell is refused still earlier, by `padfree.config`.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.attention import choose_backend
-from padfree.attention.capability import BACKENDS
+from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
 from padfree.config.choices import Init
@@ -44,6 +42,8 @@ from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
+from padfree.sizes import ModelSizes
+from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
@@ -56,9 +56,6 @@ from padfree.train.training_data import (
     make_batcher,
 )
 
-TABLE_MARGIN = 8
-"""A table of positions may have a few rows more than the config says (OPT: two)."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Decided:
@@ -68,38 +65,6 @@ class Decided:
     source: TrainingData
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a model can be given: token ids below `vocabulary`, samples of up to `positions` tokens (None: any)."""
-
-    vocabulary: int
-    positions: int | None
-    trained_positions: int | None  # max_position_embeddings; rotary models go on beyond it
-
-    @staticmethod
-    def of(model: PreTrainedModel) -> Limits:
-        """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
-        embeddings = model.get_input_embeddings()
-        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
-        trained = getattr(model.config, "max_position_embeddings", None)
-        trained = trained if isinstance(trained, int) and trained > 0 else None
-        positions = None
-        if trained is not None:
-            others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
-            rows = {part.num_embeddings for part in others}
-            rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
-            ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
-            positions = trained if ends else None
-        return Limits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
-
-    def within(self, other: Limits) -> Limits:
-        """What both models can be given."""
-        limits = [limit for limit in (self.positions, other.positions) if limit is not None]
-        return replace(
-            self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
-        )
 
 
 def decide(
@@ -163,7 +128,7 @@ def _decided(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """What takes a look at this machine, and no model and no data."""
+    """Check settings against this machine, without a model and without data."""
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % (context * replicate):
@@ -221,14 +186,11 @@ def _renamed(error: ValueError, name: str, setting: str) -> str:
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
     """Refuse a backend that cannot serve this model on this device, where the device is here to be asked."""
-    shape = model.config
-    heads = getattr(shape, "num_attention_heads", None)
-    head_dim = getattr(shape, "head_dim", None) or (shape.hidden_size // heads if heads else None)
-    latent = getattr(shape, "qk_nope_head_dim", None) is not None  # head sizes of its own
-    if latent or not isinstance(head_dim, int) or (device_type == "cuda" and not torch.cuda.is_available()):
+    sizes = ModelSizes.of(model.config)
+    if sizes.latent is not None or (device_type == "cuda" and not torch.cuda.is_available()):
         return
     try:
-        choose_backend(device_type, getattr(torch, config.model.dtype), head_dim, requested=config.model.attention)
+        choose_backend(device_type, getattr(torch, config.model.dtype), sizes.head, requested=config.model.attention)
     except ValueError as error:
         raise ValueError(_renamed(error, "backend", "model.attention")) from None
 
@@ -256,47 +218,6 @@ def check_source(config: Config, source: TrainingData, limits: Limits, tokenizer
         _check_columns(config, source)
     if sampled:
         _check_rows(config, source)
-
-
-def check_fits(
-    samples: Samples,
-    limits: Limits,
-    *,
-    place: Callable[[int], Any],
-    setting: str,
-    look_at_tokens: bool = True,
-    vocabulary_cure: str,
-    positions_cure: str,
-) -> None:
-    """Refuse token ids that the model has no embedding for, and samples with more tokens than it has positions."""
-    if limits.positions is not None:
-        lengths = lengths_of(samples)
-        over = np.flatnonzero(lengths > limits.positions)
-        if len(over):
-            raise ValueError(
-                f"{setting}: {place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} "
-                f"positions; {positions_cure}"
-            )
-    found = _first_token_from(samples, limits.vocabulary) if look_at_tokens else None
-    if found is not None:
-        raise ValueError(
-            f"{setting}: {place(found[0])} has token id {found[1]}, but the vocabulary of the model has "
-            f"{limits.vocabulary}; {vocabulary_cure}"
-        )
-
-
-def lengths_of(samples: Samples) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[n] tokens of each, those of the longest response included."""
-    if isinstance(samples, TokenizedDataset):
-        return samples.lengths
-    return np.array([len(sample) for sample in samples], dtype=np.int64)
-
-
-def _first_token_from(samples: Samples, least: int) -> tuple[int, int] | None:
-    if isinstance(samples, TokenizedDataset):
-        return samples.first_token_from(least)
-    largest = ((index, int(sample.tokens.max(initial=0))) for index, sample in enumerate(samples))
-    return next(((index, token) for index, token in largest if token >= least), None)
 
 
 def _largest_id(tokenizer: Any) -> int:

@@ -7,8 +7,8 @@
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: the end if a signal asks for it, a checkpoint if it is due
 
-On a GPU an update whose samples are there already is begun before the one before it is finished, so that the device
-never waits for the host. Its numbers come one update later then, and a checkpoint waits for them.
+On a GPU an update whose samples are known already is begun before the one before it is finished
+(`padfree.train.updates`). A checkpoint first waits for all updates that were begun.
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
@@ -22,7 +22,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import PolicySettings, needs_old_logprobs
 from padfree.record.events import Events, environment
-from padfree.record.files import CHECKPOINTS, CONFIG, NONFINITE
-from padfree.record.metrics import MetricsFile, write_samples
+from padfree.record.files import CHECKPOINTS, CONFIG
+from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
 from padfree.train.determinism import deterministic, random_state, restore_random_state
-from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
-from padfree.train.metrics import peak_memory_gib, reward_metrics, step_metrics
+from padfree.train.engine import Engine, PreparedStep
+from padfree.train.metrics import reward_metrics
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -53,11 +53,13 @@ from padfree.train.resume import (
     model_fields,
 )
 from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.training_data import Batcher
+from padfree.train.updates import OnStep, Updates
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
 """Options of the optimizer that are settings; the learning rate is set anew in every step."""
@@ -73,26 +75,15 @@ class RunResult:
 
 
 MakeSamples = Callable[[Sequence[Any]], list[Sample]]
-"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say."""
+"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
 
-OnStep = Callable[[Mapping[str, Any]], None]
-"""Called with the metrics of each step after it is done, on every rank."""
+It may have `timings`, see `padfree.train.rl.batch_times`.
+"""
 
 OnNote = Callable[[str], None]
 """Called with a line for the user: what was decided for them, or what the run waits for."""
 
 COMPILING = "compiling the layers: up to a minute at the first time, a few seconds where the compiler's cache has them"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Begun:
-    """An update that is not finished yet, and what is to be written of it."""
-
-    pending: PendingStep
-    step: int
-    lr: float
-    metrics: dict[str, Any]
-    begin: float  # by the clock of `time.perf_counter`
 
 
 class Loop:
@@ -111,22 +102,20 @@ class Loop:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
-        self.make_samples = make_samples or _flat
+        self.make_samples = make_samples
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
-        self.on_step, self.on_note = on_step, on_note
+        self.on_note = on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
         raise_together(refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
         self.step = 0
-        self._batch: RolloutBatch | None = None  # with updates that are still to be made
-        self._following: RolloutBatch | None = None  # what comes behind it, if that was looked at already,
-        self._cursor: dict[str, Any] | None = None  # and the place in the data before it
+        self._batch: RolloutBatch | None = None  # the batch whose updates are being made
+        self._following: RolloutBatch | None = None  # the batch behind it, if it has been taken already,
+        self._cursor: dict[str, Any] | None = None  # and the place in the data before that one
         self._ahead: PreparedStep | None = None  # the next update, laid out while the device was busy with the last
         self.begins_ahead = self.mesh.device.type == "cuda"  # elsewhere there is nothing to gain
-        self._begun: _Begun | None = None
-        self._last_end = 0.0  # when the last update was finished,
-        self._votes = 0  # and how many ranks wanted to end the run when it began
         self._saved: Path | None = None
         self._saved_step = 0
         self.checkpointer = Checkpointer(
@@ -154,12 +143,21 @@ class Loop:
             self.trackers = Trackers(
                 config.track, self.folder, config.to_dict(), rank=self.mesh.loss.rank, step=self.step
             )
-        self.flops = Flops.of(
+        flops = Flops.of(
             engine.model.config,
             devices=self.mesh.loss.size,
             device=self.mesh.device,
             dtype=getattr(torch, config.model.dtype),
             adapters=config.lora.rank > 0,
+        )
+        self.updates = Updates(
+            engine,
+            self.folder,
+            flops=flops,
+            metrics=self.metrics,
+            events=self.events,
+            trackers=self.trackers,
+            on_step=on_step,
         )
 
     def finished(self) -> bool:
@@ -190,11 +188,11 @@ class Loop:
                     if self.reference is not None:
                         self.reference.after_batch(self.engine.model)
                 # While the device is at work on an update, what the ranks said when the one before it began must do.
-                stopped = self._votes > 0 if self._begun is not None else agreed(signals.received, self.mesh)
+                stopped = self.updates.votes > 0 if self.updates.pending else agreed(signals.received, self.mesh)
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
                     self.save()
-            self._finish_begun()
+            self.updates.finish()
             if self.step == 0:
                 raise ValueError("data.path: it gave no batch; give files with at least one sample")
             if self.step > self._saved_step:
@@ -210,7 +208,15 @@ class Loop:
 
     def _next_batch(self) -> RolloutBatch | None:
         groups = next(self.batcher, None)
-        return None if groups is None else self._prepared(_distinct(self.make_samples(groups)))
+        if groups is None:
+            return None
+        times = BatchTimes()
+        if self.make_samples is None:
+            return self._prepared(_distinct(_flat(groups)), times)
+        with times.measure("sampling"):
+            samples = self.make_samples(groups)
+        times.split_sampling(getattr(self.make_samples, "timings", {}))
+        return self._prepared(_distinct(samples), times)
 
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
@@ -231,28 +237,33 @@ class Loop:
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(*following.samples_of(part))
 
-    def _prepared(self, batch: list[Sample]) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
-            return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._course()))
+            return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._minibatch_settings()))
         metrics = reward_metrics(batch, end_tokens=self.end_tokens)
-        metrics |= signal_of(batch, self.config.loss.advantage).metrics()
+        metrics |= signal_of(batch, self.config.loss.advantage).metrics() | dict(self.rollout_metrics())
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
-            found = self.reference.logprobs(batch)
+            with times.measure("reference"):
+                found = self.reference.logprobs(batch)
             batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
-        old = self.engine.scorer.logprobs(batch) if needs_old_logprobs(settings) else None
+        old = None
+        if needs_old_logprobs(settings):
+            with times.measure("old_logprobs"):
+                old = self.engine.scorer.logprobs(batch)
         return RolloutBatch(
             samples=batch,
-            parts=update_parts(len(batch), **self._course()),
+            parts=update_parts(len(batch), **self._minibatch_settings()),
             epochs=self.config.loss.epochs,
             old_logprobs=old,
             metrics=metrics,
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
 
-    def _course(self) -> dict[str, int]:
-        """What says which samples of the present batch are in which of its updates."""
+    def _minibatch_settings(self) -> dict[str, int]:
+        """What decides which samples of the present batch are in which of its updates."""
         loss = self.config.loss
         return {
             "epochs": loss.epochs,
@@ -264,61 +275,27 @@ class Loop:
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
+        if batch.done == 0:
+            metrics = {**batch.times, **metrics}
         schedule = self.config.schedule
         lr = self.config.optimizer.lr * learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
         begin = time.perf_counter()
         prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
-        earlier = self._begun
-        pending = self.engine.begin(
-            prepared, lr=lr, step=self.step, after=None if earlier is None else earlier.pending, vote=vote
-        )
+        self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote)
         self._look_ahead(batch)
-        self._finish_begun()
-        self._begun = _Begun(pending=pending, step=self.step, lr=lr, metrics=metrics, begin=begin)
+        self.updates.finish(keep=1)
         self.step += 1
         batch.done += 1
         if not self.begins_ahead or self._ahead is None:
-            self._finish_begun()
-
-    def _finish_begun(self) -> None:
-        """Wait for the update that was begun last, if there is one, and write its numbers."""
-        if self._begun is None:
-            return
-        begun, self._begun = self._begun, None
-        try:
-            report = begun.pending.finish()
-        except NonFiniteError as error:
-            path = self.folder / NONFINITE.format(step=f"{begun.step:08d}")
-            if self.mesh.loss.rank == 0:
-                with suppress(OSError):  # a full disk must not hide what went wrong
-                    write_samples(path, error.samples)
-            self.events.write("nonfinite", step=begun.step, file=path.name)
-            raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
-        end = time.perf_counter()
-        numbers = step_metrics(
-            begun.step,
-            report,
-            lr=begun.lr,
-            seconds=begun.pending.device_seconds() or end - max(begun.begin, self._last_end),
-            flops=self.flops,
-            busy_seconds=report.busy_seconds,
-            memory_gib=peak_memory_gib(self.mesh.device),
-        )
-        self._last_end, self._votes = end, report.votes
-        written = {**numbers, **begun.metrics}
-        with writing(self.folder):
-            self.metrics.write(written)
-            self.trackers.log(begun.step, written)
-        if self.on_step is not None:
-            self.on_step(written)
+            self.updates.finish()
 
     # Checkpoints
 
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
-        self._finish_begun()
+        self.updates.finish()
         extra = {
             "step": self.step,
             "batcher": self._cursor or self.batcher.state_dict(),
@@ -374,7 +351,7 @@ class Loop:
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
         if KEY in extra:
-            self._batch = RolloutBatch.restored(extra, **self._course())
+            self._batch = RolloutBatch.restored(extra, **self._minibatch_settings())
         self.step = self._saved_step = int(extra["step"])
         self._saved = path
         if rank_state is None:  # another number of ranks: no rank's state is this one's

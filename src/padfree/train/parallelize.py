@@ -2,23 +2,23 @@
 
     attach          attention inside each sample                         padfree.model.attach
     freeze          no gradients: the reference model
-    adapters        low-rank ones are trained instead of the weights     lora.rank
-    compile         each layer by itself                                 parallel.compile
-    checkpointing   each layer's activations are computed again          parallel.checkpointing
+    adapters        trained instead of the weights                       lora.rank
+    compile         each layer by itself                                 parallel.compile, parallel.kernels
+    checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process
     masters         float32 weights behind bfloat16 ones                 a single process: `padfree.train.masters`
 
-None of them renames a parameter in what is read and written. With bfloat16, weights and their gradients are float32
-between steps, and bfloat16 while they compute: FSDP2 does this where it shards, `masters` in a single process. Weights
-that are not trained are kept in bfloat16 itself, which is what they would be rounded to at every use. With `reshard`
-only the layers that compute are there in bfloat16 (in a single process FSDP2 does that, too); without it all are, which
-takes two bytes a weight and no time. With `offload` the shards, their gradients and so the optimizer's state are on the
-CPU, and a unit's weights are on the device while it computes.
+Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
+bfloat16 in forward and backward: FSDP2 converts them where it shards, `masters` in a single process. Frozen weights are
+kept in bfloat16, to which they would be rounded at every use. With `reshard` only the layers that compute have a
+bfloat16 copy (in a single process FSDP2 sees to that, too); without it all layers do, which takes two bytes a weight
+and no time. With `offload` shards, gradients and optimizer state are on the CPU, and a unit's weights are on the device
+while it computes.
 
 Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
-`function` can score hidden states with the head's own weight, and whatever gradient reaches that weight, a fused
-one too, is reduced over the ranks when backward ends. FSDP2 sees the tensors of nested tuples, lists and dicts that
-`function` returns, and of nothing else: a loss must be returned in one of these.
+`function` can score hidden states with the head's own weight. Every gradient of that weight, also that of a fused loss,
+is reduced over the ranks when backward ends. FSDP2 finds the tensors that `function` returns in nested tuples, lists
+and dicts only: a loss must be returned in one of these.
 
 Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
 """
@@ -44,8 +44,8 @@ from transformers import PreTrainedModel
 from padfree.config import LoraConfig
 from padfree.config.choices import Checkpointing
 from padfree.distributed import Mesh
-from padfree.layers.compile import Kept, compile_layers
-from padfree.layers.recompute import recompute_layers
+from padfree.layers.compile import compile_layers
+from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
@@ -63,6 +63,7 @@ def transformations(
     *,
     attention: str = "auto",
     compile: str = "none",
+    operators: bool = True,
     checkpointing: Checkpointing = "none",
     dtype: torch.dtype = torch.float32,
     reshard: bool = True,
@@ -77,11 +78,11 @@ def transformations(
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "there is no such checkpointing of layers as they come"
-    # Compiled layers are told what to keep; else, and where all is forgotten, PyTorch's checkpointing is around them.
+    # The compiler is told what a layer keeps. `full`, and layers that are not compiled, get PyTorch's checkpointing.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
-        steps.append(partial(_compile, backend=compile, kept=kept))
+        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators))
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(_recompute, mode=checkpointing))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
@@ -105,8 +106,8 @@ def _freeze(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
 
 
-def _compile(model: PreTrainedModel, backend: str, kept: Kept) -> None:
-    compile_layers(layers_of(model), backend, kept)
+def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool) -> None:
+    compile_layers(layers_of(model), backend, kept, operators=operators)
 
 
 def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:

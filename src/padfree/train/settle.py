@@ -2,8 +2,8 @@
 
     parallel.compile         inductor on a GPU, none on the CPU
     parallel.checkpointing   the first of none, host, selective, full (the fastest first) that fits the device; host
-                             only for layers that take longer than the link to the host,
-    parallel.reshard         with all layers whole (false) where that fits, too
+                             only for layers that compute for longer than their tensors travel to the host
+    parallel.reshard         false (all layers stay whole) where that fits as well
 
 What a user has set stays as it is. Every decision comes with its reason, for whoever shows or records it.
 """
@@ -28,14 +28,15 @@ from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
+from padfree.sizes import ModelSizes
 
-USABLE = 0.9
+USABLE_FRACTION = 0.9
 """Of a device's memory; the rest is left to the allocator, to collectives and to the driver."""
 
 ASSUMED_MEMORY = 80.0 * 2**30
 """Of a GPU that is not here."""
 
-HOST_SHARE = 0.5
+PINNED_FRACTION = 0.5
 """Of a machine's memory, what may be page-locked for activations."""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
@@ -80,7 +81,7 @@ def settle(
         if config.lora.rank:
             add_adapters(model, config.lora)  # once: each estimate would put them in again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
-        may_offload = device_type != "cpu" and _hidden_size(model) >= WIDE_ROW
+        may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
         for candidate in _candidates(parallel, may_offload):
             found = estimate_memory(
                 replace(config, parallel=candidate, lora=LoraConfig()),
@@ -91,7 +92,10 @@ def settle(
                 prompt_tokens=prompt_tokens,
             )
             estimates.append((candidate, found))
-            if found.device <= USABLE * memory and found.activations_away <= HOST_SHARE * _machine_memory():
+            if (
+                found.device <= USABLE_FRACTION * memory
+                and found.offloaded_activations <= PINNED_FRACTION * _machine_memory()
+            ):
                 break
         reason = _reason(estimates, memory)
         for name in ("checkpointing", "reshard"):
@@ -144,10 +148,6 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
     return "inductor", "compiled layers are faster on a GPU; the first step waits for the compiler"
 
 
-def _hidden_size(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().hidden_size)
-
-
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
     """What may be chosen, the fastest first. `may_offload`: whether layers take longer than the link to the host."""
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
@@ -163,7 +163,7 @@ def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[Paralle
 def _reason(estimates: list[tuple[ParallelConfig, MemoryEstimate]], memory: float) -> str:
     _, estimate = estimates[-1]
     needs = f"needs about {_gib(estimate.device)} of {_gib(memory)}"
-    if estimate.device > USABLE * memory:
+    if estimate.device > USABLE_FRACTION * memory:
         return f"{needs}, more than there may be, and nothing needs less: lower batch.max_tokens if memory runs out"
     faster = [f"{_named(other)} {_gib(found.device)}" for other, found in estimates[:-1]]
     return needs if not faster else f"{needs}; {', '.join(faster)} would be faster, but not fit"

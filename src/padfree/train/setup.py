@@ -132,6 +132,7 @@ def _load(
         mesh,
         attention=config.model.attention,
         compile=str(config.parallel.compile),
+        operators=config.parallel.kernels == "auto",
         dtype=getattr(torch, config.model.dtype),
         offload=offload,
         **changes,

@@ -1,14 +1,14 @@
-"""Matrix products that do what comes next before they write: what they would write is never read again.
+"""Matmuls with epilogues: SwiGLU, its backward or an add, computed before the result is written.
 
-    mm_add                a [T, K], b [K, N], c [T, N]           -> a·b + c
-    mm_swiglu             a [T, K], b [K, N], gate [T, N]        -> up = a·b, act = silu(gate) · up
-    mm_swiglu_backward    a [T, K], b [K, N], gate, up [T, N]    -> dgate, dup of dact = a·b
-    mm_swiglu_backward_   the same                               puts dgate and dup in the places of gate and up
+    matmul_add                a [T, K], b [K, N], c [T, N]           -> a·b + c
+    matmul_swiglu             a [T, K], b [K, N], gate [T, N]        -> up = a·b, act = silu(gate) · up
+    matmul_swiglu_backward    a [T, K], b [K, N], gate, up [T, N]    -> dgate, dup of dact = a·b
+    matmul_swiglu_backward_   the same                               writes dgate over gate and dup over up
 
-b may lie in memory either way, as `torch.mm` has it. The arithmetic is float32, and results are rounded once.
+b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
 
-On Hopper these are the products of `quack-kernels` with epilogues of ours (`quack_matmul_epilogues`), elsewhere
-what is below. `passes.matmul_epilogues` puts them into compiled layers.
+On Hopper these are matmuls of `quack-kernels` with epilogues of ours (`quack_matmul_epilogues`), elsewhere plain torch.
+`passes.matmul_epilogues` puts them into compiled layers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from padfree.layers.ops.quack_support import is_supported
 from padfree.layers.ops.swiglu import swiglu, swiglu_backward
 
-ADD = "padfree::mm_add"
-SWIGLU = "padfree::mm_swiglu"
-BACKWARD = "padfree::mm_swiglu_backward"
-OVERWRITING = "padfree::mm_swiglu_backward_"
+ADD = "padfree::matmul_add"
+SWIGLU = "padfree::matmul_swiglu"
+BACKWARD = "padfree::matmul_swiglu_backward"
+OVERWRITING = "padfree::matmul_swiglu_backward_"
 
 torch.library.define(ADD, "(Tensor a, Tensor b, Tensor c) -> Tensor")
 torch.library.define(SWIGLU, "(Tensor a, Tensor b, Tensor gate) -> (Tensor, Tensor)")
@@ -31,7 +31,7 @@ torch.library.define(OVERWRITING, "(Tensor a, Tensor b, Tensor(a!) gate, Tensor(
 
 
 @torch.library.impl(ADD, ("cpu", "cuda"))
-def _mm_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def _matmul_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     if not is_supported(a, b):
         return torch.addmm(c, a, b)
     from padfree.layers.ops import quack_matmul_epilogues as kernels
@@ -42,7 +42,7 @@ def _mm_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 @torch.library.impl(SWIGLU, ("cpu", "cuda"))
-def _mm_swiglu(a: Tensor, b: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+def _matmul_swiglu(a: Tensor, b: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     if not is_supported(a, b):
         up = a @ b
         return up, swiglu(gate, up).contiguous()
@@ -54,14 +54,14 @@ def _mm_swiglu(a: Tensor, b: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
-def _mm_swiglu_backward(a: Tensor, b: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _matmul_swiglu_backward(a: Tensor, b: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     _backward_into(a, b, gate, up, dgate, dup)
     return dgate, dup
 
 
 @torch.library.impl(OVERWRITING, ("cpu", "cuda"))
-def _mm_swiglu_backward_overwriting(a: Tensor, b: Tensor, gate: Tensor, up: Tensor) -> None:
+def _matmul_swiglu_backward_overwriting(a: Tensor, b: Tensor, gate: Tensor, up: Tensor) -> None:
     _backward_into(a, b, gate, up, gate, up)
 
 

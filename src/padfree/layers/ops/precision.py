@@ -1,4 +1,4 @@
-"""What operators of our own compute in, and where."""
+"""Which type the operators compute in, and whether a Triton kernel does it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""The norms of heads and the rotation of positions after them, as one operator.
+"""QK-norm and RoPE of one projection, as one operator.
 
-    rotated_rms_norm            x [.., T, H, d], weight [d], cos, sin [.., T, d]   -> y [.., T, H, d], rstd [.., T, H]
-    rotated_rms_norm_backward   dy, x, weight, rstd, cos, sin                      -> dx [.., T, H, d], dweight [d]
+    qk_norm_rope            x [.., T, H, d], weight [d], cos, sin [.., T, d]   -> y [.., T, H, d], rstd [.., T, H]
+    qk_norm_rope_backward   dy, x, weight, rstd, cos, sin                      -> dx [.., T, H, d], dweight [d]
 
-    n = weight · x · rstd                 of each head by itself
-    y = n · cos + (-n₂, n₁) · sin         n₁ and n₂ are the halves of n
+    n = weight · x · rstd                 RMSNorm of each head
+    y = n · cos + (-n₂, n₁) · sin         RoPE; n₁ and n₂ are the halves of n
 
-All in float32, and rounded once. The angles are the same for all heads of a token, and get no gradient.
+The arithmetic is float32, and y is rounded once. The heads of a token share cos and sin, which get no gradient.
+
+On a GPU these are Triton kernels (`triton_qk_norm_rope`), elsewhere plain torch. `passes.qk_norm_rope` puts them into
+compiled layers.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ import torch
 from torch import Tensor
 
 from padfree.layers.ops.precision import has_kernels, wide_type
-from padfree.layers.ops.rms_norm import norm_backward
+from padfree.layers.ops.rms_norm import rms_norm_backward
 
-ROTATED = "padfree::rotated_rms_norm"
-BACKWARD = "padfree::rotated_rms_norm_backward"
+QK_NORM_ROPE = "padfree::qk_norm_rope"
+BACKWARD = "padfree::qk_norm_rope_backward"
 
-torch.library.define(ROTATED, "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor)")
+torch.library.define(QK_NORM_ROPE, "(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> (Tensor, Tensor)")
 torch.library.define(
     BACKWARD,
     "(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor cos, Tensor sin, bool weight_gradient) "
@@ -30,7 +33,7 @@ torch.library.define(
 )
 
 
-def rotated_norm(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """In plain torch."""
     wide = x.to(wide_type(x))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -40,39 +43,39 @@ def rotated_norm(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
     return y.to(x.dtype).contiguous(), rstd[..., 0]
 
 
-def rotated_norm_backward(
+def qk_norm_rope_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """In plain torch."""
     dy = dy.to(wide_type(x))
     low, high = (dy * sin[..., None, :]).chunk(2, dim=-1)
     dnormal = dy * cos[..., None, :] + torch.cat((high, -low), dim=-1)
-    return norm_backward([dnormal], x, weight, rstd, None)
+    return rms_norm_backward([dnormal], x, weight, rstd, None)
 
 
-@torch.library.impl(ROTATED, ("cpu", "cuda"))
-def _rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@torch.library.impl(QK_NORM_ROPE, ("cpu", "cuda"))
+def _qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
-        return rotated_norm(x, weight, cos, sin, eps)
+        return qk_norm_rope(x, weight, cos, sin, eps)
     from padfree.layers.ops import triton_qk_norm_rope
 
     return triton_qk_norm_rope.forward(x, weight, cos, sin, eps)
 
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
-def _rotated_backward(
+def _qk_norm_rope_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
-        dx, dweight = rotated_norm_backward(dy, x, weight, rstd, cos, sin)
+        dx, dweight = qk_norm_rope_backward(dy, x, weight, rstd, cos, sin)
         return dx, dweight if weight_gradient else weight.new_empty(0)
     from padfree.layers.ops import triton_qk_norm_rope
 
     return triton_qk_norm_rope.backward(dy, x, weight, rstd, cos, sin, weight_gradient=weight_gradient)
 
 
-@torch.library.register_fake(ROTATED)  # type: ignore[untyped-decorator]
-def _rotated_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake(QK_NORM_ROPE)  # type: ignore[untyped-decorator]
+def _qk_norm_rope_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=wide_type(x))
 
 
@@ -88,8 +91,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[1]
-    dx, dweight = torch.ops.padfree.rotated_rms_norm_backward(dy, *ctx.saved_tensors, needs_weight)
+    dx, dweight = torch.ops.padfree.qk_norm_rope_backward(dy, *ctx.saved_tensors, needs_weight)
     return dx, dweight if needs_weight else None, None, None, None
 
 
-torch.library.register_autograd(ROTATED, _gradients, setup_context=_save)
+torch.library.register_autograd(QK_NORM_ROPE, _gradients, setup_context=_save)

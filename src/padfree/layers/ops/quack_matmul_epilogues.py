@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Products with epilogues on Hopper, made with `quack-kernels` (Python that compiles its kernels on first use).
+"""Matmuls with epilogues on Hopper, made with `quack-kernels` (Python that compiles its kernels on first use).
 
 The epilogue of a tile runs while another group of warps computes the next tile (`pingpong`), so that what it reads and
 writes costs little. Tiles: the fastest of 18 (for the sum, of 5) at [14918, 2560] and 9,728 columns on a hot H200.

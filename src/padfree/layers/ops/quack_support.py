@@ -1,4 +1,4 @@
-"""Where products with epilogues have kernels."""
+"""Where matmuls with epilogues have kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_supported(a: Tensor, b: Tensor) -> bool:
 
 
 def is_whole(columns: int | torch.SymInt) -> bool:
-    """Whether rows of so many numbers of two bytes are whole pieces of 16 bytes, as the kernels read them."""
+    """Whether so many 16-bit columns are a multiple of 16 bytes, as the kernels read them."""
     return isinstance(columns, int) and columns % 8 == 0
 
 

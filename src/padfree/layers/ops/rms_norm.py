@@ -1,4 +1,4 @@
-"""RMS norms as operators: what a row needs is read once, forward and backward.
+"""RMSNorm as operators: each token's hidden states are read once, forward and backward.
 
     rms_norm            x [.., D], weight [D]        -> y [.., D], rstd [..]
     add_rms_norm        a, b [.., D], weight [D]     -> y [.., D], a + b [.., D], rstd [..]     the residual stream
@@ -8,12 +8,12 @@
 
 The arithmetic is float32, and y is rounded to the type of x once. (Most of Hugging Face's modules round x · rstd as
 well. The compiler leaves such roundings out of what it fuses, which is nearer to exact results: so do we.) `dys` are
-gradients of y that come from several products: their sum is never written. Nor is dx before `residual`, the gradient
-that passes by the norm, is added to it. Each of `dys` may have the rows of x in another shape, such as [T, D] for
+the gradients of y from several matmuls; the kernel adds them, and then `residual`, the gradient of the residual stream,
+so that no sum is written to memory by itself. Each of `dys` may have another shape than x, such as [T, D] for
 [1, T, D].
 
-On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere what is below. `qk_norm_rope` has the norms of heads,
-and `passes.norms` puts them all into compiled layers.
+On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` puts them into compiled
+layers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ torch.library.define(
 # In plain torch
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(wide_type(x))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = wide * rstd
     return (weight * normal).to(x.dtype).contiguous(), rstd[..., 0]
 
 
-def norm_backward(
+def rms_norm_backward(
     dys: list[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     wide = wide_type(x)
@@ -70,7 +70,7 @@ def norm_backward(
 @torch.library.impl(RMS_NORM, ("cpu", "cuda"))
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
-        return norm(x, weight, eps)
+        return rms_norm(x, weight, eps)
     from padfree.layers.ops import triton_rms_norm as kernels
 
     y, _, rstd = kernels.forward(x, None, weight, eps)
@@ -81,7 +81,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     if not has_kernels(a):
         total = (a + b).contiguous()
-        y, rstd = norm(total, weight, eps)
+        y, rstd = rms_norm(total, weight, eps)
         return y, total, rstd
     from padfree.layers.ops import triton_rms_norm as kernels
 
@@ -93,7 +93,7 @@ def _rms_norm_backward(
     dys: list[Tensor], x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     if not has_kernels(x):
-        dx, dweight = norm_backward(dys, x, weight, rstd, residual)
+        dx, dweight = rms_norm_backward(dys, x, weight, rstd, residual)
         return dx, dweight if weight_gradient else weight.new_empty(0)
     from padfree.layers.ops import triton_rms_norm as kernels
 

@@ -1,14 +1,14 @@
-"""Gated activations of an MLP as operators, the backward of which needs no memory of its own.
+"""SwiGLU as operators. Where activations are recomputed, its backward needs no memory of its own.
 
     swiglu             gate, up [.., F]            -> act [.., F]            act = silu(gate) · up
     swiglu_backward    dact, gate, up [.., F]      -> dgate, dup [.., F]
-    swiglu_backward_   dact, gate, up [.., F]      puts act, dgate and dup in their places
+    swiglu_backward_   dact, gate, up [.., F]      writes act over dact, dgate over gate, dup over up
 
-The three tensors of a row's width F are the largest of a layer: where activations are computed again, backward needs
-all six at once, unless it writes over what it has read. The arithmetic is float32, and results are rounded once.
+Tensors of width F are the largest of a layer. Where activations are recomputed, backward has all six of them at once,
+unless it overwrites what it has read. The arithmetic is float32, and results are rounded once.
 
-On a GPU these are Triton kernels (`triton_swiglu`), elsewhere what is below. `passes.swiglu` puts them into
-compiled layers.
+On a GPU these are Triton kernels (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` puts them into compiled
+layers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""The norms of heads with their rotation as Triton kernels.
+"""QK-norm and RoPE as Triton kernels.
 
     a program's rows     [ROWS, d] at a time, every `num_programs · ROWS`-th of the T · H heads
-    a row                its two halves [ROWS, d/2], since the rotation needs both of a pair in one thread
+    a row                its two halves [ROWS, d/2], since RoPE needs both numbers of a pair in one thread
 
-Angles are read for each head again: they are in the cache. The gradient of the weight is summed as in `kernels.py`.
+cos and sin are read again for each head: they are in the cache. The gradient of the weight is summed as in
+`triton_rms_norm`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ BACKWARD = Configuration(rows=16, warps=4, stages=3, resident=4)
 
 
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, by: Configuration = FORWARD
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, configuration: Configuration = FORWARD
 ) -> tuple[Tensor, Tensor]:
     """y [.., T, H, d], and 1 / rms [.., T, H] of each head."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     y = torch.empty_like(x)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _forward_kernel[(programs(num_rows, x.device, by),)](
+    _forward_kernel[(programs(num_rows, x.device, configuration),)](
         x,
         weight.contiguous(),
         cos.contiguous(),
@@ -38,7 +39,7 @@ def forward(
         rstd,
         num_rows,
         eps,
-        **_launch(x, by),
+        **_launch(x, configuration),
     )
     return y, rstd
 
@@ -52,13 +53,13 @@ def backward(
     sin: Tensor,
     *,
     weight_gradient: bool = True,
-    by: Configuration = BACKWARD,
+    configuration: Configuration = BACKWARD,
 ) -> tuple[Tensor, Tensor]:
     """dx [.., T, H, d] and the weight's gradient [d], or nothing."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     dx = torch.empty_like(x)
-    count = programs(num_rows, x.device, by)
+    count = programs(num_rows, x.device, configuration)
     partial = x.new_empty(count if weight_gradient else 0, x.shape[-1], dtype=torch.float32)
     _backward_kernel[(count,)](
         dy.contiguous(),
@@ -71,20 +72,20 @@ def backward(
         partial,
         num_rows,
         HAS_WEIGHT=weight_gradient,
-        **_launch(x, by),
+        **_launch(x, configuration),
     )
     return dx, sum_of_partials(partial, weight) if weight_gradient else weight.new_empty(0)
 
 
-def _launch(x: Tensor, by: Configuration) -> dict[str, int]:
+def _launch(x: Tensor, configuration: Configuration) -> dict[str, int]:
     half = x.shape[-1] // 2
     return {
         "HEADS": x.shape[-2],
         "HALF": half,
         "COLUMNS": triton.next_power_of_2(half),
-        "ROWS": by.rows,
-        "STAGES": by.stages,
-        "num_warps": by.warps,
+        "ROWS": configuration.rows,
+        "STAGES": configuration.stages,
+        "num_warps": configuration.warps,
     }
 
 

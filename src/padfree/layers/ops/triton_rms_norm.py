@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""The norms as Triton kernels: what is read is read once, and gradients of the weight wait in registers.
+"""RMSNorm as Triton kernels: what is read is read once, and gradients of the weight are summed in registers.
 
     a program's rows     [ROWS, D] at a time, every `num_programs · ROWS`-th
     a row                chunks of CHUNK columns, 8 numbers (16 bytes) for each thread:  | 512 | 512 | 512 | 512 | 512 |
@@ -28,7 +28,7 @@ SHARED_MEMORY = 96 << 10
 
 
 class Configuration(NamedTuple):
-    """How a kernel is cut up; found by measurement (`bench/norms.py`)."""
+    """How a kernel is cut up; found by measurement (`bench/rms_norm.py`)."""
 
     rows: int = 1  # that a program has in registers at a time
     warps: int = 2
@@ -63,16 +63,16 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 
 
 def forward(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, by: Configuration | None = None
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: Configuration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [.., D], x + added [.., D] (or nothing), and 1 / rms [..] of each row."""
-    by = choose(x.shape[-1], x.itemsize).forward if by is None else by
+    configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
     y = torch.empty_like(x)
     total = torch.empty_like(x) if added is not None else x.new_empty(0)
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _forward_kernel[(programs(num_rows, x.device, by),)](
+    _forward_kernel[(programs(num_rows, x.device, configuration),)](
         x,
         x if added is None else added.contiguous(),
         weight.contiguous(),
@@ -82,7 +82,7 @@ def forward(
         num_rows,
         eps,
         HAS_ADDED=added is not None,
-        **_launch(width, by),
+        **_launch(width, configuration),
     )
     return y, total, rstd
 
@@ -95,15 +95,15 @@ def backward(
     residual: Tensor | None,
     *,
     weight_gradient: bool = True,
-    by: Configuration | None = None,
+    configuration: Configuration | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dx [.., D] and the weight's gradient [D], or nothing."""
-    by = choose(x.shape[-1], x.itemsize).backward if by is None else by
+    configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
     first, *others = (dy.contiguous() for dy in _at_most_three(dys))
     dx = torch.empty_like(x)
-    count = programs(num_rows, x.device, by)
+    count = programs(num_rows, x.device, configuration)
     partial = x.new_empty(count if weight_gradient else 0, width, dtype=torch.float32)
     _backward_kernel[(count,)](
         first,
@@ -119,7 +119,7 @@ def backward(
         NUM_DY=1 + len(others),
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight_gradient,
-        **_launch(width, by),
+        **_launch(width, configuration),
     )
     return dx, sum_of_partials(partial, weight) if weight_gradient else weight.new_empty(0)
 
@@ -143,21 +143,21 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
     return [*dys[:2], last]
 
 
-def programs(num_rows: int, device: torch.device, by: Configuration) -> int:
+def programs(num_rows: int, device: torch.device, configuration: Configuration) -> int:
     """How many are launched: as many as are resident, if there are as many rows."""
     held = 3  # in the interpreter
     if device.type == "cuda":
-        held = torch.cuda.get_device_properties(device).multi_processor_count * by.resident
-    return max(1, min(-(-num_rows // by.rows), held))
+        held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
+    return max(1, min(-(-num_rows // configuration.rows), held))
 
 
-def _launch(width: int, by: Configuration) -> dict[str, int]:
+def _launch(width: int, configuration: Configuration) -> dict[str, int]:
     return {
         "D": width,
-        "CHUNK": min(triton.next_power_of_2(width), by.chunk),
-        "ROWS": by.rows,
-        "STAGES": by.stages,
-        "num_warps": by.warps,
+        "CHUNK": min(triton.next_power_of_2(width), configuration.chunk),
+        "ROWS": configuration.rows,
+        "STAGES": configuration.stages,
+        "num_warps": configuration.warps,
     }
 
 

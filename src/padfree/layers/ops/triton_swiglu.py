@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The gated activations as Triton kernels: a program computes `BLOCK` numbers, 8 for each thread at a time."""
+"""SwiGLU as Triton kernels: a program computes `BLOCK` numbers, 8 for each thread at a time."""
 
 from __future__ import annotations
 

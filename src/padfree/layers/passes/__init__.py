@@ -1,1 +1,59 @@
-"""Passes over the graph of a compiled layer, in the order in which they run."""
+"""The passes over the graphs of a compiled layer, in one ordered list. They put `padfree.layers.ops` into the graphs.
+
+    the layer's graph                      silu(gate) · up      mean, rsqrt, ·      t · cos + rotate(t) · sin
+      │  before autograd
+      │    rms_norm_pass                   RMSNorm before a matmul             →  rms_norm, add_rms_norm
+      │    qk_norm_rope_pass               QK-norm and RoPE of heads           →  qk_norm_rope
+      │    swiglu_pass                     silu(gate) · up                     →  swiglu
+      ▼
+    autograd: a forward and a backward graph; operators bring their `_backward`, `parallel.checkpointing` decides what
+      │       backward computes again
+      │  after autograd (Inductor only), in both graphs
+      │    rms_norm_backward_pass          adds around rms_norm_backward       →  its arguments dys and residual
+      │    matmul_epilogues_pass           a·b -> swiglu, swiglu_backward, +   →  matmul_swiglu, .._backward, matmul_add
+      ▼
+    Inductor's own passes
+      │  after Inductor's passes, which expect that nothing is overwritten
+      │    swiglu_overwrite_pass           swiglu_backward                     →  swiglu_backward_, in place
+      │    matmul_epilogues_overwrite_pass matmul_swiglu_backward              →  matmul_swiglu_backward_, in place
+      ▼
+    kernels
+
+Later passes look for what earlier ones made: without swiglu there is no matmul_swiglu. A pass takes a graph, changes it
+in place and returns how many places it changed. To add one, write it in a file here and put it into `PASSES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from padfree.layers.passes.matmul_epilogues import matmul_epilogues_overwrite_pass, matmul_epilogues_pass
+from padfree.layers.passes.qk_norm_rope import qk_norm_rope_pass
+from padfree.layers.passes.rms_norm import rms_norm_backward_pass, rms_norm_pass
+from padfree.layers.passes.swiglu import swiglu_overwrite_pass, swiglu_pass
+
+Stage = Literal["before autograd", "after autograd", "after inductor"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphPass:
+    """One pass, and when it runs."""
+
+    stage: Stage
+    run: Callable[[fx.Graph], int]
+    needs_epilogues: bool = False  # only where matmuls with epilogues have kernels
+
+
+PASSES: tuple[GraphPass, ...] = (
+    GraphPass(stage="before autograd", run=rms_norm_pass),
+    GraphPass(stage="before autograd", run=qk_norm_rope_pass),
+    GraphPass(stage="before autograd", run=swiglu_pass),
+    GraphPass(stage="after autograd", run=rms_norm_backward_pass),
+    GraphPass(stage="after autograd", run=matmul_epilogues_pass, needs_epilogues=True),
+    GraphPass(stage="after inductor", run=swiglu_overwrite_pass),
+    GraphPass(stage="after inductor", run=matmul_epilogues_overwrite_pass),
+)

@@ -1,13 +1,17 @@
-"""Puts products with epilogues into a layer's graphs, after autograd.
+"""Matmuls with epilogues in a layer's graphs, after autograd.
 
-    swiglu(gate, a·b)                       becomes   mm_swiglu(a, b, gate)             `fuse`
-    swiglu_backward(a·b, gate, up)          becomes   mm_swiglu_backward(a, b, ..)
-    a·b + c                                 becomes   mm_add(a, b, c)
+`matmul_epilogues_pass`, before the compiler's own passes:
 
-where nobody else asks for the product, and nothing else is added. (The `up` of mm_swiglu is a result as well: backward
-wants it.) In a backward graph that computes gate and up again, nobody needs them after that:
+    swiglu(gate, a·b)                          becomes   matmul_swiglu(a, b, gate)
+    swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
+    a·b + c                                    becomes   matmul_add(a, b, c)
 
-    mm_swiglu_backward(a, b, gate, up)      becomes   mm_swiglu_backward_               `overwrite`
+where the matmul has no other user (the first one may: `up` = a·b is a result of matmul_swiglu, too), and where nothing
+else is added.
+
+`matmul_epilogues_overwrite_pass`, behind them, in a backward graph that computes gate and up again:
+
+    matmul_swiglu_backward(a, b, gate, up)     becomes   matmul_swiglu_backward_, which writes over gate and up
 """
 
 from __future__ import annotations
@@ -20,96 +24,105 @@ from torch import Tensor, fx
 
 import padfree.layers.ops.matmul_epilogues  # noqa: F401 (the operators)
 from padfree.layers.ops.quack_support import is_whole
-from padfree.layers.passes.nodes import arguments, erase, is_plain_sum
+from padfree.layers.passes.nodes import arguments, is_plain_add, replace
 
 ATEN = torch.ops.aten
 RESHAPES = (ATEN.view.default, ATEN.reshape.default, ATEN.unsqueeze.default)
 
 
-class _Product(NamedTuple):
+class _Matmul(NamedTuple):
     a: fx.Node
     b: fx.Node
 
 
-def fuse(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu.default):
-        _fuse_forward(graph, node)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
-        _fuse_backward(graph, node)
-    for node in graph.find_nodes(op="call_function", target=ATEN.add.Tensor):
-        _fuse_sum(graph, node)
+def matmul_epilogues_pass(graph: fx.Graph) -> int:
+    """Fuse each matmul with the SwiGLU, the backward of SwiGLU or the add that alone reads its result."""
+    count = 0
+    for target, fuse in (
+        (torch.ops.padfree.swiglu.default, _fuse_swiglu),
+        (torch.ops.padfree.swiglu_backward.default, _fuse_swiglu_backward),
+        (ATEN.add.Tensor, _fuse_add),
+    ):
+        count += sum(fuse(graph, node) for node in graph.find_nodes(op="call_function", target=target))
+    return count
 
 
-def _fuse_forward(graph: fx.Graph, node: fx.Node) -> None:
+def _fuse_swiglu(graph: fx.Graph, node: fx.Node) -> bool:
     gate, up = arguments(node)
-    product = _product(up, None)
-    if product is None or any(user is not node and user < node for user in up.users):
-        return
+    matmul = _matmul_behind(up, None)
+    if matmul is None or any(user is not node and user < node for user in up.users):
+        return False
     with graph.inserting_before(node):
-        results = _call(graph, torch.ops.padfree.mm_swiglu.default, (*product, _matrix(graph, gate)), 2)
+        results = _call(graph, torch.ops.padfree.matmul_swiglu.default, (*matmul, _matrix(graph, gate)), 2)
         for old, new in zip((up, node), results, strict=True):
-            _replace(graph, old, _shaped(graph, new, old))
+            replace(graph, old, _shaped(graph, new, old))
+    return True
 
 
-def _fuse_backward(graph: fx.Graph, node: fx.Node) -> None:
+def _fuse_swiglu_backward(graph: fx.Graph, node: fx.Node) -> bool:
     dact, gate, up = arguments(node)
-    product = _product(dact, 1)
-    if product is None:
-        return
+    matmul = _matmul_behind(dact, 1)
+    if matmul is None:
+        return False
     with graph.inserting_before(node):
         matrices = (_matrix(graph, gate), _matrix(graph, up))
-        results = _call(graph, torch.ops.padfree.mm_swiglu_backward.default, (*product, *matrices), 2)
+        results = _call(graph, torch.ops.padfree.matmul_swiglu_backward.default, (*matmul, *matrices), 2)
         for part in list(node.users):
-            _, place = arguments(part)
-            _replace(graph, part, _shaped(graph, results[place], part))
+            _, index = arguments(part)
+            replace(graph, part, _shaped(graph, results[index], part))
+    return True
 
 
-def _fuse_sum(graph: fx.Graph, node: fx.Node) -> None:
+def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
     parts = arguments(node)
     # The compiler rounds a longer sum once, and not each time something is added.
-    if not is_plain_sum(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
-        return
-    found = [(product, place) for place, part in enumerate(parts) if (product := _product(part, 1))]
-    if len(found) != 1:  # of two products, neither is at hand before the other
-        return
-    ((product, place),) = found
+    if not is_plain_add(node) or any(each.target is ATEN.add.Tensor for each in (*parts, *node.users)):
+        return False
+    found = [(matmul, index) for index, part in enumerate(parts) if (matmul := _matmul_behind(part, 1))]
+    if len(found) != 1:  # of two matmuls, neither is at hand before the other
+        return False
+    ((matmul, index),) = found
     with graph.inserting_before(node):
-        (result,) = _call(graph, torch.ops.padfree.mm_add.default, (*product, _matrix(graph, parts[1 - place])), 1)
-        _replace(graph, node, _shaped(graph, result, node))
+        (result,) = _call(graph, torch.ops.padfree.matmul_add.default, (*matmul, _matrix(graph, parts[1 - index])), 1)
+        replace(graph, node, _shaped(graph, result, node))
+    return True
 
 
-def overwrite(graph: fx.Graph) -> None:
-    """Put dgate and dup in the places of gate and up, where these are computed in this graph and not used again."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.mm_swiglu_backward.default):
+def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
+    """Write dgate and dup over gate and up, where these are computed in this graph and not read again."""
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.matmul_swiglu_backward.default):
         _, _, gate, up = arguments(node)
         if not _is_free(gate, node) or not _is_free(up, node):
             continue
         with graph.inserting_before(node):
-            call = graph.call_function(torch.ops.padfree.mm_swiglu_backward_.default, node.args)
+            call = graph.call_function(torch.ops.padfree.matmul_swiglu_backward_.default, node.args)
         call.meta["val"] = None
         call.meta["eager_input_vals"] = (tuple(arg.meta["val"] for arg in arguments(node)), {})
         for part in list(node.users):
-            _, place = arguments(part)
-            part.replace_all_uses_with((gate, up)[place])
+            _, index = arguments(part)
+            part.replace_all_uses_with((gate, up)[index])
             graph.erase_node(part)
         graph.erase_node(node)
+        count += 1
+    return count
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether a matrix is computed in this graph, and nobody besides `node` uses it but the product before."""
+    """Whether a matrix is computed in this graph, and read by `node` and by the matmul_swiglu before it alone."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
-    return all(user.target is torch.ops.padfree.mm_swiglu.default for user in others)
+    return all(user.target is torch.ops.padfree.matmul_swiglu.default for user in others)
 
 
 # The nodes
 
 
-def _product(node: fx.Node, num_users: int | None) -> _Product | None:
-    """The factors, if a row is a product, perhaps in another shape, and used only so often."""
-    row = node.meta["val"]
-    if (num_users is not None and len(node.users) != num_users) or not _is_row(row):
+def _matmul_behind(node: fx.Node, num_users: int | None) -> _Matmul | None:
+    """The factors, if [T, N] or [1, T, N] is the result of a matmul, perhaps reshaped, and has so many users."""
+    value = node.meta["val"]
+    if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None
     while node.target in RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
@@ -119,16 +132,16 @@ def _product(node: fx.Node, num_users: int | None) -> _Product | None:
         return None
     a, b = arguments(node)
     inner, columns = a.meta["val"].shape[1], b.meta["val"].shape[1]
-    return _Product(a, b) if columns == row.shape[-1] and is_whole(inner) and is_whole(columns) else None
+    return _Matmul(a, b) if columns == value.shape[-1] and is_whole(inner) and is_whole(columns) else None
 
 
-def _is_row(value: Tensor) -> bool:
+def _is_matrix_like(value: Tensor) -> bool:
     """[T, N] or [1, T, N]"""
     return value.ndim == 2 or (value.ndim == 3 and value.shape[0] == 1)
 
 
 def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A row as [T, N]."""
+    """[T, N] of [T, N] or [1, T, N]."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node
@@ -158,12 +171,7 @@ def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: 
     call.meta["eager_input_vals"] = (values, {})
     if num_results == 1:
         return [call]
-    results = [graph.call_function(operator.getitem, (call, place)) for place in range(num_results)]
+    results = [graph.call_function(operator.getitem, (call, index)) for index in range(num_results)]
     for result, value in zip(results, call.meta["val"], strict=True):
         result.meta["val"] = value
     return results
-
-
-def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    old.replace_all_uses_with(new)
-    erase(graph, old)

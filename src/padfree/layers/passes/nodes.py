@@ -1,36 +1,84 @@
-"""What passes over a layer's graph ask of its nodes."""
+"""What passes ask of the nodes of a layer's graph, and how they replace them.
+
+A node's tensor without data is `meta["example_value"]` before autograd and `meta["val"]` after it.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+MATMULS = (
+    nn.functional.linear,
+    torch._C._nn.linear,
+    torch.addmm,
+    torch.mm,
+    torch.matmul,
+    operator.matmul,
+)
+"""What a matmul can be in a graph before autograd."""
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""The types that our kernels compute."""
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take out a node that nobody asks for, and whatever nobody asks for then."""
-    if node.users or node.op in ("placeholder", "get_attr", "output"):
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for each in inputs:
-        erase(graph, each)
+def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
+    """Whether a node calls this function, or the method of this name, and has so many users (None: any number)."""
+    if not isinstance(node, fx.Node) or node.target != target:
+        return False
+    op = "call_method" if isinstance(target, str) else "call_function"
+    return node.op == op and (users is None or len(node.users) == users)
+
+
+def only_user(node: Any) -> Any:
+    """The one user of a node, or None if there are more or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def example(node: Any) -> Tensor | None:
+    """The tensor without data of a node before autograd; None if its result is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
 
 
 def same_sizes(left: Any, right: Any) -> bool:
     return statically_known_true(sym_eq(tuple(left), tuple(right)))
 
 
-def is_plain_sum(node: fx.Node) -> bool:
-    """Of two different tensors of one type and shape."""
+def is_plain_add(node: fx.Node) -> bool:
+    """Whether a node after autograd adds two different tensors of one type and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]
     parts = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
     return len(parts) == 2 and all(part.dtype == total.dtype and same_sizes(part.shape, total.shape) for part in parts)
+
+
+def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """Give the users of `old` to `new`, and erase what has no user then."""
+    old.replace_all_uses_with(new)
+    erase(graph, old)
+
+
+def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """The same; `new` gets the meta of `old`, which nobody computes for it before autograd."""
+    new.meta = dict(old.meta)
+    replace(graph, old, new)
+
+
+def erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node without users, and then its inputs that have no other user."""
+    if node.users or node.op in ("placeholder", "get_attr", "output"):
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for each in inputs:
+        erase(graph, each)

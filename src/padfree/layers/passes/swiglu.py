@@ -1,86 +1,88 @@
-"""Finds the gated activation in a layer's graph, and lets its backward write over what it has read.
+"""SwiGLU in a layer's graph.
 
-Before autograd (`replace_gated`):
+Before autograd, `swiglu_pass`:
 
-    silu(gate) · up     where both are matrix products                     becomes   swiglu
+    silu(gate) · up, both of them results of matmuls                                    becomes   swiglu(gate, up)
 
-After autograd, in a backward graph that computes gate and up again (`overwrite`):
+After autograd, `swiglu_overwrite_pass`, in a backward graph that computes gate and up again:
 
-    act = swiglu(gate, up)    ...    dgate, dup = swiglu_backward(dact, gate, up)
+    act = swiglu(gate, up)    ...    dgate, dup = swiglu_backward(dact, gate, up)       becomes   swiglu_backward_
 
-becomes swiglu_backward_(dact, gate, up), after which they are act, dgate and dup. What needs act moves behind it.
+swiglu_backward_(dact, gate, up) writes act over dact, dgate over gate and dup over up. What reads act moves behind it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
 
 import padfree.layers.ops.swiglu  # noqa: F401 (the operators)
+from padfree.layers.passes.nodes import KERNEL_DTYPES, MATMULS
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-
-def replace_gated(graph: fx.Graph, products: Collection[Any]) -> int:
-    """Put the operator where the activations are; how many they were. `products` are the graph's matrix products."""
+def swiglu_pass(graph: fx.Graph) -> int:
+    """Replace silu(gate) · up by swiglu."""
     count = 0
     for silu in list(graph.nodes):
         if silu.target is not torch.nn.functional.silu or len(silu.users) != 1:
             continue
-        gate, (product,) = silu.args[0], silu.users
-        others = [arg for arg in product.args if arg is not silu]
-        if product.target is not operator.mul or len(others) != 1:
+        gate, (gated,) = silu.args[0], silu.users
+        others = [arg for arg in gated.args if arg is not silu]
+        if gated.target is not operator.mul or len(others) != 1:
             continue
         (up,) = others
-        if not all(isinstance(node, fx.Node) and node.target in products for node in (gate, up)):
+        if not all(isinstance(node, fx.Node) and node.target in MATMULS for node in (gate, up)):
             continue
         values = [node.meta.get("example_value") for node in (gate, up)]
-        if any(value is None or value.dtype not in DTYPES for value in values) or values[0].dtype != values[1].dtype:
+        if any(value is None or value.dtype not in KERNEL_DTYPES for value in values):
             continue
-        with graph.inserting_before(product):
+        if values[0].dtype != values[1].dtype:
+            continue
+        with graph.inserting_before(gated):
             act = graph.call_function(torch.ops.padfree.swiglu.default, (gate, up))
-        act.meta = dict(product.meta)
-        product.replace_all_uses_with(act)
-        graph.erase_node(product)
+        act.meta = dict(gated.meta)
+        gated.replace_all_uses_with(act)
+        graph.erase_node(gated)
         graph.erase_node(silu)
         count += 1
     return count
 
 
-def overwrite(graph: fx.Graph) -> None:
-    """Compute act, dgate and dup in place of dact, gate and up, where nobody else needs these."""
+def swiglu_overwrite_pass(graph: fx.Graph) -> int:
+    """Let the backward of SwiGLU overwrite dact, gate and up, where nobody else reads these."""
+    count = 0
     for backward in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
         dact, gate, up = backward.args
         forward = graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu.default)
-        again = [node for node in forward if node.args == (gate, up)]
-        if len(again) != 1 or not (_is_free(dact, 1) and _is_free(gate, 2) and _is_free(up, 2)):
+        recomputed = [node for node in forward if node.args == (gate, up)]
+        if len(recomputed) != 1 or not (_is_free(dact, 1) and _is_free(gate, 2) and _is_free(up, 2)):
             continue
-        (act,) = again
-        later = _between(graph, act, backward)
-        if backward in later:
+        (act,) = recomputed
+        readers = _dependents(graph, act, backward)
+        if backward in readers:
             continue
         with graph.inserting_before(backward):
             call = graph.call_function(torch.ops.padfree.swiglu_backward_.default, (dact, gate, up))
         call.meta["val"] = None
         call.meta["eager_input_vals"] = (tuple(arg.meta["val"] for arg in (dact, gate, up)), {})
-        place = call
-        for node in later:
-            place.append(node)
-            place = node
+        previous = call
+        for node in readers:
+            previous.append(node)
+            previous = node
         act.replace_all_uses_with(dact)
         for part in list(backward.users):
             part.replace_all_uses_with((gate, up)[part.args[1]])
             graph.erase_node(part)
         graph.erase_node(backward)
         graph.erase_node(act)
+        count += 1
+    return count
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether a tensor is computed in this graph, perhaps in another shape, and used only so often."""
+    """Whether a tensor is computed in this graph, perhaps in another shape, and has so many users."""
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
@@ -90,8 +92,8 @@ def _is_free(node: fx.Node, num_users: int) -> bool:
     return node.op == "call_function"
 
 
-def _between(graph: fx.Graph, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """What depends on `first` and comes before `last`, in order; with `last` if that depends on it, too."""
+def _dependents(graph: fx.Graph, first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """The nodes from `first` to `last` that depend on `first`, in order, `last` among them if it does."""
     found: set[fx.Node] = {first}
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(first) + 1 : nodes.index(last) + 1]:

@@ -52,6 +52,7 @@ class RolloutBatch:
     epochs: int = 1
     old_logprobs: Sequence[Floats] | None = None  # [n] each
     metrics: Mapping[str, Any] = field(default_factory=dict)  # of the batch, for every update's line
+    times: Mapping[str, float] = field(default_factory=dict)  # for the first update's line alone, so no checkpoint's
     done: int = 0
 
     @property

@@ -1,0 +1,153 @@
+"""Which backend a call gets.
+
+`BACKENDS` is in the order of speed. `auto` takes the first that can serve: the reference for float64 on CUDA and for
+nothing else, and never one that the project has not run. A named one that cannot serve is refused, with the reason and
+with those that can.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+from padfree.attention import cpu, flash2, flash3, flash4, flex, reference, torch_varlen
+from padfree.attention.backend import AttentionBackend, Needs, span
+from padfree.warning import PadfreeWarning
+
+BACKENDS: dict[str, AttentionBackend] = {
+    backend.name: backend
+    for backend in (
+        flash4.BACKEND,
+        flash3.BACKEND,
+        torch_varlen.BACKEND,
+        flash2.BACKEND,
+        flex.BACKEND,
+        cpu.BACKEND,
+        reference.BACKEND,
+    )
+}
+
+
+def register_backend(backend: AttentionBackend) -> None:
+    """Add a backend of your own behind the others; `auto` takes it for what they cannot serve."""
+    if backend.name == "auto" or backend.name in BACKENDS:
+        raise ValueError(f"name: {backend.name!r} is taken; give another than auto, {', '.join(BACKENDS)}")
+    BACKENDS[backend.name] = backend
+    _choose.cache_clear()
+
+
+def choose_backend(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    softcap: bool = False,
+    raw_backward: bool = False,
+    requested: str = "auto",
+) -> str:
+    """The name of the backend that serves such a call: the fastest that can, or `requested`, which must be able to.
+
+    `raw_backward` asks for one that `varlen_backward` can use.
+    """
+    if not isinstance(requested, str):
+        raise ValueError(f"backend: {requested!r}; use 'auto' or one of {', '.join(BACKENDS)}")
+    if not isinstance(device, torch.device):
+        device = torch.device(device)
+    return _choose(device, dtype, head_dim, value_dim or head_dim, softcap, raw_backward, requested)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: bool,
+    raw_backward: bool,
+    requested: str,
+) -> str:
+    needs = Needs(
+        device=device.type,
+        compute_capability=_compute_capability(device),
+        dtype=dtype,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        softcap=softcap,
+        raw_backward=raw_backward,
+    )
+    reasons = {name: backend.unsupported_reason(needs) for name, backend in BACKENDS.items()}
+    if requested == "auto":
+        reasons = {name: reason or _not_by_auto(BACKENDS[name], dtype) for name, reason in reasons.items()}
+        for name, reason in reasons.items():
+            if reason is None:
+                return name
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"backend: 'auto' found no kernel ({listed}); change that, or name backend='reference'")
+    if requested not in BACKENDS:
+        raise ValueError(f"backend: {requested!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
+    if reasons[requested] is not None:
+        able = [name for name, reason in reasons.items() if reason is None and BACKENDS[name].capabilities.tested]
+        raise ValueError(f"backend: {requested!r} cannot serve: {reasons[requested]}; use 'auto' or {_either(able)}")
+    if not BACKENDS[requested].capabilities.tested:
+        _warn_untested(requested)
+    return requested
+
+
+def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
+    """Why `auto` does not choose a backend that could serve."""
+    if not backend.capabilities.tested:
+        return "it can serve but is untested, and is used only by name"
+    return None if dtype in backend.capabilities.auto_dtypes else f"only by name for {dtype}"
+
+
+@functools.cache
+def _warn_untested(name: str) -> None:
+    message = f"backend {name!r} is untested: padfree was never run with it; compare it with `padfree check` first"
+    warnings.warn(message, PadfreeWarning, stacklevel=2)
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(map(repr, names)) if names else "another device or type"
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return (0, 0)
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: '{device}', but PyTorch sees no CUDA device; use 'cpu', or a PyTorch built for CUDA")
+    return torch.cuda.get_device_capability(device)
+
+
+def capability_table() -> str:
+    """What each backend can do, as the table of docs/attention.md."""
+    rows = [["backend", "devices", "types", "head sizes", "v's head size", "soft cap", "ring", "`auto`", "needs"]]
+    rows.append(["---"] * len(rows[0]))
+    for name, backend in BACKENDS.items():
+        can = backend.capabilities
+        first, last = can.majors[0], can.majors[-1]
+        upwards = f"CUDA {first}.0 and newer" if first else "CUDA"
+        cuda = upwards if last == 99 else f"CUDA {first}.x" if first == last else f"CUDA {first}.0 to {last}.x"
+        auto = "never: untested" if not can.tested else "yes"
+        if can.tested and not set(can.dtypes) <= set(can.auto_dtypes):
+            auto = ", ".join(_short(dtype) for dtype in can.auto_dtypes)
+        rows.append(
+            [
+                f"`{name}`",
+                ", ".join(cuda if device == "cuda" else device.upper() for device in can.devices),
+                ", ".join(_short(dtype) for dtype in can.dtypes),
+                span(can.head_dims) if len(can.head_dims) < 1000 else "any",
+                "any" if can.any_value_dim else "that of q",
+                "yes" if can.softcap else "no",
+                "yes" if can.raw_backward else "no",
+                auto,
+                f"`{can.package}`" if can.package.startswith("pip") else can.package or "nothing",
+            ]
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")

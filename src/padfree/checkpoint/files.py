@@ -1,0 +1,140 @@
+"""Files of a checkpoint: how they are written, synced, checked and read.
+
+    write_safetensors   {"model/norm.weight": [3], ...} -> rank-00000.safetensors, its bytes and SHA-256
+    Reader.fill         pieces [0:3] and [3:5] of two files -> rows 2:4 of the whole tensor
+
+A file is hashed while it is written, and its hash is compared before anything is read from it. Nothing here knows what
+the tensors mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from padfree.model.load import Region, local_region
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written or read; the message is one line and says what to do."""
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write and sync a safetensors file, one tensor in host memory at a time; its bytes and SHA-256."""
+    header: dict[str, Any] = {}
+    end = 0
+    ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # so that every one is aligned
+    for key in ordered:
+        tensor = tensors[key]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for block in (len(text).to_bytes(8, "little"), text):
+            digest.update(block)
+            file.write(block)
+        for key in ordered:
+            content = tensors[key].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digest.update(content)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), digest.hexdigest()
+
+
+class Reader:
+    """The pieces of a checkpoint's tensors, each file opened when it is needed."""
+
+    def __init__(self, path: Path, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+        self._path = path
+        self._files: dict[str, Any] = {}
+
+    def fill(self, key: str, local: Tensor, region: Region) -> None:
+        """Copy what lies in `region` of the whole tensor into `local`."""
+        filled = 0
+        for file, offset, shape in self.tensors[key]["pieces"]:
+            bounds = [
+                (max(part.start, begin), min(part.stop, begin + size))
+                for part, begin, size in zip(region, offset, shape, strict=True)
+            ]
+            if any(begin >= end for begin, end in bounds):
+                continue
+            if file not in self._files:
+                self._files[file] = safe_open(self._path / file, framework="pt")
+            there = tuple(slice(b - start, e - start) for (b, e), start in zip(bounds, offset, strict=True))
+            here = tuple(slice(b - part.start, e - part.start) for (b, e), part in zip(bounds, region, strict=True))
+            piece = self._files[file].get_slice(key)[there] if there else self._files[file].get_tensor(key)
+            local[here].copy_(piece)
+            filled += piece.numel()
+        assert filled == local.numel(), f"{key}: {filled} of {local.numel()} entries are in the checkpoint"
+
+    def whole(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose keys begin so, by the rest of their keys."""
+        found = {}
+        for key, about in self.tensors.items():
+            if key.startswith(prefix):
+                tensor = torch.empty(about["shape"], dtype=DTYPE_OF[about["dtype"]])
+                self.fill(key, tensor, local_region(tensor))
+                found[key.removeprefix(prefix)] = tensor
+        return found
+
+
+def check_file(path: Path, about: Mapping[str, Any], cure: str) -> None:
+    if not path.exists():
+        raise CheckpointError(f"checkpoint: {path} is missing; {cure}")
+    size = path.stat().st_size
+    if size != about["bytes"]:
+        raise CheckpointError(f"checkpoint: {path} is damaged ({size} bytes of {about['bytes']}); {cure}")
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+            raise CheckpointError(f"checkpoint: {path} is damaged (its checksum does not match); {cure}")
+
+
+def write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def hash_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_json(value: Any, where: str) -> None:
+    """Refuse what JSON would change or cannot hold."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where}: the key {key!r} is no text; JSON has no other keys")
+            check_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_json(item, f"{where}[{index}]")
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise ValueError(f"{where}: {type(value).__name__}; give numbers, text, lists or dicts of them")

@@ -1,0 +1,101 @@
+"""Optimizer state by the names of parameters, not by their order.
+
+optimizer.state[parameter] = {"step": [], "exp_avg": [5, 2]}
+  tensors       optimizer/step/norm.weight, optimizer/exp_avg/norm.weight        with the tensors of the model
+  description   {"groups": [{"lr": 1e-5, ..., "params": [names]}], "values": {name: what is no tensor}}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from padfree.checkpoint.files import DTYPE_OF, Reader, check_json
+from padfree.model.load import local_part, local_region, named_tensors
+
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options of an optimizer that say how it computes; they stay those of the run that resumes."""
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Whole tensors of the state, by `<kind of state>/<name of the parameter>`."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in named_tensors(model).items():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+                raise ValueError(
+                    f"optimizer: the state {kind!r} of {name} is this rank's alone; use an optimizer whose state is "
+                    "sharded as the parameters are"
+                )
+            tensors[f"{kind}/{name}"] = value
+    return tensors
+
+
+def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer without its tensors: groups with names for parameters, and plain values of the state."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        strangers = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if strangers:
+            raise ValueError("optimizer: has parameters that are not the model's; make it after the model is sharded")
+        options = {
+            key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+        }
+        groups.append({**options, "params": [names[id(parameter)] for parameter in group["params"]]})
+    values = {
+        names[id(parameter)]: {kind: value for kind, value in state.items() if not isinstance(value, Tensor)}
+        for parameter, state in optimizer.state.items()
+    }
+    described = {"groups": groups, "values": values}
+    check_json(described, "optimizer")
+    return described
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, Any], reader: Reader) -> None:
+    """Fill an optimizer whose groups hold the parameters that `described` names."""
+    parameters = named_tensors(model)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, described["groups"], strict=True):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for key, value in saved.items():
+            if key != "params" and key not in IMPLEMENTATION:
+                options[key] = _like(value, options.get(key))
+        first = len(state)
+        for name in saved["params"]:
+            state[len(state)] = dict(described["values"].get(name, {}))
+        groups.append({**options, "params": list(range(first, len(state)))})
+    numbers = {name: number for number, name in enumerate(n for group in described["groups"] for n in group["params"])}
+    for key, about in reader.tensors.items():
+        if key.startswith("optimizer/"):
+            _, kind, name = key.split("/", 2)
+            parameter, dtype = parameters[name], DTYPE_OF[about["dtype"]]
+            value = (
+                torch.empty_like(parameter, dtype=dtype)
+                if kind != "step" and about["shape"] == list(parameter.shape)
+                else torch.empty(about["shape"], dtype=dtype)
+            )
+            reader.fill(key, local_part(value), local_region(value))
+            state[numbers[name]][kind] = value.detach()
+    filled = {number: values for number, values in state.items() if values}
+    optimizer.load_state_dict({"state": filled, "param_groups": groups})
+    # torch has cast the state to the parameters' dtype; an optimizer that keeps more digits gets them back.
+    for name, number in numbers.items():
+        own = optimizer.state.get(parameters[name], {})
+        for kind, value in filled.get(number, {}).items():
+            if isinstance(value, Tensor) and own[kind].dtype != value.dtype:
+                own[kind] = value
+
+
+def _like(value: Any, current: Any) -> Any:
+    """A value out of JSON as the type that the optimizer keeps it in."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(current, tuple) else value

@@ -1,0 +1,158 @@
+"""Ranges of a tensor's tokens laid one after the other, and the transpose: the sum of what is laid on each token.
+
+    ranges [0, 3) [0, 5)   of 5 tokens      take     a b c d e        ->  a b c a b c d e
+                                            summed   p q r s t u v w  ->  p+s q+t r+u v w
+
+A query piece reads the keys of its document from the beginning, so two pieces of one document on one rank read the same
+keys, and their gradients must be added. The order of the additions is fixed here, so that the sum is the same every
+time: the gradient of each token is copied from one of its places, and those of its other places are added in layers,
+each of which holds a token at most once. Nearly always there is one layer or none.
+
+Ranges are few (whole documents that lie side by side are one), so slices and one concatenation move them at the speed
+of the memory, and a selection that is a single range is not copied at all. Gradients are moved even less: where they
+lie in the order "received keys, then own keys" but for a few, only these few are moved (`summed_apart`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.arrays import concatenated_ranges
+from padfree.batch import Segments
+
+Indices = NDArray[np.int64]
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A host array on the device, without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def segments_of(lengths: Indices, device: torch.device) -> Segments:
+    """Segments of these lengths, cu_seqlens on the device."""
+    host = Segments.from_lengths(lengths)
+    return replace(host, cu_seqlens=to_device(host.cu_seqlens.numpy(), device))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Selection:
+    """A selection [m, ...] of the tokens of a tensor [n, ...], which may come in several parts [n_i, ...]."""
+
+    sizes: tuple[int, ...]  # [n_i]
+    ranges: tuple[tuple[int, int, int], ...]  # the selection: (part, start in it, length)
+    copies: tuple[tuple[int, int, int], ...]  # each selected token once: (token, place in the selection, length)
+    repeats: tuple[tuple[Tensor, Tensor], ...]  # the other (places, tokens), layer by layer; tokens count through parts
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether these are all tokens in order, so that there is nothing to do."""
+        return self.ranges == ((0, 0, sum(self.sizes)),)
+
+    def take(self, *parts: Tensor) -> Tensor:
+        """[n, ...] -> [m, ...]; a view if the selection is one range."""
+        assert tuple(len(part) for part in parts) == self.sizes, (self.sizes, [tuple(part.shape) for part in parts])
+        slices = [parts[part].narrow(0, start, length) for part, start, length in self.ranges]
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices) if slices else parts[0][:0]
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """[m, ...] -> [n, ...], where every token is selected."""
+        self._check_all_selected()
+        slices = [gradient.narrow(0, place, length) for _, place, length in self.copies]
+        total = torch.cat(slices) if slices else gradient[:0]
+        for places, tokens in self.repeats:
+            total.index_add_(0, tokens, gradient.index_select(0, places))
+        return total
+
+    def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """`summed`, as the tokens of the first part [n_0, ...] and those of the other parts. The gradient is used up.
+
+        Both are views of it where no token is repeated and few are out of place: these are moved, the others stay.
+        """
+        self._check_all_selected()
+        own, others = self.sizes[0], sum(self.sizes[1:])
+        places = [] if self.repeats else self._others_first()
+        low, high = 0, len(gradient)
+        while places and places[0][0] == low:
+            low += places.pop(0)[1]
+        while places and sum(places[-1]) == high:
+            high -= places.pop()[1]
+        if self.repeats or 2 * (high - low) > len(gradient) or not gradient.is_contiguous():
+            total = self.summed(gradient)
+            return total[:own], total[own:]
+        if places:
+            moved = torch.cat([gradient.narrow(0, *place) for place in places])
+            gradient.narrow(0, low, high - low).copy_(moved)
+        return gradient[others:], gradient[:others]
+
+    def _check_all_selected(self) -> None:
+        assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
+
+    def _others_first(self) -> list[tuple[int, int]]:
+        """(place, length) of all tokens, those of the first part behind those of the others."""
+        own: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []
+        for token, place, length in self.copies:
+            mine = min(max(self.sizes[0] - token, 0), length)
+            own += [(place, mine)] * (mine > 0)
+            others += [(place + mine, length - mine)] * (length > mine)
+        return others + own
+
+    def add_to(self, total: Tensor, gradient: Tensor) -> Tensor:
+        """`total` [n, ...] with the gradient [m, ...] of the selection added in place."""
+        for token, place, length in self.copies:
+            total.narrow(0, token, length).add_(gradient.narrow(0, place, length))
+        for places, tokens in self.repeats:
+            total.index_add_(0, tokens, gradient.index_select(0, places).to(total.dtype))
+        return total
+
+
+def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
+    """The selection of these ranges of tokens, counted through the parts; no range crosses the border of a part.
+
+    Arithmetic on ranges: its cost grows with their number, not with that of the tokens.
+    """
+    starts, ends = starts[ends > starts], ends[ends > starts]
+    borders = np.cumsum(sizes, dtype=np.int64)
+    joins = (starts[1:] == ends[:-1]) & ~np.isin(starts[1:], borders)
+    starts, ends = starts[np.append(True, ~joins)[: len(starts)]], ends[np.append(~joins, True)[: len(ends)]]
+    part = np.searchsorted(borders, starts, side="right")
+    ranges = zip(part.tolist(), (starts - np.append(0, borders)[part]).tolist(), (ends - starts).tolist(), strict=True)
+
+    # Between two edges tokens are alike: the same ranges hold them, and the same number of later ranges do so, too.
+    edges = np.unique(np.concatenate([starts, ends]))
+    token, length = edges[:-1], np.diff(edges)
+    held = (starts[:, None] <= token) & (token < ends[:, None])  # [ranges, stretches]
+    later: Indices = np.cumsum(held[::-1], axis=0, dtype=np.int64)[::-1] - held
+    offset = np.cumsum(ends - starts) - ends  # from a token to its place in the selection
+
+    def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
+        """(token, place, length) of what has this many later places; every token at most once, ascending."""
+        stretch, number = np.nonzero((held & (later == layer)).T)
+        return token[stretch], token[stretch] + offset[number], length[stretch]
+
+    copies: list[tuple[int, int, int]] = []
+    for first, place, count in zip(*(column.tolist() for column in stretches(0)), strict=True):
+        if copies and copies[-1][0] + copies[-1][2] == first and copies[-1][1] + copies[-1][2] == place:
+            copies[-1] = (*copies[-1][:2], copies[-1][2] + count)
+        else:
+            copies.append((first, place, count))
+    repeats: list[tuple[Tensor, Tensor]] = []
+    for layer in range(1, int(later[held].max(initial=0)) + 1):
+        tokens, places, lengths = stretches(layer)
+        repeats.append(
+            (
+                to_device(concatenated_ranges(places, lengths), device),
+                to_device(concatenated_ranges(tokens, lengths), device),
+            )
+        )
+    return Selection(sizes=tuple(sizes), ranges=tuple(ranges), copies=tuple(copies), repeats=tuple(repeats))

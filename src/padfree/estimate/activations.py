@@ -1,0 +1,126 @@
+"""What forward keeps for backward, counted for one token from the sizes of a usual decoder layer.
+
+Numbers are e bytes (4 or 2), D is the hidden size, q k v o are widths of all heads together, I the MLP's width. A token
+of one layer keeps:
+
+    each norm of width w        (4 + e) w                          input in float32, and what is scaled; LayerNorm e w
+    inputs of projections       2 e D
+    attention                   e (q + k + v + o) + 4 heads        and the log-sum-exp
+    MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
+    experts, k a token          k e (2 D + 4 I)                    the token once for each, in and out, and their MLPs
+    compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are computed again; q and k as they come and
+                                                                   rotated; gate, up and their product
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from padfree.config.choices import Checkpointing
+from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
+from padfree.layers.offload import OFFLOADED_FRACTION
+from padfree.model.structure import layers_of
+from padfree.sizes import ModelSizes
+
+FLOAT32 = 4
+
+
+def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
+    """What forward keeps for backward of one token, embeddings and last norm included.
+
+    Selective checkpointing keeps the results of matmuls; of a compiled layer it keeps attention's output and
+    log-sum-exp. Under `host` only the layers whose tensors stay on the device are counted.
+    """
+    sizes = ModelSizes.of(model.config)
+    outside = _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
+    if checkpointing == "none":
+        kept_by = compiled_layer_bytes if compiled else layer_bytes
+        return outside + sum(kept_by(model.config, layer, size) for layer in layers_of(model))
+    inputs = sizes.hidden * size
+    num_layers = len(layers_of(model))
+    if checkpointing == "host":
+        return outside + (num_layers - math.ceil(OFFLOADED_FRACTION * num_layers)) * _host_layer(sizes, size)
+    kept = 0
+    if checkpointing == "selective" and compiled:
+        kept = num_layers * (sizes.output * size + FLOAT32 * sizes.heads)
+    elif checkpointing == "selective":
+        kept = sum(_matmul_width(layer) * size for layer in layers_of(model))
+    return outside + num_layers * inputs + kept
+
+
+def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
+    """What waits in the host's memory under `host`, of one token."""
+    num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
+    input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
+    offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
+    return input_only * size * sizes.hidden + (offloaded - input_only) * _host_layer(sizes, size)
+
+
+def _host_layer(sizes: ModelSizes, size: int) -> int:
+    """A layer's input, the matmuls around attention, and attention's output."""
+    matmuls = sizes.query + sizes.key + sizes.value + sizes.hidden
+    return size * (sizes.hidden + matmuls + sizes.output) + FLOAT32 * sizes.heads
+
+
+def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
+    """Of one token in one layer whose activations are all kept."""
+    sizes, text = ModelSizes.of(config), config.get_text_config()
+    modules = dict(layer.named_modules())
+    norms = sum(
+        size * width if isinstance(module, nn.LayerNorm) else _norm_bytes(width, size)
+        for name, module in modules.items()
+        if type(module).__name__.endswith("Norm")
+        for width in [_norm_width(sizes, name, module.weight.shape[-1])]
+    )
+    attention = size * (sizes.query + sizes.key + sizes.value + sizes.output) + 4 * sizes.heads
+    if any("experts" in name for name in modules):
+        routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp)
+        return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
+    copies = 4 if any("gate" in name for name in modules) else 2
+    if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):
+        copies += 3  # it is written out in elementary operations
+    return norms + attention + size * (2 * sizes.hidden + copies * sizes.mlp)
+
+
+def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
+    """The same of a compiled layer: the compiler keeps the inputs of matmuls and computes the rest again."""
+    sizes = ModelSizes.of(config)
+    written_out = layer_bytes(config, layer, size)
+    if any("experts" in name for name, _ in layer.named_modules()):
+        return written_out
+    attention = 2 * (sizes.query + sizes.key) + sizes.value + sizes.output
+    kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
+    return min(kept, written_out)
+
+
+def cache_bytes(model: PreTrainedModel, size: int) -> int:
+    """Keys and values of one token in all layers."""
+    sizes = ModelSizes.of(model.config)
+    return sizes.layers * (sizes.key + sizes.value) * size
+
+
+def _norm_width(sizes: ModelSizes, name: str, width: int) -> int:
+    """What a norm of a module's `width` goes over: the norms of queries and keys go over all heads."""
+    last = name.rpartition(".")[2]
+    if width == sizes.head and last.startswith("q"):
+        return sizes.query
+    if width == sizes.head and last.startswith("k"):
+        return sizes.key
+    return width
+
+
+def _norm_bytes(width: int, size: int) -> int:
+    return (FLOAT32 + size) * width
+
+
+def _matmul_width(layer: nn.Module) -> int:
+    """What selective checkpointing keeps of a token: the outputs of matmuls, those of experts excepted."""
+    return sum(
+        module.out_features if isinstance(module, nn.Linear) else int(module.nf)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and "experts" not in name
+    )

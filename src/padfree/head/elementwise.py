@@ -1,0 +1,321 @@
+"""The elementwise work on a tile of logits, in plain torch; `triton_elementwise` does each function in one launch.
+
+    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R rows by W columns from column `first` on
+    logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
+
+The vocabulary is cut into K blocks of `block` columns. A row leaves three numbers in each block, and they merge
+exactly, in any order, whatever the size of the logits, because all exponents are taken relative to a maximum:
+
+    peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
+
+Where the gradient is formed later from the same logits, they are kept as x − peak. In bfloat16 training that is
+float16: what carries probability is near 0 then, so that it errs less than bfloat16 logits do, in the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from padfree.batch import LmHead
+
+FLOOR = -1e30
+"""Logits are at least this, so that a bias of -inf (a vocabulary entry that does not exist) gives 0, not NaN."""
+
+FLOAT16_FLOOR = -65504.0
+"""The least float16. exp() of anything near it is 0 already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockedHead(LmHead):
+    """A head whose vocabulary is cut into blocks."""
+
+    block: int  # columns per block, a power of two
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-len(self.weight) // self.block)
+
+    def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
+        """What the `BlockSums` of one row take."""
+        return self.num_blocks * (3 if entropy else 2) * itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LabelledRows:
+    """What the elementwise work must know of each row of hidden that is scored."""
+
+    labels: Tensor  # [R] int64
+    inverse_temperature: Tensor  # [R]
+
+    def part(self, start: int, end: int) -> LabelledRows:
+        return LabelledRows(labels=self.labels[start:end], inverse_temperature=self.inverse_temperature[start:end])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockSums:
+    """The sums of every block of every row, and the logit of its label. Columns of [R, K] are contiguous."""
+
+    peak: Tensor  # [R, K]
+    total: Tensor  # [R, K]
+    moment: Tensor | None  # [R, K]; without it no entropy
+    target: Tensor  # [R], NaN until the label's column was seen: a label outside the vocabulary stays NaN
+
+    @staticmethod
+    def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
+        # In memory all rows of a block lie together: that is how tiles write them.
+        peak = like.new_empty(num_blocks, num_rows).T
+        return BlockSums(
+            peak=peak,
+            total=torch.empty_like(peak),
+            moment=torch.empty_like(peak) if entropy else None,
+            target=like.new_full((num_rows,), float("nan")),
+        )
+
+    def part(self, start: int, end: int) -> BlockSums:
+        return BlockSums(
+            peak=self.peak[start:end],
+            total=self.total[start:end],
+            moment=None if self.moment is None else self.moment[start:end],
+            target=self.target[start:end],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Softmax:
+    """A row's softmax: log p = (x − peak) − log_total. Two numbers, since their sum loses digits of large logits."""
+
+    peak: Tensor  # [R]
+    log_total: Tensor  # [R]
+    logprobs: Tensor  # [R]
+    entropy: Tensor | None  # [R]
+
+    def part(self, start: int, end: int) -> Softmax:
+        return Softmax(
+            peak=self.peak[start:end],
+            log_total=self.log_total[start:end],
+            logprobs=self.logprobs[start:end],
+            entropy=None if self.entropy is None else self.entropy[start:end],
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Softmax]) -> Softmax:
+        return Softmax(
+            peak=torch.cat([part.peak for part in parts]),
+            log_total=torch.cat([part.log_total for part in parts]),
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            entropy=_join([part.entropy for part in parts]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Upstream:
+    """The gradient of the loss by each row's log-probability and entropy."""
+
+    logprobs: Tensor  # [R]
+    entropy: Tensor | None  # [R]
+
+    def part(self, start: int, end: int) -> Upstream:
+        return Upstream(
+            logprobs=self.logprobs[start:end], entropy=None if self.entropy is None else self.entropy[start:end]
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Upstream]) -> Upstream:
+        return Upstream(
+            logprobs=torch.cat([part.logprobs for part in parts]), entropy=_join([part.entropy for part in parts])
+        )
+
+
+def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    assert len(there) in (0, len(parts)), "some chunks have an entropy and others none"
+    return torch.cat(there) if there else None
+
+
+class Elementwise(Protocol):
+    """The elementwise work. Two modules have it: this one and `triton_elementwise`."""
+
+    def reduce_tile(
+        self,
+        raw_logits: Tensor,
+        first: int,
+        head: BlockedHead,
+        rows: LabelledRows,
+        sums: BlockSums,
+        stored: Tensor | None,
+    ) -> None: ...
+
+    def merge(self, sums: BlockSums) -> Softmax: ...
+
+    def gradient_from_raw_logits(
+        self,
+        raw_logits: Tensor,
+        first: int,
+        head: BlockedHead,
+        rows: LabelledRows,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
+    ) -> None: ...
+
+    def gradient_from_stored(
+        self,
+        stored: Tensor,
+        head: BlockedHead,
+        rows: LabelledRows,
+        peak: Tensor,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
+    ) -> None: ...
+
+    def scale_(self, values: Tensor, factor: Tensor) -> None: ...
+
+
+class LogitMatmuls(Protocol):
+    """A matmul and the elementwise work on it. `tiles.TiledMatmuls` has it, and the module `matmuls`."""
+
+    def reduce_rows(
+        self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
+    ) -> None: ...
+
+    def gradient_columns(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        first: int,
+        head: BlockedHead,
+        rows: LabelledRows,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
+    ) -> None: ...
+
+
+def reduce_tile(
+    raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
+) -> None:
+    """Write the sums of the tile's blocks, and x - peak into `stored` [R, W] if given. `raw_logits` is overwritten.
+
+    `first` is a multiple of the block size.
+    """
+    num_columns = raw_logits.shape[1]
+    logits = _logits_(raw_logits, first, head, rows)
+    here = _is_here(rows.labels, first, num_columns)
+    target = logits.gather(1, _column(rows.labels, first, num_columns))[:, 0]
+    sums.target.copy_(torch.where(here, target, sums.target))
+    for start in range(0, num_columns, head.block):
+        end = min(start + head.block, num_columns)
+        index = (first + start) // head.block
+        peak = logits[:, start:end].amax(1)
+        below = logits[:, start:end].sub_(peak[:, None])
+        sums.peak[:, index] = peak
+        exponentials = below.exp()
+        sums.total[:, index] = exponentials.sum(1)
+        if sums.moment is not None:
+            sums.moment[:, index] = exponentials.mul_(below).sum(1)
+        if stored is not None:
+            stored[:, start:end] = below.clamp_(min=FLOAT16_FLOOR) if stored.dtype == torch.float16 else below
+
+
+def merge(sums: BlockSums) -> Softmax:
+    """Over the blocks."""
+    peak = sums.peak.amax(1)
+    shift = sums.peak - peak[:, None]
+    share = shift.exp()
+    total = (sums.total * share).sum(1)
+    log_total = total.log()
+    entropy = None
+    if sums.moment is not None:
+        entropy = log_total - (share * (sums.moment + sums.total * shift)).sum(1) / total
+    return Softmax(peak=peak, log_total=log_total, logprobs=(sums.target - peak) - log_total, entropy=entropy)
+
+
+def gradient_from_raw_logits(
+    raw_logits: Tensor,
+    first: int,
+    head: BlockedHead,
+    rows: LabelledRows,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
+) -> None:
+    """Write the gradient by the raw logits of a tile into `out` [R, W]. `raw_logits` is overwritten."""
+    logits = _logits_(raw_logits, first, head, rows)
+    log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
+    _gradient(log_p, logits, first, head, rows, softmax, upstream, out)
+
+
+def gradient_from_stored(
+    stored: Tensor,
+    head: BlockedHead,
+    rows: LabelledRows,
+    peak: Tensor,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
+) -> None:
+    """The same from all columns of what `reduce_tile` stored [R, V]; `peak` [R, K]. `out` may be the same memory."""
+    for index, start in enumerate(range(0, stored.shape[1], head.block)):
+        end = min(start + head.block, stored.shape[1])
+        below = stored[:, start:end].to(peak.dtype)
+        base = (peak[:, index] - softmax.peak) - softmax.log_total
+        logits = below + peak[:, index, None]
+        _gradient(below + base[:, None], logits, start, head, rows, softmax, upstream, out[:, start:end])
+
+
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """Multiply all values, which are contiguous, by `factor` []."""
+    values.mul_(factor)
+
+
+def _gradient(
+    log_p: Tensor,
+    logits: Tensor,
+    first: int,
+    head: BlockedHead,
+    rows: LabelledRows,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
+) -> None:
+    """d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), g and h upstream; then back through x."""
+    pull = upstream.logprobs[:, None]
+    if upstream.entropy is not None:
+        assert softmax.entropy is not None, "a gradient of the entropy needs the entropy"
+        pull = pull + upstream.entropy[:, None] * (log_p + softmax.entropy[:, None])
+    gradient = log_p.exp().mul_(pull).neg_()
+    num_columns = gradient.shape[1]
+    here = _is_here(rows.labels, first, num_columns)
+    gradient.scatter_add_(
+        1, _column(rows.labels, first, num_columns), torch.where(here, upstream.logprobs, 0.0)[:, None]
+    )
+    gradient.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
+    if head.softcap is not None:
+        gradient.mul_(1 - (logits / (rows.inverse_temperature * head.softcap)[:, None]).square())
+    out.copy_(gradient)
+
+
+def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
+    """The logits [R, W], written over the raw_logits."""
+    if head.bias is not None:
+        raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
+    if head.softcap is None:
+        raw_logits.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
+    else:
+        raw_logits.mul_(head.logit_scale / head.softcap).tanh_()
+        raw_logits.mul_((rows.inverse_temperature * head.softcap)[:, None])
+    return raw_logits.clamp_(min=FLOOR)
+
+
+def _is_here(labels: Tensor, first: int, num_columns: int) -> Tensor:
+    return (labels >= first) & (labels < first + num_columns)
+
+
+def _column(labels: Tensor, first: int, num_columns: int) -> Tensor:
+    return (labels - first).clamp(0, num_columns - 1)[:, None]

@@ -1,0 +1,214 @@
+"""Matmuls that end in the elementwise work, so that float32 logits never reach memory.
+
+    hidden [R, D] --.                       tile [rows, columns] of one program, in registers
+                     >--  matmul  -------->  peak, total, moment of each row   -> one number each per row and block
+    weight [V, D] --'                       the label's logit                  -> one per row
+                                            x - peak as float16                -> 2 bytes a logit, if it is kept
+                                            or: gradient by the raw logits     -> 2 bytes a logit
+
+A matmul alone writes 4 bytes a logit, and what follows reads them again. Here a tile's numbers are used where the
+tensor cores left them. The block of `elementwise.py` is what a program reduces at once: 256 columns or 128, not 4096.
+
+As many programs as the GPU can hold take tiles in turn. `hidden` and `weight` come by tensor descriptors (TMA), and
+the loads of a program's next tile are under way while it finishes this one. Tiles are taken in bands of `band` row
+tiles: within a band all rows of a column tile first, so that a band of `hidden` and the weights in use stay in the L2
+cache.
+
+    band of 2 row tiles       0  2  4  6
+                              1  3  5  7
+                              8 10 12 14  ...
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
+
+
+class Configuration(NamedTuple):
+    """How a matmul is cut up; found by measurement (`bench/head_matmuls.py`)."""
+
+    rows: int = 128  # of a tile
+    columns: int = 256  # of a tile
+    depth: int = 64  # of hidden, per step of the loop
+    stages: int = 3  # steps whose operands are in shared memory at a time
+    warps: int = 8
+    band: int = 16  # row tiles that share the weights in use
+    parts: int = 1  # columns are finished at once, or in two parts, which takes fewer registers
+    resident: int = 1  # programs a multiprocessor holds: one finishes its tile while another multiplies
+
+    @property
+    def block(self) -> int:
+        """Columns that are reduced at once."""
+        return self.columns // self.parts
+
+
+PLAIN = Configuration()
+# With a bias or a cap a tile in one part does not fit: it needs more shared memory or registers than there are.
+OTHER = Configuration(stages=4, parts=2)
+
+
+def choose(head: BlockedHead) -> Configuration:
+    """The configuration that was fastest on an H200, or the next one, which fits where that does not."""
+    return PLAIN if head.bias is None and head.softcap is None else OTHER
+
+
+def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str | None:
+    """Why these matmuls cannot be used, or None if they can."""
+    if operand_dtype != torch.bfloat16:
+        return f"{operand_dtype}: only bfloat16 matmuls add up in float32 at full speed"
+    if hidden.device.type == "cuda" and torch.cuda.get_device_capability(hidden.device)[0] != 9:
+        return "not a Hopper GPU: earlier ones have no tensor descriptors, on later ones nothing was measured"
+    if hidden.device.type != "cuda" and not _is_interpreted():
+        return "not a GPU"
+    if hidden.shape[1] % 8:
+        return "D is no multiple of 8: rows would not begin at multiples of 16 bytes"
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
+            return f"{name}: its rows are no contiguous numbers that begin at multiples of 16 bytes"
+    return None
+
+
+def reduce_rows(
+    hidden: Tensor,
+    head: BlockedHead,
+    rows: LabelledRows,
+    sums: BlockSums,
+    stored: Tensor | None,
+    configuration: Configuration | None = None,
+) -> None:
+    """Write the sums of all blocks of the rows of `hidden` [R, D], and x - peak of columns [0, K) into `stored` [R, K].
+
+    What is too far below for float16 is stored as -inf. The rows of `stored` must begin at multiples of 16 bytes.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from padfree.head import triton_matmuls as kernels
+
+    configuration = configuration or _fitting(choose(head), stored)
+    assert head.block == configuration.block, f"sums of {head.block} columns from a matmul of {configuration.block}"
+    num_rows, width = hidden.shape
+    absent = rows.labels  # a pointer for what is absent and not read
+    kernels.reduce_kernel[_grid(num_rows, len(head.weight), hidden.device, configuration)](
+        TensorDescriptor.from_tensor(hidden, [configuration.rows, configuration.depth]),
+        TensorDescriptor.from_tensor(head.weight, [configuration.columns, configuration.depth]),
+        absent if stored is None else TensorDescriptor.from_tensor(stored, [configuration.rows, configuration.block]),
+        absent if stored is None else stored,
+        rows.labels,
+        absent if head.bias is None else head.bias,
+        rows.inverse_temperature,
+        sums.peak,
+        sums.total,
+        absent if sums.moment is None else sums.moment,
+        sums.target,
+        num_rows,
+        width,
+        len(head.weight),
+        0 if stored is None else stored.shape[1],
+        0 if stored is None else stored.stride(0),
+        sums.peak.stride(1),
+        float(head.logit_scale),
+        float(head.softcap or 1.0),
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_MOMENT=sums.moment is not None,
+        HAS_STORED=stored is not None,
+        IS_CUT=stored is not None and _is_cut(stored),
+        **_launch(configuration),
+    )
+
+
+def gradient_columns(
+    hidden: Tensor,
+    weight: Tensor,
+    first: int,
+    head: BlockedHead,
+    rows: LabelledRows,
+    softmax: Softmax,
+    upstream: Upstream,
+    out: Tensor,
+    configuration: Configuration | None = None,
+) -> None:
+    """Write the gradient by the raw logits `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out`.
+
+    The rows of `out` [R, W] must begin at multiples of 16 bytes.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from padfree.head import triton_matmuls as kernels
+
+    configuration = configuration or _fitting(choose(head), out)
+    num_rows, width = hidden.shape
+    num_columns = out.shape[1]
+    absent = rows.labels
+    kernels.gradient_kernel[_grid(num_rows, num_columns, hidden.device, configuration)](
+        TensorDescriptor.from_tensor(hidden, [configuration.rows, configuration.depth]),
+        TensorDescriptor.from_tensor(weight, [configuration.columns, configuration.depth]),
+        TensorDescriptor.from_tensor(out, [configuration.rows, configuration.block]),
+        out,
+        rows.labels,
+        absent if head.bias is None else head.bias,
+        rows.inverse_temperature,
+        softmax.peak,
+        softmax.log_total,
+        absent if softmax.entropy is None else softmax.entropy,
+        upstream.logprobs,
+        absent if upstream.entropy is None else upstream.entropy,
+        num_rows,
+        width,
+        first,
+        num_columns,
+        out.stride(0),
+        float(head.logit_scale),
+        float(head.softcap or 1.0),
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_ENTROPY=upstream.entropy is not None,
+        IS_CUT=_is_cut(out),
+        **_launch(configuration),
+    )
+
+
+def _fitting(configuration: Configuration, written: Tensor | None) -> Configuration:
+    """With a stage less where `_store` writes number by number: that takes shared memory, too, and all is in use."""
+    return (
+        configuration
+        if written is None or not _is_cut(written)
+        else configuration._replace(stages=configuration.stages - 1)
+    )
+
+
+def _is_cut(written: Tensor) -> bool:
+    """Whether the rows end inside of the 16 bytes that a descriptor writes at a time."""
+    return bool(written.shape[1] * written.element_size() % 16)
+
+
+def _grid(num_rows: int, num_columns: int, device: torch.device, configuration: Configuration) -> tuple[int]:
+    tiles = -(-num_rows // configuration.rows) * -(-num_columns // configuration.columns)
+    held = 2  # in the interpreter
+    if device.type == "cuda":
+        held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
+    return (min(tiles, held),)
+
+
+def _launch(configuration: Configuration) -> dict[str, int]:
+    return {
+        "ROWS": configuration.rows,
+        "COLUMNS": configuration.columns,
+        "DEPTH": configuration.depth,
+        "BAND": configuration.band,
+        "PARTS": configuration.parts,
+        "INTERPRETED": _is_interpreted(),
+        "num_stages": configuration.stages,
+        "num_warps": configuration.warps,
+    }
+
+
+def _is_interpreted() -> bool:
+    from padfree.head.triton_elementwise import is_interpreted
+
+    return is_interpreted()

@@ -1,0 +1,251 @@
+"""The loops over tiles of logits that `score` is made of, and `fused_loss` too. None of them records a graph.
+
+    tiled_softmax      every tile of [M, V], forgotten at once          -> the softmax of each row
+    tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
+
+A tile is a matmul and the elementwise work on it. `TiledMatmuls` does one after the other, on any device. With matmuls
+that end in the elementwise work (`matmuls.py`) no tile of logits is ever in memory.
+
+Precision. Logits, sums and softmax are float32 (float64 for float64 inputs). In bfloat16 training the gradients of
+the logits are bfloat16, being one side of a matmul with bfloat16 on the other; such matmuls add up in float32
+and are rounded once. Only CUDA multiplies bfloat16 fast and into float32; elsewhere the operands are made float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from padfree.head.budget import Tile, choose_tile, choose_width, rounded_up
+from padfree.head.elementwise import BlockedHead, BlockSums, Elementwise, LabelledRows, LogitMatmuls, Softmax, Upstream
+
+ROW_NUMBERS = 64
+"""Rows have a multiple of so many numbers: 16-bit ones begin at multiples of 128 bytes then, as matmuls like it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoringTask:
+    """M rows to be scored, and with what."""
+
+    hidden: Tensor  # [N, D]
+    index: Tensor | None  # [M] the rows of hidden that are scored; None: all of them
+    rows: LabelledRows  # [M]
+    head: BlockedHead
+    elementwise: Elementwise
+    fused: LogitMatmuls | None  # matmuls that end in the elementwise work, where there are any
+    entropy: bool
+    budget: int  # bytes
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.labels)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What logits and sums are."""
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """What is multiplied, and what the gradients of the logits are."""
+        return self.hidden.dtype if self.hidden.device.type == "cuda" else self.sum_dtype
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether `hidden_rows` costs memory."""
+        return self.index is not None or self.hidden.dtype != self.operand_dtype
+
+    def hidden_rows(self, start: int, end: int) -> Tensor:
+        """[R, D] rows [start, end) of the M."""
+        part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
+        return part.to(self.operand_dtype)
+
+    def weight_block(self, start: int, end: int) -> Tensor:
+        return self.head.weight[start:end].to(self.operand_dtype)
+
+    def tile(self, num_rows: int) -> Tile:
+        """A tile for so many rows."""
+        return choose_tile(
+            num_rows,
+            len(self.head.weight),
+            itemsize=self.sum_dtype.itemsize,
+            device_type=self.hidden.device.type,
+            budget=self.budget,
+        )
+
+    def tile_bytes(self, num_rows: int) -> int:
+        """What the matmuls of so many rows hold while they are at work."""
+        tile = self.tile(num_rows)
+        return 0 if self.fused is not None else tile.rows * tile.columns * self.sum_dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes while it is reduced: its sums, and its copy if there is one."""
+        copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
+        return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
+
+    def matmuls(self, num_rows: int) -> LogitMatmuls:
+        """What multiplies and does the elementwise work, with the memory it needs for so many rows."""
+        return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
+
+    def new_sums(self, *shape: int) -> Tensor:
+        """Memory for sums of this shape, not set to anything."""
+        return self.hidden.new_empty(shape, dtype=self.sum_dtype)
+
+
+class TiledMatmuls:
+    """A matmul and the elementwise work on it, one tile of logits at a time, in memory for one."""
+
+    def __init__(self, task: ScoringTask, num_rows: int) -> None:
+        self.task = task
+        tile = task.tile(num_rows)
+        self.memory = task.new_sums(tile.rows, tile.columns)
+
+    def reduce_rows(
+        self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
+    ) -> None:
+        """Write the sums of the rows of `hidden` [R, D]; keep the logits of columns [0, K) if there is `stored` [R, K].
+
+        K is a multiple of the block size, or V.
+        """
+        tile_rows, tile_columns = self.memory.shape
+        kept = 0 if stored is None else stored.shape[1]
+        for column, last_column in (*parts_of(kept, tile_columns), *parts_of(len(head.weight), tile_columns, kept)):
+            weight = self.task.weight_block(column, last_column)
+            for row, last_row in parts_of(len(hidden), tile_rows):
+                out = self.memory[: last_row - row, : last_column - column]
+                matmul(hidden[row:last_row], weight.T, out)
+                self.task.elementwise.reduce_tile(
+                    out,
+                    column,
+                    head,
+                    rows.part(row, last_row),
+                    sums.part(row, last_row),
+                    stored[row:last_row, column:last_column] if stored is not None and column < kept else None,
+                )
+
+    def gradient_columns(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        first: int,
+        head: BlockedHead,
+        rows: LabelledRows,
+        softmax: Softmax,
+        upstream: Upstream,
+        out: Tensor,
+    ) -> None:
+        """Write the gradient by `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out` [R, W]."""
+        tile_rows, tile_columns = self.memory.shape
+        for row, last_row in parts_of(len(hidden), tile_rows):
+            for column, last_column in parts_of(len(weight), tile_columns):
+                tile = self.memory[: last_row - row, : last_column - column]
+                matmul(hidden[row:last_row], weight[column:last_column].T, tile)
+                self.task.elementwise.gradient_from_raw_logits(
+                    tile,
+                    first + column,
+                    head,
+                    rows.part(row, last_row),
+                    softmax.part(row, last_row),
+                    upstream.part(row, last_row),
+                    out[row:last_row, column:last_column],
+                )
+
+
+def tiled_softmax(task: ScoringTask) -> Softmax:
+    """The softmax of each of the M rows."""
+    num_rows = task.num_rows
+    matmuls = task.matmuls(num_rows)
+    # Sums of all rows at once take much less than half of the budget, unless there are very many rows.
+    at_once = max(1, task.budget // 2 // task.row_bytes)
+    softmaxes = []
+    for start, end in list(parts_of(num_rows, at_once)) or [(0, 0)]:
+        sums = BlockSums.empty(end - start, task.head.num_blocks, task.rows.inverse_temperature, entropy=task.entropy)
+        if num_rows:
+            hidden, rows = task.hidden_rows(start, end), task.rows.part(start, end)
+            matmuls.reduce_rows(hidden, task.head, rows, sums, None)
+        softmaxes.append(task.elementwise.merge(sums))
+    return Softmax.join(softmaxes)
+
+
+def tiled_gradients(
+    task: ScoringTask,
+    softmax: Softmax,
+    upstream: Upstream,
+    *,
+    first_column: int = 0,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:
+    """The gradients that come through columns [first_column, V), whose logits are computed for it.
+
+    Writes these rows of `grad_weight` [V, D] and `grad_bias` [V]. `grad_hidden` [M, D] holds sums: it is set if
+    first_column is 0, else added to.
+    """
+    head, num_rows = task.head, task.num_rows
+    hidden = task.hidden_rows(0, num_rows)
+    matmuls = task.matmuls(num_rows)
+    held = task.tile_bytes(num_rows) + (num_bytes(hidden) if task.copies_rows else 0)
+    if grad_hidden is not None:  # of which the returned one will have its part
+        held += grad_hidden.numel() * (task.sum_dtype.itemsize - task.hidden.dtype.itemsize)
+    width = choose_width(
+        num_rows,
+        len(head.weight) - first_column,
+        itemsize=task.operand_dtype.itemsize,
+        budget=max(0, task.budget - held),
+    )
+    grad_raw_logits = hidden.new_empty(num_rows, rounded_up(width, ROW_NUMBERS))
+    for start, end in parts_of(len(head.weight), width, first_column):
+        weight = task.weight_block(start, end)
+        gradient = grad_raw_logits[:, : end - start]
+        matmuls.gradient_columns(hidden, weight, start, head, task.rows, softmax, upstream, gradient)
+        if grad_weight is not None:
+            rounded_matmul(gradient.T, hidden, grad_weight[start:end])
+        if grad_bias is not None:
+            grad_bias[start:end] = gradient.sum(0, dtype=task.sum_dtype)
+        if grad_hidden is not None:
+            matmul(gradient, weight, grad_hidden, accumulate=start > 0)
+
+
+def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
+    """[M, ...] -> [N, ...] in the type of hidden, 0 where there is no label."""
+    values = values.to(task.hidden.dtype)
+    if task.index is None:
+        return values
+    return values.new_zeros(len(task.hidden), *values.shape[1:]).index_copy_(0, task.index, values)
+
+
+def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+    """out = left @ right, or out += left @ right, summed in the type of `out`."""
+    if left.dtype == out.dtype:
+        if accumulate:
+            torch.addmm(out, left, right, out=out)
+        else:
+            torch.mm(left, right, out=out)
+    elif accumulate:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left @ right, summed in float32 or better and rounded once."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        for start, end in parts_of(len(left), 4096):
+            out[start:end] = left[start:end] @ right
+
+
+def parts_of(end: int, size: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """[start, end) in parts of `size`: 10 in parts of 4 -> (0, 4) (4, 8) (8, 10)."""
+    for first in range(start, end, size):
+        yield first, min(first + size, end)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,89 @@
+"""How long steps take: a cost model, and how many of its units a device does in a second.
+
+    batch.cost, or measured on this device by `padfree plan --calibrate`     its units are seconds
+    a GPU whose peak is known, bfloat16                                      FLOPs, PEAK_FRACTION of the peak a second
+    neither                                                                  FLOPs, and no seconds
+
+The time is that of forward and backward on the slowest rank of each micro-batch, and of the optimizer where it was
+measured. Communication, compiling, checkpoints and, in RL, rollouts and scoring come on top.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padfree.config import Config
+from padfree.data import default_cache_folder
+from padfree.data.store import hash_of
+from padfree.estimate.cost_file import read_cost
+from padfree.estimate.flops import model_cost, peak_tflops
+from padfree.packing import CostModel
+
+PEAK_FRACTION = 0.4
+"""Of a GPU's peak, what training a dense model reaches without much effort."""
+
+IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+"""Entries of a config that do not change what a model computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeModel:
+    """A cost model, and how many of its units are done in a second."""
+
+    cost: CostModel
+    per_second: float | None  # None: it is not known
+    source: str  # in words
+
+    def seconds(self, cost: float) -> float | None:
+        return None if self.per_second is None else cost / self.per_second
+
+
+def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
+    """The best there is: a file that is named, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
+    if config.batch.cost is not None:
+        return TimeModel(cost=read_cost(config.batch.cost), per_second=1.0, source=f"measured, {config.batch.cost}")
+    if model_config is None:
+        return TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; --model gives FLOPs")
+    here = device_name(config.run.device)
+    is_here = gpu is None or gpu.lower() in here.lower()
+    stored = cost_path(here, model_config, config)
+    if is_here and stored.exists():
+        return TimeModel(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}")
+    cost = model_cost(model_config, adapters=config.lora.rank > 0)
+    name = gpu or here
+    peak = peak_tflops(name)
+    if gpu is not None and peak is None:
+        raise ValueError(f"--gpu: {gpu!r} is not in the table; give one such as H100, H200, A100, B200, or L40S")
+    if peak is None:
+        return TimeModel(cost=cost, per_second=None, source="FLOPs; --gpu or --calibrate gives seconds")
+    if config.model.dtype != "bfloat16":
+        return TimeModel(
+            cost=cost, per_second=None, source="FLOPs; peaks are known for bfloat16 only, set model.dtype=bfloat16"
+        )
+    return TimeModel(
+        cost=cost,
+        per_second=PEAK_FRACTION * peak * 1e12,
+        source=f"{PEAK_FRACTION:.0%} of the {peak:,.0f} TFLOP/s of {name} assumed",
+    )
+
+
+def device_name(device: str) -> str:
+    """What `run.device` means here: the GPU by the name its driver gives, or "cpu"."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return torch.cuda.get_device_name()
+
+
+def cost_path(device: str, model_config: Any, config: Config) -> Path:
+    """Where the measurement for this device, model and way of computing is kept."""
+    values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
+    parallel = config.parallel
+    way = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]
+    key = hash_of([device, values, config.model.dtype, way, config.lora.rank])
+    words = re.sub(r"[^a-z0-9]+", "-", f"{device} {model_config.model_type} {config.model.dtype}".lower())
+    return default_cache_folder() / "cost" / f"{words}-{key[:12]}.json"

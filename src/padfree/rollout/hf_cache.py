@@ -1,0 +1,130 @@
+"""Responses sampled from an ordinary HF model, many at a time, with its own attention and key/value cache.
+
+    prompts      7 8          left-padded to one width       - 7 8 | 5 6 0      positions  0 0 1 2 3 4
+                 3 4 9                                       3 4 9 | 2 0                   0 1 2 3 4
+    responses    5 6 0        0 is eos: the response ends with it                          ^ pad, not attended to
+                 2 0
+
+Prompts of similar length are written together, so that pads are few. What is drawn depends on the model, the prompt and
+the key of the response (`noise`), up to the rounding of the logits, and not on what else is in the batch.
+
+`logprobs` are those of the drawn tokens at the sampler's temperature, in float32: what the trainer compares its own
+with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.noise import gumbel_noise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's eos, and what else the model's generation config names (end of turn).
+
+    Of the latter only special tokens: the default of many configs is a number that means a word in another vocabulary.
+    """
+    eos: Any = tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError("model.tokenizer: it has no eos token, so that no response can end; set its eos_token")
+    named: Any = getattr(model.generation_config, "eos_token_id", None)
+    others = [] if named is None else [named] if isinstance(named, int) else list(named)
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return tuple(sorted({int(eos), *(int(other) for other in others if other in special)}))
+
+
+def write_responses(
+    model: PreTrainedModel,
+    requests: Sequence[SamplingRequest],
+    *,
+    temperature: float,
+    stops: Iterable[int],
+    batch_size: int,
+    version: int = 0,
+    on_progress: OnProgress | None = None,
+) -> list[Response]:
+    """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode."""
+    assert not model.training
+    ends = torch.tensor(sorted(stops), device=model.device)
+    order = sorted(range(len(requests)), key=lambda index: (len(requests[index].tokens), index))
+    found: dict[int, Response] = {}
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        written = _write(model, [requests[index] for index in chosen], temperature, ends, version)
+        found.update(zip(chosen, written, strict=True))
+        if on_progress is not None:
+            on_progress(sum(len(response.tokens) for response in found.values()))
+    return [found[index] for index in range(len(requests))]
+
+
+@torch.no_grad()
+def _write(
+    model: PreTrainedModel, requests: Sequence[SamplingRequest], temperature: float, ends: Tensor, version: int
+) -> list[Response]:
+    device = model.device
+    input_ids, mask = (tensor.to(device) for tensor in _left_padded([request.tokens for request in requests]))
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    keys = torch.tensor([request.key for request in requests], device=device)
+    rooms = torch.tensor([request.room for request in requests], device=device)
+    writing = torch.ones(len(requests), dtype=torch.bool, device=device)
+    # Logits of a whole prompt, for every token of the vocabulary, can be larger than the model.
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    cache, tokens, logprobs = None, [], []
+    for position in range(max(request.room for request in requests)):
+        output: Any = model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            **keep,
+        )
+        cache = output.past_key_values
+        scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
+        drawn = (scores + gumbel_noise(keys, position, scores.shape[1])).argmax(1)
+        tokens.append(drawn)
+        logprobs.append(scores.gather(1, drawn[:, None])[:, 0])
+        writing &= ~torch.isin(drawn, ends) & (position + 1 < rooms)
+        if not writing.any():
+            break
+        input_ids, position_ids = drawn[:, None], position_ids[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
+    return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
+
+
+def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, Tensor]:
+    """[R, width] token ids, 0 in front of the shorter ones, and which of them are real (int64)."""
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = np.zeros((len(prompts), width), np.int64)
+    mask = np.zeros((len(prompts), width), np.int64)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return torch.from_numpy(input_ids), torch.from_numpy(mask)
+
+
+def _responses(
+    requests: Sequence[SamplingRequest], tokens: Tensor, logprobs: Tensor, ends: Tensor, version: int
+) -> list[Response]:
+    """Each row [L] up to its first token that ends it, or as far as it had room."""
+    found = []
+    is_end = torch.isin(tokens, ends).numpy()
+    for request, row, values, stopped in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):
+        cut = stopped[: request.room]
+        ended = bool(cut.any())
+        length = int(cut.argmax()) + 1 if ended else len(cut)
+        found.append(
+            Response(tokens=row[:length].copy(), logprobs=values[:length].copy(), ended=ended, version=version)
+        )
+    return found

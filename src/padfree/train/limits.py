@@ -1,0 +1,94 @@
+"""What a model can be given, and whether samples are within it.
+
+Qwen3   vocabulary 151936   any number of positions: rotary angles go on
+GPT-2   vocabulary 50257    1024 positions: a table, which ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.data import TokenizedDataset
+from padfree.train.training_data import Samples
+
+TABLE_MARGIN = 8
+"""A table of positions may have a few rows more than the config says (OPT: two)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a model can be given: token ids below `vocabulary`, samples of up to `positions` tokens (None: any)."""
+
+    vocabulary: int
+    positions: int | None
+    trained_positions: int | None  # max_position_embeddings; rotary models go on beyond it
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Limits:
+        """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
+        embeddings = model.get_input_embeddings()
+        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
+        trained = getattr(model.config, "max_position_embeddings", None)
+        trained = trained if isinstance(trained, int) and trained > 0 else None
+        positions = None
+        if trained is not None:
+            others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
+            rows = {part.num_embeddings for part in others}
+            rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
+            ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
+            positions = trained if ends else None
+        return Limits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
+
+    def within(self, other: Limits) -> Limits:
+        """What both models can be given."""
+        limits = [limit for limit in (self.positions, other.positions) if limit is not None]
+        return replace(
+            self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
+        )
+
+
+def check_fits(
+    samples: Samples,
+    limits: Limits,
+    *,
+    place: Callable[[int], Any],
+    setting: str,
+    look_at_tokens: bool = True,
+    vocabulary_cure: str,
+    positions_cure: str,
+) -> None:
+    """Refuse token ids that the model has no embedding for, and samples with more tokens than it has positions."""
+    if limits.positions is not None:
+        lengths = lengths_of(samples)
+        over = np.flatnonzero(lengths > limits.positions)
+        if len(over):
+            raise ValueError(
+                f"{setting}: {place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} "
+                f"positions; {positions_cure}"
+            )
+    found = _first_token_from(samples, limits.vocabulary) if look_at_tokens else None
+    if found is not None:
+        raise ValueError(
+            f"{setting}: {place(found[0])} has token id {found[1]}, but the vocabulary of the model has "
+            f"{limits.vocabulary}; {vocabulary_cure}"
+        )
+
+
+def lengths_of(samples: Samples) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[n] tokens of each, those of the longest response included."""
+    if isinstance(samples, TokenizedDataset):
+        return samples.lengths
+    return np.array([len(sample) for sample in samples], dtype=np.int64)
+
+
+def _first_token_from(samples: Samples, least: int) -> tuple[int, int] | None:
+    if isinstance(samples, TokenizedDataset):
+        return samples.first_token_from(least)
+    largest = ((index, int(sample.tokens.max(initial=0))) for index, sample in enumerate(samples))
+    return next(((index, token) for index, token in largest if token >= least), None)

@@ -1,0 +1,208 @@
+"""Which backend a call gets, on machines that are only pretended."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from padfree.attention import (
+    BACKENDS,
+    AttentionBackend,
+    Capabilities,
+    choose_backend,
+    flash4,
+    reference,
+    register_backend,
+    selection,
+    varlen_attention,
+)
+from padfree.batch import Segments
+from padfree.warning import PadfreeWarning
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """`machine("fa4", major=9)`: a GPU of compute capability 9.0 on which only the package of fa4 is installed."""
+
+    def pretend(*packages: str, major: int = 9) -> None:
+        selection._choose.cache_clear()
+        monkeypatch.setattr(selection, "_compute_capability", lambda device: (major, 0) if device == CUDA else (0, 0))
+        for name in ("fa4", "fa3", "fa2", "flex"):
+            monkeypatch.setattr(BACKENDS[name], "is_installed", lambda there=name in packages: there)
+
+    yield pretend
+    selection._choose.cache_clear()
+
+
+ALL = ("fa4", "fa3", "fa2", "flex")
+
+
+@pytest.mark.parametrize(
+    ("packages", "major", "request_", "chosen"),
+    [
+        (ALL, 9, {}, "fa4"),
+        (("fa3", "fa2", "flex"), 9, {}, "torch"),  # fa3 and fa2 are untested
+        (("fa2", "flex"), 9, {}, "torch"),
+        ((), 9, {}, "torch"),
+        (ALL, 10, {}, "fa4"),
+        (ALL, 8, {}, "torch"),  # fa4 has no backward before Hopper, fa3 is for Hopper only
+        (ALL, 12, {}, "torch"),
+        (ALL, 7, {}, "flex"),
+        (ALL, 9, {"softcap": True}, "fa4"),
+        (("fa3", "fa2", "flex"), 9, {"softcap": True}, "flex"),
+        (("flex",), 9, {"softcap": True}, "flex"),
+        (ALL, 9, {"dtype": FP32}, "flex"),
+        ((), 9, {"dtype": FP64}, "reference"),
+        (ALL, 9, {"head_dim": 36}, "flex"),
+        (ALL, 9, {"head_dim": 256}, "fa4"),
+        (ALL, 10, {"head_dim": 160}, "torch"),
+        (ALL, 10, {"head_dim": 256}, "fa4"),
+        (ALL, 10, {"head_dim": 256, "softcap": True}, "flex"),
+        (ALL, 9, {"head_dim": 192, "value_dim": 128}, "flex"),
+        (ALL, 9, {"head_dim": 80}, "torch"),
+        (ALL, 9, {"head_dim": 64, "value_dim": 128}, "flex"),
+        (("flex",), 9, {"raw_backward": True}, "torch"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can(
+    machine: object, packages: tuple[str, ...], major: int, request_: dict[str, object], chosen: str
+) -> None:
+    machine(*packages, major=major)
+    arguments = {"dtype": BF16, "head_dim": 128, **request_}
+    assert choose_backend(CUDA, **arguments) == chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32, FP64])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_everything_on_the_cpu_goes_to_the_cpu_kernels(dtype: torch.dtype, softcap: bool) -> None:
+    assert choose_backend("cpu", dtype, 40, value_dim=72, softcap=softcap, raw_backward=True) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "request_", "message"),
+    [
+        ("fa5", CPU, {}, "backend: 'fa5' is unknown; use 'auto' or one of fa4, fa3, torch"),
+        ("flex", CPU, {}, "'flex' cannot serve: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'"),
+        ("torch", CPU, {}, "it runs on cuda, not on cpu"),
+        ("cpu", CUDA, {}, "it runs on cpu, not on cuda"),
+        ("torch", CUDA, {"dtype": FP32}, r"torch.float32 is not among its types .*; use 'auto' or 'flex'"),
+        ("torch", CUDA, {"head_dim": 36}, r"head size 36 is not among its sizes \(8 to 256 in steps of 8\)"),
+        ("torch", CUDA, {"head_dim": 264}, "head size 264 is not among its sizes"),
+        ("torch", CUDA, {"value_dim": 64}, "q and k have head size 128 but v has 64; use 'auto' or 'flex'"),
+        ("torch", CUDA, {"softcap": True}, "it has no softcap; use 'auto' or 'flex' or 'reference'"),
+        ("flex", CUDA, {"raw_backward": True}, "ring needs; use 'auto' or 'torch' or 'reference'"),
+        ("fa4", CUDA, {}, r"its package is not installed \(pip install 'padfree\[fa4\]'\); use 'auto' or 'torch'"),
+    ],
+)
+def test_a_named_backend_that_cannot_serve_is_refused_with_reason_and_cure(
+    machine: object, requested: str, device: torch.device, request_: dict[str, object], message: str
+) -> None:
+    machine("flex")
+    with pytest.raises(ValueError, match=message):
+        choose_backend(device, **{"dtype": BF16, "head_dim": 128, **request_}, requested=requested)
+
+
+@pytest.mark.parametrize(
+    ("major", "message"), [(8, "compute capability 8.0 is not among the 9 to 11"), (12, "compute capability 12.0")]
+)
+def test_fa4_is_refused_on_devices_it_has_no_kernels_for(machine: object, major: int, message: str) -> None:
+    machine("fa4", major=major)
+    with pytest.raises(ValueError, match=message):
+        choose_backend(CUDA, BF16, 128, requested="fa4")
+
+
+def test_fa4_has_fewer_head_sizes_on_blackwell(machine: object) -> None:
+    machine("fa4", major=10)
+    with pytest.raises(ValueError, match="head size 192 is not among those it has on Blackwell"):
+        choose_backend(CUDA, BF16, 192, requested="fa4")
+
+
+def test_auto_says_why_when_nothing_can_serve_and_never_falls_back_to_the_reference(machine: object) -> None:
+    machine(major=7)
+    with pytest.raises(ValueError, match=r"'auto' found no kernel \(fa4: .*; torch: .*\); .* backend='reference'"):
+        choose_backend(CUDA, BF16, 128)
+    assert choose_backend(CUDA, BF16, 128, requested="reference") == "reference"
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="device: 'cuda:0', but PyTorch sees no CUDA device"):
+        choose_backend(CUDA, BF16, 128)
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa2"])
+def test_an_untested_backend_is_used_by_name_and_says_so_once(machine: object, name: str) -> None:
+    machine("fa3", "fa2")
+    selection._warn_untested.cache_clear()
+    with pytest.warns(PadfreeWarning, match=f"backend '{name}' is untested.*padfree check"):
+        assert choose_backend(CUDA, BF16, 128, requested=name) == name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_backend(CUDA, BF16, 64, requested=name) == name, "another call, and no second warning"
+
+
+def test_untested_backends_are_no_cure(machine: object) -> None:
+    machine("fa3", "fa2", "flex")
+    with pytest.raises(ValueError, match="it has no softcap; use 'auto' or 'flex' or 'reference'"):
+        choose_backend(CUDA, BF16, 128, softcap=True, requested="torch")
+    machine("fa3", "fa2", major=9)
+    with pytest.raises(ValueError, match="fa3: it can serve but is untested, and is used only by name"):
+        choose_backend(CUDA, BF16, 128, softcap=True)
+
+
+class Halved(AttentionBackend):
+    """A backend of a user: the reference, with half of its output."""
+
+    name = "halved"
+    capabilities = Capabilities(devices=("cpu",), dtypes=(FP64,), lengths_on_host=True, raw_backward=False)
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = reference.BACKEND.forward(*args)
+        return out / 2, lse
+
+    def backward(self, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise AssertionError
+
+
+def test_a_backend_of_ones_own() -> None:
+    try:
+        register_backend(Halved())
+        segments = Segments.from_lengths([3, 2])
+        q, k, v = (torch.randn(5, 2, 4, dtype=FP64).requires_grad_() for _ in range(3))
+        mine = varlen_attention(q, k, v, segments, segments, backend="halved")
+        right = varlen_attention(q, k, v, segments, segments, backend="reference")
+        torch.testing.assert_close(mine, right / 2)
+        (found,), (expected,) = (torch.autograd.grad(out.sum(), v) for out in (mine, right))
+        torch.testing.assert_close(found, expected / 2)
+        assert choose_backend(CPU, FP64, 4) == "cpu", "those of the project come first"
+        with pytest.raises(ValueError, match="name: 'halved' is taken"):
+            register_backend(Halved())
+    finally:
+        BACKENDS.pop("halved", None)
+        selection._choose.cache_clear()
+
+
+def test_the_table_in_the_documentation_is_what_the_backends_say() -> None:
+    page = Path(__file__).parents[2] / "docs" / "attention.md"
+    assert selection.capability_table() in page.read_text(encoding="utf-8")
+
+
+def test_flash_attention_2_does_not_pass_for_4(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """Both are the package `flash_attn`; only the folder `cute` in it, and cutlass beside it, make it the latter."""
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not flash4._is_installed.__wrapped__()
+    (package / "cute").mkdir()
+    (package / "cute" / "interface.py").touch()
+    (tmp_path / "cutlass.py").touch()
+    assert flash4._is_installed.__wrapped__()

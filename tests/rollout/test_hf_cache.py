@@ -1,0 +1,108 @@
+"""Sampling from HF models: the drawn tokens are those of the model's own softmax, whatever is written beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from padfree.rollout import Response, SamplingRequest, stop_tokens, write_responses
+from padfree.rollout.noise import gumbel_noise, response_keys
+from tests.models import VOCABULARY, build
+from tests.rollout.rollout_cases import letters_tokenizer
+
+ROOM = 9
+STOPS = (2, 5, 11, 40)
+LENGTHS = (6, 1, 3, 6, 14, 2)
+
+
+def requests_of(lengths: tuple[int, ...] = LENGTHS, *, room: int = ROOM) -> list[SamplingRequest]:
+    generator = np.random.default_rng(0)
+    keys = response_keys(1, 2, np.arange(len(lengths)))
+    return [
+        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=room, key=int(key))
+        for length, key in zip(lengths, keys, strict=True)
+    ]
+
+
+def write(model: PreTrainedModel, requests: list[SamplingRequest], **changes: Any) -> list[Response]:
+    settings: dict[str, Any] = {"temperature": 0.7, "stops": STOPS, "batch_size": 4, **changes}
+    return write_responses(model.eval(), requests, **settings)
+
+
+@torch.no_grad()
+def by_definition(
+    model: PreTrainedModel, request: SamplingRequest, temperature: float
+) -> tuple[list[int], list[float]]:
+    """One token after the other, without a cache or a pad."""
+    tokens, logprobs = [int(token) for token in request.tokens], []
+    for position in range(request.room):
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
+        scores = torch.log_softmax(logits / temperature, 0)
+        token = int((scores + gumbel_noise(torch.tensor([request.key]), position, len(scores))[0]).argmax())
+        tokens.append(token)
+        logprobs.append(float(scores[token]))
+        if token in STOPS:
+            break
+    return tokens[len(request.tokens) :], logprobs
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2", "opt"])
+def test_responses_are_those_of_the_definition(name: str) -> None:
+    """Windows of 5 in gemma3, learned positions in gpt2 and opt; prompts of one token and more, beside each other."""
+    model = build(name).eval()
+    requests = requests_of()
+    expected = [by_definition(model, request, 0.7) for request in requests]
+    for batch_size in (1, 4, 64):
+        written = write(model, requests, batch_size=batch_size)
+        for (tokens, logprobs), response in zip(expected, written, strict=True):
+            assert response.tokens.tolist() == tokens
+            np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-4)
+            assert response.ended == (tokens[-1] in STOPS)
+            assert response.ended or len(tokens) == ROOM
+
+
+def test_rooms_of_their_own() -> None:
+    model = build("qwen3")
+    rooms = (1, 4, ROOM)
+    requests = [
+        SamplingRequest(tokens=request.tokens, room=room, key=request.key)
+        for request, room in zip(requests_of((5, 5, 5)), rooms, strict=True)
+    ]
+    whole = write(model, requests_of((5, 5, 5)), stops=(VOCABULARY,))
+    for room, cut, long in zip(rooms, write(model, requests, stops=(VOCABULARY,)), whole, strict=True):
+        assert cut.tokens.tolist() == long.tokens[:room].tolist()
+        assert len(cut.tokens) == len(cut.logprobs) == room
+        assert not cut.ended
+
+
+def test_one_token_that_ends() -> None:
+    model = build("qwen3")
+    (response,) = write(model, requests_of((3,), room=1), stops=range(VOCABULARY))
+    assert len(response.tokens) == 1
+    assert response.ended
+
+
+def test_nothing_to_write() -> None:
+    assert write(build("qwen3"), []) == []
+
+
+def test_bfloat16_reports_float32_logprobs() -> None:
+    responses = write(build("qwen3").to(torch.bfloat16), requests_of())
+    assert all(response.logprobs.dtype == np.float32 for response in responses)
+    assert all((response.logprobs < 0).all() for response in responses)
+
+
+def test_what_ends_a_response() -> None:
+    model, tokenizer = build("qwen3"), letters_tokenizer()
+    assert model.generation_config.eos_token_id == 2
+    assert stop_tokens(tokenizer, model) == (0,), "2 is a letter of this tokenizer"
+    model.generation_config = GenerationConfig(eos_token_id=[1, 7])
+    assert stop_tokens(tokenizer, model) == (0, 1), "<unk> is a special token, 7 is not"
+    model.generation_config = GenerationConfig()
+    assert stop_tokens(tokenizer, model) == (0,)
+    with pytest.raises(ValueError, match=r"model.tokenizer: it has no eos token, so that no response can end"):
+        stop_tokens(letters_tokenizer(eos=None), model)

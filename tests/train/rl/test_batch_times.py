@@ -1,0 +1,98 @@
+"""Where a batch's time went: measured around each part, and in the lines of a run where it belongs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from padfree.batch import Sample
+from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.train.rl.batch_times import PARTS, BatchTimes
+from tests.train.loop_cases import RL, SFT, make_config, make_loop, save_config
+
+WAIT = 0.05
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with distributed(device="cpu") as device:
+        yield make_mesh(device)
+
+
+def test_timings_divide_what_was_measured_as_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 18.0, 20.0, 21.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    times = BatchTimes()
+    assert times.metrics(100) == {}
+    with times.measure("sampling"):
+        pass
+    with times.measure("reference"):
+        pass
+    assert times.metrics(100) == {
+        "seconds/sampling": 8.0,
+        "seconds/reference": 1.5,
+        "sampler_tokens_per_second": 12.5,
+    }
+    times.split_sampling({"rewards": 1.0, "weight_exchange": 2.0})
+    assert times.seconds == {"sampling": 5.0, "rewards": 1.0, "weight_exchange": 2.0, "reference": 1.5}
+    assert times.metrics(100)["sampler_tokens_per_second"] == 20.0
+    with pytest.raises(AssertionError):
+        times.split_sampling({"coffee": 1.0})
+
+
+def test_timings_that_name_sampling_are_taken_as_they_are() -> None:
+    times = BatchTimes()
+    times.seconds["sampling"] = 8.0
+    times.split_sampling({"sampling": 3.0, "waiting": 4.0})
+    assert times.seconds == {"sampling": 3.0, "waiting": 4.0}
+    times.seconds["sampling"] = 1.0
+    times.split_sampling({"rewards": 1.5})  # measured by another clock
+    assert times.seconds["sampling"] == 0.0
+
+
+class SlowSampling:
+    """The samples as they are, after a while."""
+
+    timings = {"rewards": 0.01}  # noqa: RUF012 - what the loop reads
+
+    def __call__(self, groups: Sequence[Any]) -> list[Sample]:
+        time.sleep(WAIT)
+        return [sample for group in groups for sample in group]
+
+
+def lines_of(mesh: Mesh, folder: Path, sections: dict[str, Any], **options: Any) -> list[dict[str, float]]:
+    config = make_config(folder / "run", save_config(folder / "model"), **sections)
+    make_loop(config, mesh, **options).run()
+    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {f"seconds/{part}" for part in PARTS} | {"sampler_tokens_per_second", "seconds"}
+    return [{name: value for name, value in line.items() if name in names} for line in found]
+
+
+def test_the_line_of_a_batchs_first_update_has_its_times(mesh: Mesh, tmp_path: Path) -> None:
+    """Two batches of four updates."""
+    lines = lines_of(mesh, tmp_path, {**RL, "run": {"steps": 8}}, make_samples=SlowSampling())
+    assert len(lines) == 8
+    for number, line in enumerate(lines):
+        assert line["seconds/update"] == line["seconds"]
+        if number % 4:
+            assert set(line) == {"seconds", "seconds/update"}
+            continue
+        parts = {"sampling", "rewards", "old_logprobs", "update"}
+        assert set(line) == {"seconds", "sampler_tokens_per_second", *(f"seconds/{part}" for part in parts)}
+        assert line["seconds/sampling"] >= WAIT - 0.01
+        assert line["seconds/rewards"] == 0.01
+        assert line["seconds/old_logprobs"] > 0
+        assert line["sampler_tokens_per_second"] > 0
+
+
+def test_rollouts_from_files_and_references_and_fine_tuning(mesh: Mesh, tmp_path: Path) -> None:
+    reference = {"path": str(save_config(tmp_path / "reference"))}
+    lines = lines_of(mesh, tmp_path / "rl", {**RL, "reference": reference, "run": {"steps": 1}})
+    assert set(lines[0]) == {"seconds", "seconds/reference", "seconds/old_logprobs", "seconds/update"}
+    (line,) = lines_of(mesh, tmp_path / "sft", {**SFT, "run": {"steps": 1}})
+    assert set(line) == {"seconds"}
