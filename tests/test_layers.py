@@ -59,7 +59,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "distributed",
         "estimate",
-        "layers",
         "losses",
         "model",
         "packing",

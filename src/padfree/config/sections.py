@@ -25,7 +25,9 @@ from padfree.config.choices import (
     Overlong,
     PromptFormat,
     RunOverlong,
+    SamplerName,
     ScheduleKind,
+    WeightTransfer,
 )
 from padfree.config.loss import LossConfig
 from padfree.config.rules import need
@@ -114,13 +116,13 @@ class RolloutConfig:
     reward: str | None = None
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
-    engine: Literal["in_process", "vllm"] = "in_process"  # who samples
+    engine: SamplerName = "in_process"  # who samples
     batch: int = 256  # responses a device writes at a time
     kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
     # Of vllm alone
     servers: tuple[str, ...] = ()  # addresses of servers that run
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    transfer: Literal["group", "files"] = "group"  # how weights get to servers
+    transfer: WeightTransfer = "group"  # how weights get to servers
     transfer_folder: str | None = None  # of files, seen by run and servers; None: memory, or the run folder
     timeout: float = 600.0
     canary: float | None = None  # mean difference of log-probabilities that is allowed; None: by model.dtype

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from padfree.train.training_data import load_training_data, load_tokenizer, make_batcher
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +117,7 @@ def first_samples(config: Config) -> list[Sample]:
     if mesh.loss.rank == 0:
         mark_run_folder(config)
     tokenizer = load_tokenizer(config)
-    batcher = make_batcher(config, load_source(config, tokenizer).samples)
+    batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     found = RolloutWriter(config, mesh, sampler, tokenizer).samples(
