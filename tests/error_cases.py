@@ -425,6 +425,23 @@ def reward_function(text: str, name: str = "score", call: Callable[[str], Any] =
     return provoke
 
 
+OWN_LOSS = "def score(tokens):\n    return -tokens.advantages * tokens.logprobs\n"
+
+
+def own_loss(text: str) -> Mistake:
+    """The loss of a row by a user's function with this text."""
+
+    def provoke(folder: Path) -> Any:
+        inputs = {**SCORED, "logprobs": torch.zeros(4, requires_grad=True)}
+        path: list[str] = []
+        reward_function(text, call=path.append)(folder)
+        with contextlib.chdir(folder):
+            settings = losses.PolicySettings(objective=losses.CustomObjective(path=path[0]))
+            return losses.policy_loss(loss_inputs(inputs), settings)
+
+    return provoke
+
+
 def rewarded(text: str) -> Mistake:
     """The reward of a response, by such a function."""
     return lambda folder: reward_function(text)(folder)("x", {"answer": "x"}, uid="a")
@@ -921,6 +938,16 @@ CASES["losses"] = [
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="current"),
         lambda folder: losses.PolicySettings(corrections=(losses.OPSMSettings(),), old_policy="sampler"),
     ),
+    ("loss.kind", own_loss("score = 3\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("import no_such_module\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("def score():\n    return 1\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("def score(tokens):\n    return 1 / 0\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("def score(tokens):\n    return 1.0\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("def score(tokens):\n    return tokens.logprobs[1:]\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("def score(tokens):\n    return tokens.logprobs.double()\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", own_loss("def score(tokens):\n    return tokens.advantages\n"), own_loss(OWN_LOSS)),
+    ("loss.kind", lambda folder: losses.load_objective("no_such_module:loss"), own_loss(OWN_LOSS)),
+    ("loss.kind", lambda folder: losses.load_objective("os:system"), own_loss(OWN_LOSS)),
     ("value clip", lambda folder: losses.ValueSettings(clip=-1), lambda folder: losses.ValueSettings(clip=None)),
     ("beta", lambda folder: losses.DPOSettings(beta=0), lambda folder: losses.DPOSettings(beta=1)),
     (
@@ -1231,6 +1258,8 @@ CASES["decide"] = [
     ("loss.clip.low", dry_run("rl", GROUPED, "loss.clip.low=5")),
     ("loss.gspo.high", dry_run("rl", GROUPED, "loss.gspo.high=-1")),
     ("loss.low", dry_run("rl", GROUPED, "loss.kind=reinforce", "loss.low=0.2")),
+    ("loss.kind", dry_run("rl", GROUPED, "loss.kind=no_such_module:loss"), "loss.kind=clip"),
+    ("loss.kind", dry_run("rl", GROUPED, "loss.kind=clop")),
     ("loss.corrections", dry_run("rl", REPORTED, "loss.corrections=['icepop']", "loss.old_policy=sampler")),
     ("data.loss_on", dry_run("rl", GROUPED, "data.loss_on=last")),
     ("data.loss_on", dry_run("sft", [{"text": "1+1=2"}] * 2, "data.loss_on=last")),

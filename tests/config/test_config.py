@@ -117,7 +117,7 @@ def test_a_config_is_plain_and_comes_back() -> None:
             {"loss": {"kind": "mine"}},
             "loss.kind: 'mine'; give one of sft, clip, gspo, cispo, reinforce, or 'module",
         ),
-        ({"loss": {"kind": "mine.py:f"}}, "loss.kind: 'mine.py:f'; give one of"),
+        ({"loss": {"kind": "my-losses:f"}}, "loss.kind: 'my-losses:f'; give one of"),
         ({"loss": {"kind": "mine:f", "low": 0.1}}, "loss.low: 0.1; set loss.low=none, loss.kind 'mine:f' has no such"),
         ({"loss": {"kind": "clip", "clip": {"low": 5}}}, "loss.clip.low: 5.0; give 0 up to 1"),
         ({"loss": {"kind": "clip", "clip": {"low": None}}}, "loss.clip.low: None; give a number"),

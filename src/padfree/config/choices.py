@@ -28,6 +28,10 @@ OldPolicy = Literal["trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 SequenceStatistic = Literal["mean", "sum", "token"]
 
+# rollout
+SamplerName = Literal["in_process", "vllm"]
+WeightTransfer = Literal["group", "files"]
+
 # schedule
 ScheduleKind = Literal["constant", "linear", "cosine"]
 

@@ -27,6 +27,7 @@ from padfree.config.choices import (
     PromptFormat,
     RunOverlong,
     ScheduleKind,
+    WeightTransfer,
 )
 from padfree.config.functions import is_path
 from padfree.config.loss import LossConfig
@@ -122,7 +123,7 @@ class RolloutConfig:
     # Of vllm alone
     servers: tuple[str, ...] = ()  # addresses of servers that run
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    transfer: Literal["group", "files"] = "group"  # how weights get to servers
+    transfer: WeightTransfer = "group"  # how weights get to servers
     transfer_folder: str | None = None  # of files, seen by run and servers; None: memory, or the run folder
     timeout: float = 600.0
     canary: float | None = None  # mean difference of log-probabilities that is allowed; None: by model.dtype
