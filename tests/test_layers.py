@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "estimate": {"config", "head", "layers", "model", "packing", "sizes"},
     "checkpoint": {"distributed", "model"},
     "record": {"batch", "config", "distributed", "model"},
-    "rollout": {"arrays", "data"},
+    "rollout": {"arrays", "batch", "config", "data", "distributed", "model", "record", "warning"},
     "train": {
         "attention",
         "batch",

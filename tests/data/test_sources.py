@@ -12,7 +12,7 @@ import pytest
 
 from padfree.data import sources
 from padfree.data.records import RowError
-from padfree.data.sources import Source, open_sources, record_of
+from padfree.data.sources import RecordSource, open_sources, record_of
 
 ROWS = [{"text": f"row {index}"} for index in range(5)]
 COLUMNS = ("text",)
@@ -24,7 +24,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def rows_of(source: Source) -> list[tuple[int, dict[str, Any]]]:
+def rows_of(source: RecordSource) -> list[tuple[int, dict[str, Any]]]:
     """All rows with their numbers; the sizes of the chunks add up to the source's."""
     chunks = list(source.chunks(COLUMNS))
     assert sum(chunk.size for chunk in chunks) <= source.size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from padfree.config import Config, LoraConfig, config_from_dict
+from padfree.config import Config, LoraConfig, RolloutConfig, config_from_dict
 from padfree.estimate.activations import cache_bytes, token_bytes
 from padfree.estimate.memory import estimate_memory, head_bytes
 from padfree.head import fused_loss
@@ -100,8 +102,19 @@ def test_reference_and_sampler(tmp_path: Path) -> None:
     )
     found = estimate_memory(config, model, processes=1, device_type="cpu", prompt_tokens=6)
     assert found.reference == found.host == 4 * parameters
-    assert found.sampler == 4 * parameters
+    assert found.sampler == 0, "it samples from the trained weights"
     assert found.cache == 3 * 16 * cache_bytes(model, 4)
+    assert not found.cache_stays
+    several = estimate_memory(config, model, processes=2, device_type="cuda", prompt_tokens=6)
+    assert several.sampler == 4 * parameters
+    assert config.batch.samples is not None
+    samples = math.ceil(config.batch.samples / 2)
+    responses, prompts = min(3, samples), math.ceil(samples / 4)
+    assert several.cache == (responses * 10 + prompts * 6) * cache_bytes(model, 4), "a prompt once for its responses"
+    without = estimate_memory(replace(config, rollout=RolloutConfig()), model, processes=2, device_type="cuda")
+    assert several.device == without.device + several.sampler + several.cache
+    limited = replace(config, rollout=replace(config.rollout, kv_cache_memory=1e-6))
+    assert estimate_memory(limited, model, processes=2, device_type="cuda", prompt_tokens=6).cache == 1073
     text = model.config.get_text_config()
     assert cache_bytes(model, 2) == 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2
 

@@ -24,6 +24,7 @@ RL: dict[str, Any] = {
 TIMES = (
     "seconds",
     "tokens_per_second",
+    "sampler/tokens_per_second",
     "tflops_per_device",
     "mfu",
     "memory_gib",

@@ -75,12 +75,13 @@ def test_nothing_is_started_without_modules() -> None:
 
 @pytest.mark.parametrize("has_flash4", [True, False])
 def test_what_is_imported_is_what_the_settings_may_use(has_flash4: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = SimpleNamespace(installed=lambda: has_flash4)
+    backend = SimpleNamespace(is_installed=lambda: has_flash4)
     monkeypatch.setattr(early_imports, "BACKENDS", {"fa4": backend})
     flash4 = FLASH_ATTENTION_4 if has_flash4 else ()
     assert first_step_modules(config_of(), "cpu") == []
     assert first_step_modules(config_of(), "cuda") == [*HEAD, *COMPILER, *flash4, *EPILOGUES]
     assert first_step_modules(config_of(parallel={"compile": "none"}), "cuda") == [*HEAD, *flash4]
+    assert first_step_modules(config_of(parallel={"kernels": "none"}), "cuda") == [*HEAD, *COMPILER, *flash4]
     assert first_step_modules(config_of(model={"attention": "torch"}), "cuda") == [*HEAD, *COMPILER, *EPILOGUES]
     assert first_step_modules(config_of(model={"dtype": "float32"}), "cuda") == [*HEAD, *COMPILER]
 

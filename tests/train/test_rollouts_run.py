@@ -21,8 +21,11 @@ from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
 from padfree.record.files import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.engines import make_sampler
+from padfree.rollout.examples import ExamplesFile
+from padfree.rollout.weights import copy_weights
+from padfree.rollout.writer import RolloutWriter
 from padfree.train.parallelize import parallelize, transformations
-from padfree.train.rollouts import Rollouts, _Examples, copy_weights
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
@@ -31,7 +34,7 @@ from tests.ranks import run_ranks
 from tests.train.cases import alone
 from tests.train.loop_cases import TIMES
 
-HERE = "test_rollouts_run"
+HERE = "tests.train.test_rollouts_run"
 
 
 def share_of_digits(response: str, row: Mapping[str, Any]) -> float:
@@ -90,7 +93,10 @@ def first_samples(config: Config) -> list[Sample]:
     tokenizer = load_tokenizer(config)
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     groups: Sequence[Any] = next(batcher)
-    return Rollouts(config, mesh, build_engine(config, mesh).model, tokenizer).samples(groups, batcher.step)
+    engine = build_engine(config, mesh)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    writer = RolloutWriter(config, mesh, sampler, tokenizer)
+    return writer.samples(engine.model, groups, batch=batcher.step, version=0)
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:
@@ -189,8 +195,8 @@ def test_examples_of_earlier_batches_are_kept_whatever_they_hold(tmp_path: Path)
     path = tmp_path / "run" / FILE
     texts = ["plain", "two\nlines\r\x0b\x85\u2028 東京 \ufffd", ""]
     for batch, text in enumerate(texts, start=1):
-        _Examples(path).write(batch, [{"response": text}])
-    _Examples(path).write(3, [{"response": "again"}])
+        ExamplesFile(path).write(batch, [{"response": text}])
+    ExamplesFile(path).write(3, [{"response": "again"}])
     with path.open(encoding="utf-8", newline="\n") as file:
         found = [json.loads(line) for line in file]
     assert found == [

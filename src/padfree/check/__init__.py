@@ -1,4 +1,4 @@
-"""The proof that packing changes nothing, on one's own model, data, backend and layout.
+"""Proves on a user's own model, data, backend and layout that packing changes nothing.
 
     report = check_model("my-model", samples)          one sample at a time with plain HF code, against training's path
     assert report.passed, report.verdict

@@ -6,8 +6,8 @@
     gradients           of each parameter: its largest difference / its largest entry     3.0e-07 in layers.0.mlp...
                         then the largest of the parameters of a part (a layer, the embeddings, the head, a norm)
 
-A gradient that is zero but for rounding (the bias of a key projection) would make a large quotient of two roundings: a
-parameter is never measured by less than a hundredth of the largest entry in its part.
+A gradient that is zero except for rounding (the bias of a key projection) would give a large quotient of two roundings.
+The divisor is therefore at least a hundredth of the largest entry in the parameter's part.
 
 A number that is not finite counts as infinitely far off.
 """
@@ -29,7 +29,7 @@ from padfree.batch import Sample
 from padfree.model.structure import layers_of
 
 FLOOR = 0.01
-"""The share of a part's largest gradient entry that a parameter is measured by at least."""
+"""Of the largest gradient entry of a part, the least that a difference is divided by."""
 
 FACTOR = 4.0
 """How many times the noise of HF a difference may be."""

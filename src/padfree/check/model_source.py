@@ -3,10 +3,10 @@
     folder of 36 layers      config.json, model-00001-of-00004.safetensors, ...
     the first 4 of them      config.json (4 layers), an index that names their tensors, links to the same files
 
-Layers are kept from the front, with their own weights, behind the model's own embeddings and before its own norm and
-head. At least so many are kept that every kind of layer that a list of the config names (sliding, full; dense, sparse)
-is among them. Nothing is copied, except where transformers renames or merges tensors on loading: it reads whole files,
-so that the kept tensors are written to files of their own.
+The first layers are kept with their own weights, between the model's own embeddings and its norm and head. Enough are
+kept to have every kind of layer that a list of the config names (sliding, full; dense, sparse). Files are linked, not
+copied, except where transformers renames or merges tensors on loading: it reads whole files, so that the kept tensors
+are written to files of their own.
 """
 
 from __future__ import annotations

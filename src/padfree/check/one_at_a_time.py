@@ -3,11 +3,11 @@
     one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients added in float32
     padded pairs    [2, L]      the same mathematics with an attention mask and HF's eager attention
 
-The second differs from the first by rounding only. How far it is off is the noise that any other correct way of
-computing may show as well, in this dtype, on this device, for this model.
+The second differs from the first by rounding only. Their difference is the noise that any correct way of computing may
+show in this dtype, on this device, for this model.
 
-Every gradient is taken out of its parameter as soon as it is there, so that besides the sums there is never more than
-one parameter's gradient in memory.
+Every gradient is added to the sums and freed as soon as it is computed, so that besides the sums no more than one
+parameter's gradient is in memory.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     5  pad           a tail of random tokens behind every row                   against 1; another tail against that one
     6  layouts       other micro-batches, another order, other context methods  against 1
 
-Models are in evaluation mode: dropout would make every run another one. The reference is on one device as a whole.
+Models are in evaluation mode, without dropout. The reference runs as a whole on one device.
 """
 
 from __future__ import annotations
@@ -281,9 +281,9 @@ class _Check:
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """A row that must be 0 bit by bit where repeating a run is: nothing that may be seen has changed.
+        """A row whose difference must be exactly 0 where repeating a run gives the same bits.
 
-        Rows of a product do not depend on each other's numbers, but in which expert's product a row is does.
+        No row of a matmul depends on another, but the shapes of the experts' matmuls depend on all tokens.
         """
         if not self.first:
             return

@@ -10,9 +10,9 @@
     the same, read by 3 ranks      rows 0:2 | 2:4 (one row of each file) | 4:5
 
 Every rank writes the pieces it holds, as safetensors with their offsets in the whole tensor, and reads the pieces that
-overlap what it holds; so any number of ranks can resume. A copy that several ranks hold is written once. Optimizer
-state goes by the names of the parameters, not by their order. Of a model with adapters only these are saved. A
-reference model that has been refreshed is at no other place any more, so it is saved as well.
+overlap what it holds; so any number of ranks can resume. A copy that several ranks hold is written once. Of a model
+with adapters only the adapters are saved. A reference model that has been refreshed exists nowhere else, so it is saved
+as well.
 
 Why not the files of torch.distributed.checkpoint: reading them unpickles their `.metadata`, which can run code, and its
 safetensors storage has no place for what is not a tensor. This format is JSON and safetensors, and a checksum of every
@@ -183,12 +183,12 @@ class Checkpointer:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """A block after which no save is under way. Where the block fails, what failed it is what is raised."""
+        """A block after which no save is under way. An error of the block goes before one of the save."""
         try:
             yield
         except BaseException:
             if self._thread is not None:
-                self._thread.join()  # it may still become whole: the other ranks' threads write as well
+                self._thread.join()  # the checkpoint may still become complete: the other ranks' threads write as well
             raise
         self.wait()
 
@@ -276,7 +276,7 @@ class Checkpointer:
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """What of a checkpoint's `extra` is no tensor, to look at before it is loaded."""
+        """A checkpoint's `extra` without its tensors, to look at before anything is loaded."""
         path, content = Path(path), {}
         cure = self._cure(path)
         with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
@@ -295,7 +295,7 @@ class Checkpointer:
         """Fill model and optimizer; `extra`, and this rank's `rank_state`, which is None on another number of ranks.
 
         `reference` is filled if the checkpoint holds one, and left as it is if not.
-        Nothing is changed before all that can be wrong with the checkpoint has been looked for.
+        The checkpoint is checked as a whole before anything is changed.
         """
         path = Path(path)
         cure = self._cure(path)
@@ -341,14 +341,14 @@ class Checkpointer:
     # Ranks
 
     def _fingerprint(self, model: nn.Module) -> str | None:
-        """Of the weights below adapters, which do not change; None for a model without adapters."""
+        """A fingerprint of the weights below adapters, which do not change; None for a model without adapters."""
         if model not in self._fingerprints:
             base = base_tensors(model)
             self._fingerprints[model] = self.fingerprint(base) if base else None
         return self._fingerprints[model]
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
-        """Of the numbers in tensors that ranks may hold parts of, the same for every layout. Every rank calls it."""
+        """A hash of the numbers in these tensors, the same however ranks share them. Every rank calls it."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
         for told in self._exchange(bits):
@@ -365,7 +365,7 @@ class Checkpointer:
 
     @contextmanager
     def _together(self) -> Iterator[list[str]]:
-        """A block that puts errors into a list: after it, every rank raises if any rank has one."""
+        """A block that collects errors in a list: after it every rank raises if any rank has one."""
         errors: list[str] = []
         yield errors
         for told in self._exchange(errors):

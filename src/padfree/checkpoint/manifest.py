@@ -37,13 +37,13 @@ MANIFEST = "manifest.json"
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What of a model is saved, by name: its adapters if it has any, and else everything."""
+    """The tensors of a model that are saved, by name: its adapters if it has any, else all."""
     tensors = named_tensors(model)
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What lies below adapters; empty for a model without adapters."""
+    """The frozen weights below adapters; empty for a model without adapters."""
     tensors, saved = named_tensors(model), saved_tensors(model)
     return {name: tensor for name, tensor in tensors.items() if name not in saved and tensor.is_floating_point()}
 
@@ -57,7 +57,7 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """What of adapters is no tensor; `base` is the fingerprint of the weights below them."""
+    """Scale of the adapters and `base`, the fingerprint of the weights below them; None without adapters."""
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types it as a tensor or a module
@@ -127,7 +127,7 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
 
 
 def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
-    """The first of the tensors below `prefix` that has not the shape and dtype that is wanted."""
+    """The first of the tensors below `prefix` whose shape or dtype is not the wanted one, in words."""
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])
         for key, about in tensors.items()

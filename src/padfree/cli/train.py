@@ -288,7 +288,11 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
         ("working", memory.working, "the head's logits, or one layer's backward"),
         ("reference", memory.reference, "on the CPU while it is not asked" if memory.reference_offloaded else "frozen"),
         ("sampler", memory.sampler, "a whole copy of the model"),
-        ("cache", memory.cache, "keys and values while it writes, not at the same time as activations"),
+        (
+            "cache",
+            memory.cache,
+            "keys and values of the sampler" if memory.cache_stays else "keys and values while the sampler writes",
+        ),
     ]
     for name, size, meaning in parts:
         if size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from os.path import expanduser
 from typing import Any, Literal
@@ -90,8 +91,22 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """vLLM servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
+
+    command: tuple[str, ...] = ()  # its words; the model, the port and what else the run needs are added
+    devices: tuple[str, ...] = ("0",)  # CUDA_VISIBLE_DEVICES of each server; "cpu": none
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        need(all(self.command), "rollout.launch.command", list(self.command), "give words, none of them empty")
+        cure = 'give CUDA_VISIBLE_DEVICES of each server, such as ["0", "1"], or "cpu"'
+        need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), cure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """In-process rollouts: `reward` names a built-in or `module:function`; None: `data.path` holds finished rollouts.
+    """Rollouts of the run itself: `reward` names a built-in or `module:function`; None: `data.path` has finished ones.
 
     With it `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
     """
@@ -99,11 +114,49 @@ class RolloutConfig:
     reward: str | None = None
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
-    batch: int = 64  # responses a device writes at a time
+    engine: Literal["in_process", "vllm"] = "in_process"  # who samples
+    batch: int = 256  # responses a device writes at a time
+    kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
+    # Of vllm alone
+    servers: tuple[str, ...] = ()  # addresses of servers that run
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    transfer: Literal["group", "files"] = "group"  # how weights get to servers
+    transfer_folder: str | None = None  # of files, seen by run and servers; None: memory, or the run folder
+    timeout: float = 600.0
+    canary: float | None = None  # mean difference of log-probabilities that is allowed; None: by model.dtype
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` in bytes; None: auto."""
+        return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
             need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
+        if self.kv_cache_memory != "auto":
+            memory = self.kv_cache_memory
+            need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
+        _expand(self, "transfer_folder")
+        cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
+        need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
+        need(self.top_k is None, "rollout.top_k", self.top_k, cure)
+        need(0 < self.timeout < math.inf, "rollout.timeout", self.timeout, "give more than 0 seconds")
+        need(self.canary is None or self.canary > 0, "rollout.canary", self.canary, "give more than 0, or leave it out")
+        need(self.transfer_folder != "", "rollout.transfer_folder", "", "give a folder, or leave it out")
+        servers, command = list(self.servers), list(self.launch.command)
+        if self.engine != "vllm":
+            cure = "set rollout.engine=vllm, or leave it out"
+            need(not servers, "rollout.servers", servers, cure)
+            need(not command, "rollout.launch.command", command, cure)
+            return
+        for url in servers:
+            right = re.fullmatch(r"https?://[^/:\s]+(:\d{1,5})?(/\S*)?", url) is not None
+            need(right, "rollout.servers", url, 'give addresses such as ["http://127.0.0.1:8000"]')
+        need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
+        cure = "give the addresses of servers that run, or rollout.launch.command to have them started, and not both"
+        need(bool(servers) != bool(command), "rollout.servers", servers, cure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,6 +379,9 @@ class Config:
         compared = group > 1 or advantage not in GROUPED
         cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
         need(compared, "rollout.group", group, cure)
+        cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
+        vllm = self.rollout.engine == "vllm"
+        need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
         need(known, "reference.path", None, cure)

@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from padfree.config.choices import Checkpointing
 from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
-from padfree.layers.recompute import Checkpointing
 from padfree.model.structure import layers_of
 from padfree.sizes import ModelSizes
 
@@ -55,8 +55,9 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing,
 def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
     """What waits in the host's memory under `host`, of one token."""
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
-    first = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
-    return first * size * sizes.hidden + (math.ceil(OFFLOADED_FRACTION * num_layers) - first) * _host_layer(sizes, size)
+    input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
+    offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
+    return input_only * size * sizes.hidden + (offloaded - input_only) * _host_layer(sizes, size)
 
 
 def _host_layer(sizes: ModelSizes, size: int) -> int:

@@ -7,7 +7,8 @@
     activations                     what forward keeps for backward, of one micro-batch of so many tokens
     working                         the larger of: the head's logits and gradients; one layer's gradients, and its
                                     activations where they are computed again
-    reference, sampler              frozen copies; and the sampler's keys and values while it writes
+    reference, sampler              frozen copies; the sampler has none where it can sample from the trained weights
+    cache                           the sampler's keys and values: on a GPU they stay, on the CPU only while it writes
 
 How activations are counted is in `padfree.estimate.activations`.
 
@@ -47,8 +48,9 @@ class MemoryEstimate:
     working: int
     reference: int
     reference_offloaded: bool
-    sampler: int  # the copy's weights
-    cache: int  # keys and values while it writes
+    sampler: int  # the copy's weights; 0: it shares those that are trained
+    cache: int  # keys and values
+    cache_stays: bool  # else it is there only while the sampler writes
     parameters: int
     trained: int
 
@@ -62,7 +64,8 @@ class MemoryEstimate:
         standing = self.sampler
         standing += 0 if self.offloaded else self.states
         standing += 0 if self.reference_offloaded else self.reference
-        return standing + max(self.gathered + self.activations + self.working, self.cache)
+        training = self.gathered + self.activations + self.working
+        return standing + (training + self.cache if self.cache_stays else max(training, self.cache))
 
     @property
     def host(self) -> int:
@@ -99,10 +102,10 @@ def estimate_memory(
         other = skeleton(config.reference.path, trust_remote_code=code, setting="reference.path")
         reference = _counts(other, shards).all * (size if sharded else FLOAT32)
     sampler = cache = 0
-    if config.rollout.reward is not None:
-        sampler = counts.parameters * size
-        responses = min(config.rollout.batch, -(-(config.batch.samples or 1) // processes))
-        cache = responses * (prompt_tokens + config.rollout.max_new_tokens) * cache_bytes(model, size)
+    if config.rollout.reward is not None and config.rollout.engine == "in_process":
+        alone = processes == 1 and not config.parallel.offload and not counts.frozen
+        sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
+        cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
     # Over context ranks attention cuts a compiled layer, which then keeps more: counted as if it were not compiled.
     compiled = config.parallel.compile != "none" and config.parallel.context == 1
@@ -120,9 +123,25 @@ def estimate_memory(
         reference_offloaded=config.reference.offload,
         sampler=sampler,
         cache=cache,
+        cache_stays=device_type != "cpu",
         parameters=counts.parameters,
         trained=counts.trained_parameters,
     )
+
+
+def _cache(
+    config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
+) -> int:
+    """Keys and values of the in-process sampler. On a GPU a prompt is there once, however many responses follow it."""
+    if config.rollout.engine != "in_process":
+        return 0
+    rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
+    responses = min(rollout.batch, samples)
+    if device_type == "cpu":
+        return responses * (prompt_tokens + rollout.max_new_tokens) * cache_bytes(model, size)
+    prompts = -(-samples // rollout.group)
+    wanted = (responses * rollout.max_new_tokens + prompts * prompt_tokens) * cache_bytes(model, size)
+    return wanted if rollout.kv_cache_bytes is None else min(wanted, rollout.kv_cache_bytes)
 
 
 # Weights

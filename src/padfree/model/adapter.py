@@ -6,8 +6,7 @@
 `attach` changes the name of the model's attention implementation, through transformers' own interface, and adds a
 forward pre-hook that checks the arguments. No class, method or weight is replaced, and
 `model.set_attn_implementation("sdpa")` undoes it. Attach first, then compile the layers, then wrap them in activation
-checkpointing, then apply FSDP2. Attention is one operator in the graph of a compiled layer; over context ranks it
-breaks the graph.
+checkpointing, then apply FSDP2. In a compiled layer attention is one operator; over context ranks it is a graph break.
 
 Before that, the architecture must pass: padfree must be able to do what the config says, and a small copy must compute
 the same packed as one sample at a time (`padfree.model.probe`). Otherwise the model is refused with the reason.

@@ -3,15 +3,16 @@
     export_model(model, "out", tokenizer)      -> out/config.json, model*.safetensors, generation_config.json, tokenizer
     export_adapters(model, "out", tokenizer)   -> out/adapter_config.json, adapter_model.safetensors, tokenizer
 
-A model with adapters is exported as the model they make of it: what they add to a weight is added, in float32. Their
-own export is a folder for `PeftModel.from_pretrained(base, "out")`.
+`export_model` merges adapters into the weights, in float32. `export_adapters` writes a folder for
+`PeftModel.from_pretrained(base, "out")`.
 
 Every rank calls it; each tensor is gathered in turn, and rank 0 keeps it and writes. Names, layout (experts one by one,
-where transformers stores them so) and file sizes are those of `save_pretrained`, which does the writing for an empty
-copy of the model's class: wrappers around the trained model do not show.
+where transformers stores them so) and file sizes are those of `save_pretrained`, which writes them for an empty copy of
+the model's class, without the wrappers of the trained model.
 
-The folder is written beside and renamed into place, so whoever finds it finds it complete. `padfree_export.json` in it
-says that it is an export, and of which files: only such a folder, and with nothing else in it, is ever replaced.
+The folder is written under another name and renamed into place, so that it is complete whenever it is there.
+`padfree_export.json` in it marks it as an export and lists its files: only a folder that has it, and nothing else, is
+ever replaced.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def export_model(
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
-    empty = _empty_copy(model, dtype or model.dtype)
+    empty = empty_copy(model, dtype or model.dtype)
     parameters = {clean_name(name) for name, _ in empty.named_parameters()}
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(empty).items() if name in parameters}
     tensors: dict[str, Tensor] = {}
@@ -162,7 +163,7 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """Why this folder is not replaced by an export: it has what no earlier one has put there. None: it may be."""
+    """Why an export must not replace this folder: it has files that no earlier export wrote. None: it may."""
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
         return None
@@ -211,7 +212,8 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same class and config on the meta device, without what was put around the modules of `model`."""
     # fully_shard gives a model a class of its own, made of FSDPModule and the model's class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)

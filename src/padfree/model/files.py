@@ -5,8 +5,8 @@
     a config file          no weights: random ones are asked for
     an id on the Hub       downloaded, then a folder
 
-Weights that are not there are an error, and never random ones instead: those must be asked for (`init="random"`, or a
-config file). Whether files hold what is expected of them is read from their headers, before any tensor is.
+Missing weights are an error. They are never replaced by random ones, which must be asked for (`init="random"`, or a
+config file). The headers of the files tell whether they hold what is expected, before any tensor is read.
 
 Only safetensors are read; files that hold pickles are refused.
 """

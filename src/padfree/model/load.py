@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a model, each rank reading only what it will hold.
+"""Load a model from a Hugging Face folder; each rank reads only what it will hold.
 
     config.json      -> the model on the meta device: names, shapes and ties, no memory
     shard(model)     -> whatever the caller does to it there (attach, adapters, checkpointing, compile, FSDP2)
@@ -15,12 +15,12 @@ Three sources fill the tensors:
 - Random weights, where they are asked for: rank 0 initialises on the CPU from `seed`, as transformers would, and sends
   each tensor round. So the numbers do not depend on how many ranks there are.
 
-Ties hold by identity: one parameter under two names is one again after `to_empty`. Buffers that no file holds (rotary
-frequencies) come from transformers' own `_init_weights`. It is run twice over different fillings: a buffer that differs
-is one the model's code does not restore, and the model is refused rather than run on what happened to be in memory.
+Tied parameters are one object under two names, also after `to_empty`. Buffers that no file holds (rotary frequencies)
+come from transformers' own `_init_weights`. It runs twice, over buffers filled with 0 and with 1: a buffer that differs
+afterwards is one that the model's code does not restore, and the model is refused.
 
-Adapters that `shard` has put in (`padfree.model.lora`) begin with values drawn from `seed`; the tensors they adapt keep
-their names. Parameters that it has given another dtype are cast as they are read.
+Adapters that `shard` has added (`padfree.model.lora`) begin with values drawn from `seed`; the tensors they adapt keep
+their names. A parameter to which `shard` has given another dtype is cast while it is read.
 
 What the files must be like is in `padfree.model.files`. Every rank must call this alike.
 """
@@ -80,7 +80,7 @@ def load_model(
     with torch.device("meta"):
         model = _from_config(config, dtype, trust_remote_code)
     keep_in_float32(model, dtype)
-    restored = _restored_buffers(model)
+    restored = restored_buffers(model)
     direct = files is not None and _names_match(model, files)
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
     if shard is not None:
@@ -240,7 +240,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(kept)
 
 
-def _restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers that no file holds, on the CPU, by name; `model` is on the meta device."""
     for tensor in named_tensors(model).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

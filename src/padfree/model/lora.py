@@ -11,9 +11,9 @@ recomputation, compilation, FSDP2 and the head are reached as before. `padfree.m
 A is drawn from the seed and its own name, so its numbers do not depend on ranks, order or targets; B is 0, so that the
 model begins as the one without adapters.
 
-Adapters are for linear layers below the head. Embeddings and the head are refused: the head's weight is read as it is
-by the losses, without the adapter's part. So are experts that transformers keep in one tensor; "all-linear" leaves
-them frozen.
+Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
+weight without what an adapter would add. Experts that transformers keeps in one tensor are refused, too; "all-linear"
+leaves them frozen.
 """
 
 from __future__ import annotations

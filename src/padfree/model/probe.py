@@ -1,23 +1,23 @@
-"""Can this architecture be trained packed? A small copy answers, on the CPU, before the first step.
+"""Try on a small copy, on the CPU, whether an architecture can be trained packed.
 
     single   | sample of 13 |  | 1 |  | sample of 9 |         three calls of the model with HF's own eager attention
     packed   | sample of 13 | 1 | sample of 9 | pad of 3 |    one row through padfree's attention, its tokens shuffled;
                                                               only the attention function knows the order
 
-The two must give the same logits and the same gradient of every parameter. Whatever looks across a border or at a
-neighbour other than through attention (a recurrent state, a convolution, a mask HF would have made, a window that was
-not passed on, positions counted by the model) makes them differ. Shuffled tokens are what a context-parallel layout
-looks like from outside attention. Weights are large and random, so that a leak shows in the first digits.
+The two must give the same logits and the same gradient of every parameter. A recurrent state, a convolution, a mask
+that HF would have made, a window that was not passed on, positions counted by the model: each makes the two differ.
+Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak shows
+in the first digits.
 
-The copy keeps the architecture and drops the sizes (`shrink`). Because layers may differ in ways no list in the config
-tells, the copy must contain every module class of the real model; it grows until it does, or the model is refused.
+The copy keeps the architecture and drops the sizes (`shrink`). Layers may differ in ways that no list in the config
+tells, so the copy must contain every module class of the real model: it grows until it does, or the model is refused.
 
-`stock_leak` asks the same of a model that keeps transformers' own attention, which learns of the samples in one of two
-ways: the mask that transformers makes where position ids restart (sdpa, eager, flex), or cumulative lengths that reach
-the attention function (flash). Its row is in order, as a data collator makes it.
+`stock_leak` tries a model that keeps transformers' own attention. That attention learns of the samples in one of two
+ways: by the mask that transformers makes where position ids restart (sdpa, eager, flex), or by cumulative lengths that
+reach the attention function (flash). Its row is in order, as a data collator makes it.
 
 A verdict is kept for the life of the process, per model class, shrunken config and set of module classes: models that
-differ in size alone share it. The caller's random state, default device and gradient mode are left as they were.
+differ in size alone share it. The caller's random state, default device and gradient mode do not change.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Sizes are replaced. Everything else (activations, norms, scaling factors, soft c
 decides whether an architecture can be packed. Of lists with one entry per layer, the first layer of each kind is kept.
 Windows become shorter than a probe's sample, so that ignoring one shows in the numbers.
 
-The result is a suggestion, not a proof: `padfree.model.probe` builds it, counts its parameters and compares the
-module classes with those of the real model, and refuses a copy that is too large or leaves one out.
+The result may be wrong for a new architecture: `padfree.model.probe` builds the copy and refuses it if it is too large
+or lacks a module class of the real model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model is made of, known without its weights: its shapes, and the list of its layers."""
+"""A model without its weights: its shapes, and the list of its layers."""
 
 from __future__ import annotations
 

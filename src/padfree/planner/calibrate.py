@@ -9,8 +9,8 @@ A model of many layers is not built: layers are alike, so two shallow models tel
 
     seconds(L layers) = seconds(shallow) + (L - shallow) / period · (seconds(shallow + period) - seconds(shallow))
 
-`period` is after how many layers the kinds of layers (windowed, full; dense, mixture) repeat; a part of a period counts
-as that part of one. What comes out is kept as JSON in the cache folder; `batch.cost` may name the file on any machine.
+The kinds of layers (windowed, full; dense, mixture) repeat after `period` layers; a part of a period counts as that
+part of one. The result is kept as JSON in the cache folder; `batch.cost` may name the file on any machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
 """Of the largest micro-batch that is measured, or less if --max-tokens is less."""
 
 AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
-"""FLOPs of that micro-batch: it has fewer tokens of a larger model, so that measuring takes minutes at most ..."""
+"""Of that micro-batch: of a larger model it has fewer tokens, so that measuring takes minutes at most ..."""
 
 FEWEST_TOKENS = 64
 """... but not fewer than this."""

@@ -3,9 +3,9 @@
     steps     0   1   2   3   4   5   6   7   8   9        their samples and tokens are all counted
     planned       x       x           x       x            at most so many are planned to the last micro-batch
 
-A plan takes some milliseconds, a million samples make thousands of steps, and a hundred of them tell the fill and
-the imbalance of all. Which are planned follows from the numbers alone, and whoever shows the result says how many.
-Averages are ratios of sums, so that a small last step counts for as much as it is.
+A plan takes some milliseconds, a million samples make thousands of steps, and a hundred of them tell the fill and the
+imbalance of all. The planned steps are spread evenly, without chance, and the output says how many they are. Averages
+are ratios of sums, so that a small last step weighs little.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     lengths    7 3 | 9 4        micro-batches of 2 rows, each padded to its longest
     computed   7 7 | 9 9        32 tokens for 23
 
-Rows are taken as the steps have them, or sorted by length inside each step, which is the least that padding can cost
+Samples are in the order of the steps, or sorted by length inside each step, which is the least that padding can cost
 without changing what a step holds.
 """
 

@@ -27,7 +27,7 @@ class MetricsFile:
             self._keep_before(step)
 
     def _keep_before(self, step: int) -> None:
-        """Only whole lines of earlier steps; the rest is of a run that did not save them."""
+        """Keep whole lines of earlier steps; the run makes the other steps again."""
         kept = []
         if self.path.exists():
             for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):

@@ -4,15 +4,15 @@
     run.lock           locked by the process that writes; the system unlocks it when that process ends, however it ends
     run.holder.json    which process that is: {"pid": ..., "host": ..., "since": ...}
 
-A run takes a folder that is new, empty, or has `run.json`. Whatever else is there is somebody's, and the run is refused
+A run takes a folder that is new, empty, or has `run.json`. Any other folder belongs to somebody, and the run is refused
 before it writes anything: a model folder, a data folder, the folder above a model that the export would replace. Logs
-(`.log`, `.out`, `.err`), which launchers open before a run begins, do not count. A folder from before there was a
+(`.log`, `.out`, `.err`), which launchers open before a run begins, do not count. A folder of a version that wrote no
 `run.json` is known by its `config.json`, which has the sections of a run's settings, and gets one.
 
 One process at a time: the lock is the system's, so that a killed run leaves nothing behind that refuses the next one.
-Of the ranks of one run only the first takes it. Where a file system knows no locks, `run.holder.json` is all there is:
-a process that it names on this machine and that is still alive is a refusal, and one on another machine as well, until
-somebody removes the file.
+Of the ranks of one run only the first takes it. Where a file system has no locks, `run.holder.json` decides: a run is
+refused while the process that it names is alive on this machine, or, for another machine, until somebody removes the
+file.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _from_first(identity: Identity | None) -> Identity:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """One line for what a disk refuses."""
+    """Turn an error of the disk into one line."""
     try:
         yield
     except OSError as error:
@@ -274,7 +274,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    """Whoever finds the file finds it whole."""
+    """Write beside and rename, so that the file is whole whenever it is there."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         with beside.open("w", encoding="utf-8") as file:

@@ -4,8 +4,8 @@
     track.wandb = "project"         run folder/wandb             one run, resumed under the id in trackers.json
     track.trackio = "project"       trackio's own folder         one run, resumed under the name in trackers.json
 
-`metrics.jsonl` is written always and holds the same numbers. W&B reads its own variables: WANDB_MODE=offline keeps
-everything here. W&B and trackio cannot take points back, so that steps which a resumed run makes again are there twice;
+`metrics.jsonl` is always written and holds the same numbers. W&B reads its own variables: WANDB_MODE=offline keeps
+everything local. W&B and trackio cannot take points back, so that steps which a resumed run makes again appear twice;
 `step` is logged with them and is W&B's axis.
 """
 

@@ -28,8 +28,8 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
     return values.view(np.int64)
 
 
-def gumbel_noise(keys: Tensor, position: int, vocabulary: int) -> Tensor:
-    """[R, V] float32 for the token at this position of each response; `keys` [R] int64."""
+def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
+    """[R, V] float32 for the token at this position of each response, one for all or [R]; `keys` [R] int64."""
     at_position = _mixed_on_device(keys ^ position)
     tokens = torch.arange(vocabulary, dtype=torch.int64, device=keys.device)
     bits = _shifted(_mixed_on_device(at_position[:, None] ^ tokens), 32)  # [R, V] of 0 to 2**32 - 1

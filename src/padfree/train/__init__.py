@@ -1,6 +1,6 @@
 """Training: one loop for SFT and RL, on any number of processes.
 
-sources        tokenizer, samples, and the global batches they come in
+training_data  tokenizer, samples, and the global batches they come in
 decide         what cannot be run is refused, before anything is written or loaded
 limits         what a model can be given: token ids and positions
 settle         what the settings that are `auto` stand for on this device
@@ -15,7 +15,6 @@ engine         one optimizer step over a global batch
 busy_clock     how long each rank's own layers take
 determinism    algorithms that give the same bits again, and random states
 rl             rewards to advantages, the reference model, a batch between its updates
-rollouts       responses of the present model to prompts, as samples
 metrics        the numbers of a step, by name
 updates        an update from its begin to its line of metrics
 loop           Loop: batches, updates, metrics, checkpoints

@@ -1,12 +1,12 @@
-"""What a run would refuse, found before its first step and before anything large is loaded.
+"""Refuse what cannot be run, before the first step and before anything large is loaded.
 
     decide(config)  settings   trackers, the layout of the processes, the folder, names of models and of a reward
                     model      its modules on the meta device, without weights: attention, leaks, vocabulary, positions
                     data       tokenised: lengths against the caps, token ids, columns that the loss needs
-      -> Decided    tokenizer, data and the empty model for whoever goes on, and notes: what is odd but no mistake
+      -> Decided    tokenizer, data and the empty model for the run to go on with, and notes: what is odd but no mistake
 
-A run, its dry run and `padfree plan` call this one function, so that none passes what another refuses; `padfree check`
-shares `padfree.train.limits`. What settings alone can tell is refused still earlier, by `padfree.config`.
+A run, its dry run and `padfree plan` all call `decide`, so that none of them accepts what another refuses. What
+settings alone can tell is refused still earlier, by `padfree.config`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _decided(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """What takes a look at this machine, and no model and no data."""
+    """Check settings against this machine, without a model and without data."""
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % (context * replicate):

@@ -34,9 +34,9 @@ def first_step_modules(config: Config, device_type: str) -> list[str]:
     modules = [*HEAD]
     if compiled:
         modules += COMPILER
-    if half and config.model.attention in ("auto", "fa4") and BACKENDS["fa4"].installed():
+    if half and config.model.attention in ("auto", "fa4") and BACKENDS["fa4"].is_installed():
         modules += FLASH_ATTENTION_4
-    if half and compiled:
+    if half and compiled and config.parallel.kernels == "auto":
         modules += EPILOGUES
     return modules
 

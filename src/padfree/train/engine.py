@@ -11,10 +11,9 @@
 How the samples are divided changes the order of additions and nothing else. A loss that is elementwise in the
 log-probabilities is fused with the head; the others (GSPO, OPSM) score first.
 
-On a GPU `prepare` and `begin` never wait for the device: the host can prepare the next step while this one runs, and
-begin it, too; only `finish` waits. A loss or gradient norm that is not finite therefore keeps the optimizer from
-changing anything by a flag on the device, in this step and in those that were begun after it; `finish` then raises,
-with the samples to blame.
+On a GPU only `finish` waits for the device: the host can prepare and begin the next step while this one runs. Whether
+loss and gradient norm are finite is therefore a flag on the device. If they are not, the optimizer changes nothing in
+this step and in those that were begun after it, and `finish` raises with the samples to blame.
 
     host      begin 1 | prepare 2 | begin 2 | finish 1 | prepare 3 | begin 3 | finish 2 ...
     device            1 1 1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2 2 3 3 3 3 ...        never waits for the host
@@ -72,7 +71,7 @@ class LossSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepReport:
-    """What a step did: numbers of the whole global batch, the same on every rank."""
+    """Numbers of a step over the whole global batch, the same on every rank."""
 
     loss: float
     gradient_norm: float  # before clipping
@@ -82,7 +81,7 @@ class StepReport:
     num_labels: int
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
-    votes: int  # ranks that gave their vote when the step began: for whatever all must agree on
+    votes: int  # ranks whose `vote` was true when the step began
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
 
@@ -96,7 +95,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedStep:
-    """A global batch, planned and laid out: all that a step needs but the weights."""
+    """A global batch, planned and laid out: all that a step needs besides the weights."""
 
     samples: Sequence[Sample]
     plan: StepPlan
@@ -104,7 +103,7 @@ class PreparedStep:
 
 
 class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
-    """Micro-batches that are laid out when they are first asked for: the next while the device computes this one."""
+    """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
 
     def __init__(self, slots: Sequence[Indices], lay_out: Callable[[Indices], MicroBatch]) -> None:
         self._slots, self._lay_out = slots, lay_out
@@ -163,7 +162,7 @@ class Engine:
     def prepare(
         self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None, *, whole: bool = True
     ) -> PreparedStep:
-        """What a step does before it needs the weights; without `whole`, rows are laid out when their turn comes."""
+        """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
         plan = self.scorer.plan(samples)
         settings = self.settings
         grouped = settings.weights == "group-mean"
@@ -296,13 +295,13 @@ class PendingStep:
         self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
         self._marks = marks
         self.finite = finite  # [] whether the optimizer has done it
-        # On their way to the host from now on: `finish` waits for this step and not for what was begun after it.
+        # The copy to the host begins now, so that `finish` does not wait for steps that were begun after this one.
         self._numbers, self._arrived = numbers, cast(Any, None)
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
-        self._before: Any = None if after is None else after._arrived  # when the device was done with that one
+        self._before: Any = None if after is None else after._arrived  # the end of that step on the device
 
     def finish(self) -> StepReport:
         """Wait, and report. Raises `NonFiniteError` if the loss or the gradient norm was not finite."""
@@ -310,7 +309,7 @@ class PendingStep:
             self._arrived.synchronize()
         loss, num_labels, votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._blame(loss, norm)
+            raise self._nonfinite_error(loss, norm)
         names = sorted(self._sums.statistics)
         plan = self._prepared.plan
         num_tokens, context = int(plan.tokens.sum()), self._engine.mesh.context.size
@@ -342,8 +341,8 @@ class PendingStep:
         assert clock is not None
         return clock.seconds(marks)
 
-    def _blame(self, loss: float, norm: float) -> NonFiniteError:
-        """Who made it: samples with a token loss that is not finite, or, where all are finite, all samples."""
+    def _nonfinite_error(self, loss: float, norm: float) -> NonFiniteError:
+        """Names the samples with a token loss that is not finite, or, where all are finite, all samples."""
         samples, mesh, step = self._prepared.samples, self._engine.mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)
         for (batch, indices), token_losses in zip(self._prepared.rows, self._sums.token_losses, strict=True):

@@ -106,6 +106,7 @@ class Loop:
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_note = on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
         raise_together(refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
@@ -242,7 +243,7 @@ class Loop:
         if not isinstance(settings, PolicySettings):
             return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._minibatch_settings()))
         metrics = reward_metrics(batch, end_tokens=self.end_tokens)
-        metrics |= signal_of(batch, self.config.loss.advantage).metrics()
+        metrics |= signal_of(batch, self.config.loss.advantage).metrics() | dict(self.rollout_metrics())
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
             with times.measure("reference"):

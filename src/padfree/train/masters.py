@@ -1,4 +1,4 @@
-"""Float32 weights of a single process, and the copies in another type that it computes with.
+"""Float32 master weights of a single process, and the copies in a lower precision that it computes with.
 
     between steps        layer.weight   master, float32     what AdamW steps, and what is saved and exported
     while it computes    layer.weight   copy, bfloat16      written from the masters once, when `computing` begins
@@ -132,9 +132,9 @@ def keep_masters(model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module
 
 @contextmanager
 def computing(model: nn.Module) -> Iterator[Masters | None]:
-    """Around whatever computes with a model, backward included; nothing for a model without masters."""
+    """Put around forward and backward of a model; does nothing for a model without masters."""
     found = getattr(model, ATTRIBUTE, None)
-    if isinstance(found, tuple):  # the weights are there now
+    if isinstance(found, tuple):  # the first time that the weights are needed
         found = Masters(model, *found)
         object.__setattr__(model, ATTRIBUTE, found)
     if found is None:

@@ -2,23 +2,23 @@
 
     attach          attention inside each sample                         padfree.model.attach
     freeze          no gradients: the reference model
-    adapters        low-rank ones are trained instead of the weights     lora.rank
+    adapters        trained instead of the weights                       lora.rank
     compile         each layer by itself                                 parallel.compile, parallel.kernels
-    checkpointing   each layer's activations are computed again          parallel.checkpointing
+    checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process
     masters         float32 weights behind bfloat16 ones                 a single process: `padfree.train.masters`
 
-None of them renames a parameter in what is read and written. With bfloat16, weights and their gradients are float32
-between steps, and bfloat16 while they compute: FSDP2 does this where it shards, `masters` in a single process. Weights
-that are not trained are kept in bfloat16 itself, which is what they would be rounded to at every use. With `reshard`
-only the layers that compute are there in bfloat16 (in a single process FSDP2 does that, too); without it all are, which
-takes two bytes a weight and no time. With `offload` the shards, their gradients and so the optimizer's state are on the
-CPU, and a unit's weights are on the device while it computes.
+Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
+bfloat16 in forward and backward: FSDP2 converts them where it shards, `masters` in a single process. Frozen weights are
+kept in bfloat16, to which they would be rounded at every use. With `reshard` only the layers that compute have a
+bfloat16 copy (in a single process FSDP2 sees to that, too); without it all layers do, which takes two bytes a weight
+and no time. With `offload` shards, gradients and optimizer state are on the CPU, and a unit's weights are on the device
+while it computes.
 
 Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
-`function` can score hidden states with the head's own weight, and whatever gradient reaches that weight, a fused
-one too, is reduced over the ranks when backward ends. FSDP2 sees the tensors of nested tuples, lists and dicts that
-`function` returns, and of nothing else: a loss must be returned in one of these.
+`function` can score hidden states with the head's own weight. Every gradient of that weight, also that of a fused loss,
+is reduced over the ranks when backward ends. FSDP2 finds the tensors that `function` returns in nested tuples, lists
+and dicts only: a loss must be returned in one of these.
 
 Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
 """
@@ -78,7 +78,7 @@ def transformations(
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "there is no such checkpointing of layers as they come"
-    # Compiled layers are told what to keep; else, and where all is forgotten, PyTorch's checkpointing is around them.
+    # The compiler is told what a layer keeps. `full`, and layers that are not compiled, get PyTorch's checkpointing.
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]

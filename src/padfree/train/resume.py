@@ -1,4 +1,4 @@
-"""What a checkpoint was made with, and what of it may be another when a run resumes.
+"""What a checkpoint was made with, and what may have changed when a run resumes from it.
 
     checkpoint               this start
     data      digest    ==   digest         of the samples that are trained on, not of names or numbers of rows
@@ -6,8 +6,8 @@
     reference the same       the same       and its weights, by a fingerprint
     settings  by name   ->   RULES          may change: said, and kept in events.jsonl; must stay: refused by name
 
-The layout is free: a run resumes on any number of processes. What may not change is the order of the samples and the
-form of what is saved. What steers further steps (learning rate, betas, schedule, coefficients of the loss) may.
+A run resumes on any number of processes. The order of the samples and the shapes of what is saved must not change; what
+steers the steps to come (learning rate, betas, schedule, coefficients of the loss) may.
 """
 
 from __future__ import annotations
@@ -63,7 +63,19 @@ RULES: dict[str, Rule] = {
     "rollout.reward": "may change within RL",
     "rollout.group": "must stay",
     "rollout.max_new_tokens": "may change",
+    "rollout.engine": "may change",
     "rollout.batch": "may change",
+    "rollout.kv_cache_memory": "may change",
+    "rollout.servers": "may change",
+    "rollout.launch.command": "may change",
+    "rollout.launch.devices": "may change",
+    "rollout.launch.environment": "may change",
+    "rollout.transfer": "may change",
+    "rollout.transfer_folder": "may change",
+    "rollout.timeout": "may change",
+    "rollout.canary": "may change",
+    "rollout.top_p": "may change",
+    "rollout.top_k": "may change",
     "data.path": "may change if the samples stay the same",
     "data.subset": "may change if the samples stay the same",
     "data.split": "may change if the samples stay the same",
@@ -147,8 +159,8 @@ def made_with(
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Every setting by its name, as JSON would give it back; the run folder, which may be moved, is none of them."""
-    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns",))
+    """Every setting by its name, as JSON gives it back, without the run folder, which may be moved."""
+    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns", "rollout.launch.environment"))
     del found["run.folder"]
     return found
 
@@ -172,7 +184,7 @@ def data_record(samples: Sequence[Sample | Prompt] | TokenizedDataset) -> dict[s
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
-    """All that training makes use of, besides names."""
+    """All of a sample that training uses; names are not part of it."""
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
@@ -210,7 +222,7 @@ def rule_of(name: str) -> Rule:
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not what they were, by name: old and new value. One that is new had its default."""
+    """Settings that have changed, by name: old and new value. A setting that the checkpoint lacks had its default."""
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
     found = {}
@@ -276,7 +288,7 @@ def check_made_with(
 
 
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
-    """`same`: the same version of transformers wrote both, so that a field that one has not is a difference."""
+    """`same`: one version of transformers wrote both, so that a field that only one has is a difference."""
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
         before, now = there.get(name), here.get(name)

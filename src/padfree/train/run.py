@@ -9,6 +9,11 @@ settings -> decide      what cannot be run is refused, before anything is writte
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from typing import Any
+
+from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
@@ -16,12 +21,15 @@ from padfree.record.files import MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import stop_tokens
+from padfree.rollout.engines import make_sampler
+from padfree.rollout.writer import RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
 from padfree.train.early_imports import EarlyImports, first_step_modules
+from padfree.train.engine import Engine
 from padfree.train.loop import Loop, OnNote, RunResult, refusal
+from padfree.train.masters import computing
 from padfree.train.resume import data_record
-from padfree.train.rollouts import make_sampling
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
 from padfree.train.training_data import longest_of, make_batcher
@@ -78,28 +86,55 @@ def _train(
     engine = build_engine(config, mesh)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
-    sampling = make_sampling(config, mesh, engine.model, tokenizer, lambda: batcher.step)
-    loop = Loop(
-        config,
-        engine,
-        batcher,
-        reference=reference,
-        make_samples=sampling,
-        on_step=on_step,
-        on_note=on_note,
-        data=data_record(source.samples),
-    )
-    if settled.reasons:
-        loop.events.write("settled", step=loop.step, **settled.fields())
-    if sampling is not None:
-        loop.end_tokens = stop_tokens(tokenizer, engine.model)
-    if mesh.loss.rank == 0:
-        with writing(loop.folder):
-            source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
-    result = loop.run()
+    writer = _rollout_writer(config, mesh, engine, tokenizer)
+    sampling = None if writer is None else _Sampling(writer, engine, lambda: (batcher.step, loop.step))
+    with nullcontext() if writer is None else closing(writer):
+        loop = Loop(
+            config,
+            engine,
+            batcher,
+            reference=reference,
+            make_samples=sampling,
+            on_step=on_step,
+            on_note=on_note,
+            data=data_record(source.samples),
+        )
+        if settled.reasons:
+            loop.events.write("settled", step=loop.step, **settled.fields())
+        if writer is not None:
+            loop.end_tokens = stop_tokens(tokenizer, engine.model)
+            loop.rollout_metrics = writer.metrics
+        if mesh.loss.rank == 0:
+            with writing(loop.folder):
+                source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
+        result = loop.run()
     if config.checkpoint.export and not result.stopped:
         export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
     return result
+
+
+class _Sampling:
+    """Groups of prompts to samples by the present model; `progress`: the batch's number, and optimizer steps so far."""
+
+    def __init__(self, writer: RolloutWriter, engine: Engine, progress: Callable[[], tuple[int, int]]) -> None:
+        self.writer, self.engine, self.progress = writer, engine, progress
+
+    def __call__(self, groups: Sequence[Any]) -> list[Sample]:
+        batch, version = self.progress()
+        with computing(self.engine.model):  # the sampler gets the weights in the type that training computes in
+            return self.writer.samples(self.engine.model, groups, batch=batch, version=version)
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        return self.writer.timings
+
+
+def _rollout_writer(config: Config, mesh: Mesh, engine: Engine, tokenizer: Any) -> RolloutWriter | None:
+    """What makes samples of prompts; None where the run's data are samples already."""
+    if config.rollout.reward is None:
+        return None
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    return RolloutWriter(config, mesh, sampler, tokenizer)
 
 
 def _longest(config: Config, longest: int) -> dict[str, int]:

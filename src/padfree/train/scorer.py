@@ -10,6 +10,7 @@ Entry j of a sample's array belongs to its token j; it is 0 where token j is not
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -62,8 +63,9 @@ class Scorer:
         )
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank."""
+    def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
+        """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
+        scores = partial(self._scores, self.temperature if temperature is None else temperature)
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
@@ -71,7 +73,7 @@ class Scorer:
         with computing(self.model):
             for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
                 batch = make_micro_batch(samples, indices, self.mesh, self.rows)
-                row = gather_tokens(inside(self.model, self._scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
                 # The head scores exactly 0 where there is no label, so also at the last position of each sample.
@@ -82,12 +84,12 @@ class Scorer:
         host = found.cpu().numpy()
         return [host[start:end] for start, end in pairwise(starts)]
 
-    def _scores(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    def _scores(self, temperature: float, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[T/cp]"""
         return score(
             hidden_states(model, batch.local),
             lm_head_of(model),
             batch.local.labels,
-            temperature=self.temperature,
+            temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs

@@ -7,9 +7,9 @@
 Ranks do not get a signal at the same moment, so they agree: one that has it is enough for all to stop after the step
 they are in.
 
-Python runs its handlers between two of its own instructions. While a step waits for a GPU or for other ranks, that can
-be never, and two signals can look like one. So a thread reads them from a pipe as they come. A launcher may pass on
-what the process was sent already; what comes within `SAME_REQUEST_SECONDS` seconds of the first is the same request.
+Python runs signal handlers between two of its own instructions. While a step waits for a GPU or for other ranks there
+are none, and two signals can look like one. So a thread reads them from a pipe as they come. A launcher may pass on a
+signal that the process has been sent already: within `SAME_REQUEST_SECONDS` of the first it is the same request.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,28 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.rollout.base import OnProgress, Response, SamplingRequest
 from padfree.rollout.noise import gumbel_noise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Request:
-    """One response to write: after `tokens` [n], at most `room` of them, drawn with the noise of `key`."""
-
-    tokens: NDArray[np.integer[Any]]
-    room: int
-    key: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Response:
-    """What was drawn. `ended`: the last token is one that ends a response; else there was no more room."""
-
-    tokens: NDArray[np.int64]  # [m]
-    logprobs: NDArray[np.float32]  # [m]
-    ended: bool
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
@@ -64,11 +46,13 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
 
 def write_responses(
     model: PreTrainedModel,
-    requests: Sequence[Request],
+    requests: Sequence[SamplingRequest],
     *,
     temperature: float,
     stops: Iterable[int],
     batch_size: int,
+    version: int = 0,
+    on_progress: OnProgress | None = None,
 ) -> list[Response]:
     """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode."""
     assert not model.training
@@ -77,13 +61,17 @@ def write_responses(
     found: dict[int, Response] = {}
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        written = _write(model, [requests[index] for index in chosen], temperature, ends)
+        written = _write(model, [requests[index] for index in chosen], temperature, ends, version)
         found.update(zip(chosen, written, strict=True))
+        if on_progress is not None:
+            on_progress(sum(len(response.tokens) for response in found.values()))
     return [found[index] for index in range(len(requests))]
 
 
 @torch.no_grad()
-def _write(model: PreTrainedModel, requests: Sequence[Request], temperature: float, ends: Tensor) -> list[Response]:
+def _write(
+    model: PreTrainedModel, requests: Sequence[SamplingRequest], temperature: float, ends: Tensor, version: int
+) -> list[Response]:
     device = model.device
     input_ids, mask = (tensor.to(device) for tensor in _left_padded([request.tokens for request in requests]))
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
@@ -112,7 +100,7 @@ def _write(model: PreTrainedModel, requests: Sequence[Request], temperature: flo
             break
         input_ids, position_ids = drawn[:, None], position_ids[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
-    return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu())
+    return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
 
 
 def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, Tensor]:
@@ -126,7 +114,9 @@ def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, T
     return torch.from_numpy(input_ids), torch.from_numpy(mask)
 
 
-def _responses(requests: Sequence[Request], tokens: Tensor, logprobs: Tensor, ends: Tensor) -> list[Response]:
+def _responses(
+    requests: Sequence[SamplingRequest], tokens: Tensor, logprobs: Tensor, ends: Tensor, version: int
+) -> list[Response]:
     """Each row [L] up to its first token that ends it, or as far as it had room."""
     found = []
     is_end = torch.isin(tokens, ends).numpy()
@@ -134,5 +124,7 @@ def _responses(requests: Sequence[Request], tokens: Tensor, logprobs: Tensor, en
         cut = stopped[: request.room]
         ended = bool(cut.any())
         length = int(cut.argmax()) + 1 if ended else len(cut)
-        found.append(Response(tokens=row[:length].copy(), logprobs=values[:length].copy(), ended=ended))
+        found.append(
+            Response(tokens=row[:length].copy(), logprobs=values[:length].copy(), ended=ended, version=version)
+        )
     return found

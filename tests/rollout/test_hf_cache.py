@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from padfree.rollout import Request, Response, stop_tokens, write_responses
+from padfree.rollout import Response, SamplingRequest, stop_tokens, write_responses
 from padfree.rollout.noise import gumbel_noise, response_keys
 from tests.models import VOCABULARY, build
 from tests.rollout.rollout_cases import letters_tokenizer
@@ -19,22 +19,24 @@ STOPS = (2, 5, 11, 40)
 LENGTHS = (6, 1, 3, 6, 14, 2)
 
 
-def requests_of(lengths: tuple[int, ...] = LENGTHS, *, room: int = ROOM) -> list[Request]:
+def requests_of(lengths: tuple[int, ...] = LENGTHS, *, room: int = ROOM) -> list[SamplingRequest]:
     generator = np.random.default_rng(0)
     keys = response_keys(1, 2, np.arange(len(lengths)))
     return [
-        Request(tokens=generator.integers(0, VOCABULARY, length), room=room, key=int(key))
+        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=room, key=int(key))
         for length, key in zip(lengths, keys, strict=True)
     ]
 
 
-def write(model: PreTrainedModel, requests: list[Request], **changes: Any) -> list[Response]:
+def write(model: PreTrainedModel, requests: list[SamplingRequest], **changes: Any) -> list[Response]:
     settings: dict[str, Any] = {"temperature": 0.7, "stops": STOPS, "batch_size": 4, **changes}
     return write_responses(model.eval(), requests, **settings)
 
 
 @torch.no_grad()
-def by_definition(model: PreTrainedModel, request: Request, temperature: float) -> tuple[list[int], list[float]]:
+def by_definition(
+    model: PreTrainedModel, request: SamplingRequest, temperature: float
+) -> tuple[list[int], list[float]]:
     """One token after the other, without a cache or a pad."""
     tokens, logprobs = [int(token) for token in request.tokens], []
     for position in range(request.room):
@@ -67,7 +69,7 @@ def test_rooms_of_their_own() -> None:
     model = build("qwen3")
     rooms = (1, 4, ROOM)
     requests = [
-        Request(tokens=request.tokens, room=room, key=request.key)
+        SamplingRequest(tokens=request.tokens, room=room, key=request.key)
         for request, room in zip(requests_of((5, 5, 5)), rooms, strict=True)
     ]
     whole = write(model, requests_of((5, 5, 5)), stops=(VOCABULARY,))

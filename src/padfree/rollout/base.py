@@ -1,0 +1,66 @@
+"""The seam between rollouts and whoever samples them: token ids in, responses out.
+
+    SamplingRequest   tokens 7 8      room 3      key 912…      a prompt, once for each response to it
+    Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40
+
+A sampler gets the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are written
+on top of this protocol and do not know which engine answers (`rollout.engine`).
+
+Requests of one prompt stand side by side and hold the same array object, so that `first.tokens is second.tokens` says
+that a prompt can be prefilled once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from padfree.batch import Sample
+
+Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
+"""Samples and a temperature -> the trainer's own log-probability of every token [n]. A collective of all ranks."""
+
+OnProgress = Callable[[int], None]
+"""Called now and then with the number of tokens that were sampled so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SamplingRequest:
+    """One response to sample: after `tokens`, at most `room` of them, drawn with the noise of `key`."""
+
+    tokens: NDArray[np.integer[Any]]  # [n] of the prompt
+    room: int
+    key: int  # of `noise.response_keys`; the seed where a server draws
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Response:
+    """What was drawn. `ended`: the last token is one that ends a response; else there was no more room."""
+
+    tokens: NDArray[np.int64]  # [m]
+    logprobs: NDArray[np.float32]  # [m] of the drawn tokens, at the sampling temperature
+    ended: bool
+    version: int  # optimizer steps that were made when the weights that wrote it were handed over
+
+
+class Sampler(Protocol):
+    """Samples responses from a policy. Every rank calls the same methods in the same order."""
+
+    def update_weights(self, trained: PreTrainedModel, version: int) -> None:
+        """Sample from the present weights of `trained` from now on. A collective of all ranks."""
+
+    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+        """The responses to this rank's requests, in their order."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last exchange of weights and the last sampling."""
+
+    def close(self) -> None:
+        """Give back what the sampler holds; it is not used again."""

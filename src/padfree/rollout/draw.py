@@ -1,0 +1,57 @@
+"""One token for each lane, drawn from the softmax of its logits with the noise of `noise`.
+
+    logits [L, V] -> cap(logit_scale · (logits + bias)) / temperature = x      cap(y) = softcap · tanh(y / softcap)
+    token = argmax(x + noise(key, position, token))        logprob = x[token] - logsumexp(x)       both [L]
+
+Keys and positions are on the device, so that a step needs nothing from the host. `draw` takes the Triton kernel on
+CUDA, which reads the logits once, and the reference elsewhere. Both add the same float32 noise. They draw the same
+token unless the two best sums are as close together as their rounding: the reference subtracts logsumexp(x) before it
+adds the noise, and the kernel does not know it yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from padfree.batch import LmHead
+from padfree.rollout.noise import gumbel_noise
+
+
+class Drawn(NamedTuple):
+    """What was drawn for each lane."""
+
+    tokens: Tensor  # [L] int64
+    logprobs: Tensor  # [L] float32
+
+
+def products(hidden: Tensor, head: LmHead) -> Tensor:
+    """[L, D] -> [L, V]: hidden @ weight.T; on CUDA in float32, as the trainer has its logits."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
+    return torch.nn.functional.linear(hidden, head.weight)
+
+
+def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> Drawn:
+    """`logits` [L, V] are those of `products`; `keys` and `positions` [L] int64."""
+    logits = logits.float()
+    if head.bias is not None:
+        logits = logits + head.bias.float()
+    logits = logits * head.logit_scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    scores = torch.log_softmax(logits / temperature, dim=-1)
+    tokens = (scores + gumbel_noise(keys, positions, scores.shape[1])).argmax(1)
+    return Drawn(tokens, scores.gather(1, tokens[:, None])[:, 0])
+
+
+def draw(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> Drawn:
+    """The same as `reference`, as fast as the device allows."""
+    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+        from padfree.rollout.triton_draw import draw as draw_on_cuda
+
+        return draw_on_cuda(logits, head, keys, positions, temperature)
+    return reference(logits, head, keys, positions, temperature)

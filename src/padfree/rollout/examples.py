@@ -1,0 +1,44 @@
+"""`rollouts.jsonl` in the run folder: a few responses of each batch, to look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from padfree.record.metrics import line_number
+
+
+class ExamplesFile:
+    """The file of examples. A resumed run drops those of batches that it writes again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._trimmed = False
+
+    def write(self, batch: int, examples: Sequence[dict[str, Any]]) -> None:
+        lines = [json.dumps({"batch": batch, **one}, ensure_ascii=False) + "\n" for one in examples]
+        try:
+            if not self._trimmed:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text("".join(self._before(batch)), encoding="utf-8")
+                self._trimmed = True
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise ValueError(
+                f"run.folder: {self.path} cannot be written ({error.strerror or error}); free space or give another "
+                "folder"
+            ) from error
+
+    def _before(self, batch: int) -> list[str]:
+        """The whole lines of earlier batches."""
+        kept: list[str] = []
+        if self.path.exists():
+            with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may hold other line ends
+                for number, line in enumerate(file, start=1):
+                    if not line.endswith("\n") or line_number(self.path, number, line, "batch") >= batch:
+                        break
+                    kept.append(line)
+        return kept

@@ -1,0 +1,131 @@
+"""`rollout.engine = "in_process"`: the training process samples from the model it trains.
+
+    on a GPU                        `decode`: lanes, a KV cache of ours, steps as CUDA graphs
+    on the CPU, or where a model    `hf_cache`: transformers' own attention and cache
+    cannot be decoded like that
+
+Every rank has a whole model and samples its own share of the requests. Weights are shared with the trained model where
+they can be (`weights`). What is drawn is the same either way, up to rounding of the logits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from padfree.config import Config
+from padfree.distributed import Mesh
+from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
+from padfree.rollout.cached_model import CachedModel, unsupported_reason
+from padfree.rollout.decode import Decoder
+from padfree.rollout.hf_cache import stop_tokens, write_responses
+from padfree.rollout.weights import PolicyModel
+from padfree.warning import PadfreeWarning
+
+
+def make_in_process_sampler(
+    config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
+) -> InProcessSampler:
+    """A sampler for the model of a run; `trained` says of which class it is. Here weights need no `score` to arrive."""
+    return InProcessSampler(
+        PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
+        stops=stop_tokens(tokenizer, trained),
+        temperature=config.loss.temperature,
+        batch_size=config.rollout.batch,
+        cache_bytes=config.rollout.kv_cache_bytes,
+        attention=config.model.attention,
+        compiled=config.parallel.compile == "inductor",
+    )
+
+
+class InProcessSampler:
+    """Samples from a model of this process."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        *,
+        stops: Sequence[int],
+        temperature: float,
+        batch_size: int,
+        cache_bytes: int | None = None,
+        attention: str = "auto",
+        compiled: bool = False,
+        decodes: bool | None = None,
+    ) -> None:
+        """`decodes`: whether the cache is ours; None: on a GPU, where the model can be decoded like that."""
+        self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
+        self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
+        self._decodes = _decodes(policy) if decodes is None else decodes
+        self._decoder: Decoder | None = None  # made when there are weights
+        self._version = 0
+        self._metrics: dict[str, float] = {}
+        if not self._decodes:
+            policy.model.set_attn_implementation(_hf_attention(policy.model))
+
+    def update_weights(self, trained: PreTrainedModel, version: int) -> None:
+        moved = self.policy.update(trained)
+        if moved and self._decoder is not None:
+            self._decoder.forget_graphs()
+        self._version = version
+
+    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+        begin = time.perf_counter()
+        if self._decodes:
+            decoder = self._decoder = self._decoder or self._made_decoder()
+            responses = decoder.sample(requests, version=self._version, on_progress=on_progress)
+        else:
+            responses = write_responses(
+                self.policy.model,
+                requests,
+                temperature=self.temperature,
+                stops=self.stops,
+                batch_size=self.batch_size,
+                version=self._version,
+                on_progress=on_progress,
+            )
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(response.tokens) for response in responses)
+        self._metrics = {"tokens_per_second": tokens / seconds}
+        return responses
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._metrics
+
+    def close(self) -> None:
+        if self._decoder is not None:
+            self._decoder.free()
+
+    def _made_decoder(self) -> Decoder:
+        return Decoder(
+            CachedModel(self.policy.model, backend=self._attention, compiled=self._compiled),
+            num_lanes=self.batch_size,
+            temperature=self.temperature,
+            stops=self.stops,
+            cache_bytes=self._cache_bytes,
+        )
+
+
+def _hf_attention(model: PreTrainedModel) -> str:
+    """Of transformers' own: there are versions of it whose sdpa leaves a soft cap out without a word."""
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
+
+
+def _decodes(policy: PolicyModel) -> bool:
+    """Whether the model is decoded with a cache of ours. Where a GPU has to do without, that is said."""
+    if policy.device.type != "cuda":
+        return False
+    reason = unsupported_reason(policy.model)
+    if importlib.util.find_spec("triton") is None:
+        reason = "its kernels need triton, which is not installed"
+    if reason is not None:
+        name = type(policy.model).__name__
+        warnings.warn(f"{name} is sampled slowly, with transformers' own cache: {reason}", PadfreeWarning, stacklevel=3)
+    return reason is None

@@ -1,0 +1,214 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
+"""`decode_attention` as a Triton kernel: every key of the cache that a lane sees is read once.
+
+    grid (lane, key head, split)     a program has the queries of one key head [G, d], G padded to 16 for tl.dot,
+                                     and goes through `span` keys, BLOCK at a time
+
+    split 0   new token, keys    0 ..  511     A long lane is many programs, so that none of them is the last to end by
+    split 1              keys  512 .. 1023     far. Each split leaves its maximum, sum and weighted values, and a second
+    split 2              keys 1024 .. 1100     kernel joins them. Where no lane can have more than one, there is none
+
+How many keys a lane has is read on the device. A program behind the last of them ends at once. The new token is not
+read back from the cache: split 0 begins with it, and stores it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from padfree.rollout.decode_attention import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+
+BLOCK = 64
+"""Keys at a time; half of them where heads are large."""
+
+SHARED_MEMORY = 96 << 10
+"""Bytes of a program at most: what the smaller GPUs have."""
+
+SPAN = 512
+"""Keys of a split; half of them where lanes are few."""
+
+FEW_PROGRAMS = 512
+"""Lanes times key heads below which they are few."""
+
+_PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
+
+
+def is_interpreted() -> bool:
+    """Whether these kernels run in Triton's interpreter, which was decided when this module was imported."""
+    return not isinstance(_attend_kernel, triton.JITFunction)
+
+
+@triton.jit
+def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    if HAS_SOFTCAP:
+        small = tl.exp(-2.0 * tl.abs(scores / softcap))
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
+        scores = tl.where(scores < 0.0, -magnitude, magnitude)
+    return scores
+
+
+@triton.jit
+def _with_sinks(peak, total, weighted, sinks, row, inside):
+    """A learned score for each head joins the softmax and carries no value."""
+    sink = tl.load(sinks + row, mask=inside, other=float("-inf")).to(tl.float32)
+    higher = tl.maximum(peak, sink)
+    faded = tl.exp(peak - higher)
+    return total * faded + tl.exp(sink - higher), weighted * faded[:, None]
+
+
+@triton.jit
+def _attend_kernel(
+    q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts, lane_stride, window, span, scale, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    DV: tl.constexpr, DV_PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    lane, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    active = tl.load(lanes + _ACTIVE * lane_stride + lane) != 0
+    prompt = tl.load(lanes + _PROMPT * lane_stride + lane)
+    own = tl.load(lanes + _OWN * lane_stride + lane)
+    stored = tl.where(active, tl.load(lanes + _STORED * lane_stride + lane), 0).to(tl.int32)
+    written = tl.where(active, tl.load(lanes + _WRITTEN * lane_stride + lane), 0).to(tl.int32)
+    end = stored + written
+    start = tl.maximum(end + 1 - window, 0) if HAS_WINDOW else end * 0
+    start += split * span
+    if SPLITS > 1:
+        end = tl.minimum(end, start + span)
+
+    group, column, value_column = tl.arange(0, ROWS), tl.arange(0, D_PADDED), tl.arange(0, DV_PADDED)
+    row = lane * HEADS * GROUP + head * GROUP + group
+    in_group, in_d, in_dv = group < GROUP, column < D, value_column < DV
+    if (split > 0) & (start >= end):
+        tl.store(peaks + row * SPLITS + split, tl.full((ROWS,), float("-inf"), tl.float32), mask=in_group)
+        return
+    query = tl.load(q + row[:, None] * D + column[None, :], mask=in_group[:, None] & in_d[None, :], other=0.0)
+
+    new = lane * HEADS + head
+    new_key = tl.load(k + new * D + column, mask=in_d, other=0.0)
+    new_value = tl.load(v + new * DV + value_column, mask=in_dv, other=0.0)
+    if split == 0:
+        place = (own + written) * HEADS + head
+        tl.store(keys + place * D + column, new_key, mask=column < tl.where(active, D, 0))
+        tl.store(values + place * DV + value_column, new_value, mask=value_column < tl.where(active, DV, 0))
+    score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
+    score = _capped(score, softcap, HAS_SOFTCAP)
+    is_first = split == 0
+    peak = tl.where(is_first, score, float("-inf"))  # [ROWS]
+    total = tl.where(is_first, tl.full((ROWS,), 1.0, tl.float32), 0.0)
+    weighted = tl.where(is_first, new_value.to(tl.float32), 0.0)[None, :] + tl.zeros((ROWS, DV_PADDED), tl.float32)
+
+    for at in range(start, end, N):
+        number = at + tl.arange(0, N)
+        seen = number < end
+        place = tl.where(number < stored, prompt + number, own + number - stored)
+        place = tl.where(seen, place, 0) * HEADS + head
+        block = tl.load(keys + place[:, None] * D + column[None, :], mask=seen[:, None] & in_d[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(block), input_precision=PRECISION) * scale  # [ROWS, N]
+        scores = _capped(scores, softcap, HAS_SOFTCAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        faded = tl.exp(peak - higher)
+        shares = tl.exp(scores - higher[:, None])
+        total = total * faded + tl.sum(shares, axis=1)
+        block = tl.load(
+            values + place[:, None] * DV + value_column[None, :], mask=seen[:, None] & in_dv[None, :], other=0.0
+        )
+        weighted = weighted * faded[:, None] + tl.dot(shares.to(block.dtype), block, input_precision=PRECISION)
+        peak = higher
+
+    inside = in_group[:, None] & in_dv[None, :]
+    if SPLITS == 1:
+        if HAS_SINKS:
+            total, weighted = _with_sinks(peak, total, weighted, sinks, head * GROUP + group, in_group)
+        result = weighted / total[:, None]
+        tl.store(out + row[:, None] * DV + value_column[None, :], result.to(out.dtype.element_ty), mask=inside)
+    else:
+        part = row * SPLITS + split
+        tl.store(peaks + part, peak, mask=in_group)
+        tl.store(totals + part, total, mask=in_group)
+        tl.store(parts + part[:, None] * DV + value_column[None, :], weighted, mask=inside)
+
+
+@triton.jit
+def _join_kernel(
+    peaks, totals, parts, sinks, out,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """One program for each lane and query head: `HEADS` are those."""
+    row = tl.program_id(0) * HEADS + tl.program_id(1)
+    split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
+    peak = tl.load(peaks + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    used = peak > float("-inf")  # an unused split has left nothing else
+    highest = tl.max(peak, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    faded = tl.exp(peak - highest)
+    total = tl.sum(tl.load(totals + row * SPLITS + split, mask=used, other=0.0) * faded, axis=0)
+    if HAS_SINKS:
+        total += tl.exp(sink - highest)
+    part = tl.load(
+        parts + (row * SPLITS + split)[:, None] * DV + column[None, :],
+        mask=used[:, None] & (column < DV)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(part * faded[:, None], axis=0) / total
+    tl.store(out + row * DV + column, result.to(out.dtype.element_ty), mask=column < DV)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lanes: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    longest: int,
+    *,
+    span: int | None = None,
+) -> Tensor:
+    """[L, H, dv]; stores k and v in the cache. `span`, a multiple of `BLOCK`, is found from the number of lanes."""
+    num_lanes, num_heads, size = q.shape
+    heads, value_size = v.shape[1], v.shape[2]
+    assert lanes.stride(1) == 1
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    span = span or (SPAN if num_lanes * heads >= FEW_PROGRAMS else SPAN // 2)
+    splits = max(1, triton.cdiv(longest if window is None else min(longest, window), span))
+    out = q.new_empty(num_lanes, num_heads, value_size)
+    many = num_lanes * num_heads * splits if splits > 1 else 0
+    peaks, totals = (torch.empty(many, dtype=torch.float32, device=q.device) for _ in range(2))
+    parts = torch.empty(many * value_size, dtype=torch.float32, device=q.device)
+    block_bytes = BLOCK * (_padded(size) + _padded(value_size)) * q.element_size()
+    block = BLOCK if block_bytes <= SHARED_MEMORY else BLOCK // 2
+    padded = {"D_PADDED": _padded(size), "DV": value_size, "DV_PADDED": _padded(value_size)}
+    _attend_kernel[(num_lanes, heads, splits)](
+        q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts,
+        lanes.stride(0), window or 0, span, scale, softcap or 1.0,
+        HEADS=heads, GROUP=num_heads // heads, ROWS=_padded(num_heads // heads), D=size, **padded, N=block,
+        SPLITS=splits, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=max(1, min(3, SHARED_MEMORY // block_bytes)),
+    )  # fmt: skip
+    if splits > 1:
+        _join_kernel[(num_lanes, num_heads)](
+            peaks, totals, parts, sinks, out,
+            HEADS=num_heads, DV=value_size, DV_PADDED=padded["DV_PADDED"], SPLITS=splits,
+            PADDED=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+def _padded(size: int) -> int:
+    """What `tl.dot` takes: a power of two, 16 or more."""
+    return max(16, int(triton.next_power_of_2(size)))

@@ -1,0 +1,232 @@
+"""Several servers: each request goes to the least loaded one, and what a server fails to answer goes to another.
+
+    queue   5 6 7 8         server 0   1 3     two requests under way
+                            server 1   2       one: request 5 goes here
+    server 1 fails          queue   2 6 7 8    its requests stand first; it is left alone for 0.5, 1, 2, ... seconds
+
+A round ends when every request has its response, or when no server is left that has the weights: then somebody must
+give them to a server that has come back without, and what is `missing` is asked for in another round. A request has one
+response: it is asked for again only after its connection has ended.
+
+While requests are under way each server is asked for its version every few seconds. One that does not answer hangs: its
+connections are closed, which gives its requests back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.vllm.http import RestartedError, Server, ServerLostError
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+POLL, PATIENCE = 0.2, 1.0
+"""Seconds."""
+
+Ask = Callable[[Server, SamplingRequest], Response]
+Probe = Callable[[Server], None]
+"""Raises what is wrong with a server."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _State:
+    """What this process knows of a server."""
+
+    server: Server
+    under_way: int = 0
+    failures: int = 0  # in a row
+    not_before: float = 0.0
+    down: bool = False
+    restarted: bool = False  # it answers, and lacks the weights
+    line: str = ""  # of what went wrong last
+
+    @property
+    def usable(self) -> bool:
+        return not self.down and not self.restarted
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Round:
+    """What became of requests, by their numbers."""
+
+    found: dict[int, Response] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+    retried: int = 0
+
+
+class Pool:
+    """Servers with the present weights, as this process sees them."""
+
+    def __init__(
+        self, servers: Sequence[Server], *, concurrency: int, timeout: float, probe_every: float, probe: Probe
+    ) -> None:
+        self._states = [_State(server=server) for server in servers]
+        self._concurrency, self._timeout = concurrency, timeout
+        self._probe_every, self._probe = probe_every, probe
+        self._change = threading.Condition()
+
+    @property
+    def restarted(self) -> list[Server]:
+        return [state.server for state in self._states if state.restarted]
+
+    def reset(self, usable: Sequence[Server]) -> None:
+        """After an exchange of weights: these have them; the others are down until they answer with them."""
+        with self._change:
+            for state in self._states:
+                state.restarted = state.server not in usable
+                state.down, state.failures, state.under_way = False, 0, 0
+
+    def ask_all(
+        self,
+        requests: Sequence[SamplingRequest],
+        numbers: Sequence[int],
+        ask: Ask,
+        on_response: Callable[[Response], None],
+    ) -> Round:
+        """Ask for the requests of these numbers, so many at a time."""
+        if not numbers:
+            return Round()
+        work = _Work(self, requests, numbers, ask, on_response)
+        servers = len(self._states)
+        threads = [
+            threading.Thread(target=work.answer_some, name="request", daemon=True)
+            for _ in range(min(len(numbers), self._concurrency * servers))
+        ]
+        threads += [
+            threading.Thread(target=work.watch, args=(state,), name="probe", daemon=True) for state in self._states
+        ]
+        for thread in threads:
+            thread.start()
+        work.ended.wait()
+        if work.error is not None:
+            for state in self._states:
+                state.server.hang_up()
+        for thread in threads:
+            thread.join()
+        if work.error is not None:
+            raise work.error
+        work.round.missing = sorted(work.queue)
+        return work.round
+
+
+class _Work:
+    """One round, shared by its threads; `pool._change` guards all of it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        requests: Sequence[SamplingRequest],
+        numbers: Sequence[int],
+        ask: Ask,
+        on_response: Callable[[Response], None],
+    ) -> None:
+        self._pool, self._change, self._states = pool, pool._change, pool._states
+        self._requests, self._ask, self._on_response = requests, ask, on_response
+        self.queue = deque(numbers)
+        self.round = Round()
+        self.error: ValueError | None = None
+        self._total = len(numbers)
+        self.ended = threading.Event()
+        self._last_sign = time.monotonic()  # of a response, or of a server that has not failed since its last one
+
+    def answer_some(self) -> None:
+        while (task := self._next()) is not None:
+            number, state = task
+            try:
+                response = self._ask(state.server, self._requests[number])
+            except ServerLostError as error:
+                with self._change:
+                    self._give_back(number, state)
+                    self._failed(state, error)
+            except ValueError as error:
+                with self._change:
+                    self._give_back(number, state)
+                    self._stop(error)
+            else:
+                with self._change:
+                    state.under_way -= 1
+                    state.failures = 0
+                    assert number not in self.round.found, "a request is asked for again only when it has no response"
+                    self.round.found[number] = response
+                    self._last_sign = time.monotonic()
+                    self._on_response(response)
+                    if len(self.round.found) == self._total:
+                        self._end()
+
+    def _next(self) -> tuple[int, _State] | None:
+        """A request and the server for it; None: there is nothing left to ask."""
+        with self._change:
+            while not self.ended.is_set():
+                now = time.monotonic()
+                usable = [state for state in self._states if state.usable]
+                if any(not state.failures for state in usable):
+                    self._last_sign = now
+                if not usable and any(state.restarted for state in self._states):
+                    self._end()  # whoever calls must hand the weights over again
+                    break
+                elif now - self._last_sign > self._pool._timeout:
+                    self._stop(self._nobody())
+                    break
+                elif usable and self.queue:
+                    state = min(usable, key=lambda state: state.under_way)
+                    state.under_way += 1
+                    return self.queue.popleft(), state
+                self._change.wait(PATIENCE)
+            return None
+
+    def _nobody(self) -> ValueError:
+        worst = max(self._states, key=lambda state: state.failures)
+        return ValueError(
+            f"{worst.line}, and no server gave a response for {self._pool._timeout:g} s; see that one runs, or raise "
+            "rollout.timeout"
+        )
+
+    def watch(self, state: _State) -> None:
+        """Find out that a server hangs, and that one that was down is there again."""
+        while not self.ended.wait(min(self._pool._probe_every, POLL if state.down else self._pool._probe_every)):
+            with self._change:
+                idle = state.usable and not state.under_way
+                if idle or state.restarted or time.monotonic() < state.not_before:
+                    continue
+            try:
+                self._pool._probe(state.server)
+            except ServerLostError as error:
+                with self._change:
+                    self._failed(state, error)
+                if not isinstance(error, RestartedError):
+                    state.server.hang_up()
+            except ValueError as error:
+                with self._change:
+                    self._stop(error)
+            else:
+                with self._change:
+                    state.down = False
+                    self._change.notify_all()
+
+    def _give_back(self, number: int, state: _State) -> None:
+        state.under_way -= 1
+        self.round.retried += 1
+        self.queue.appendleft(number)
+        self._change.notify()
+
+    def _failed(self, state: _State, error: ServerLostError) -> None:
+        now = time.monotonic()
+        if isinstance(error, RestartedError):
+            state.restarted, state.down = True, False
+        elif not state.down or now >= state.not_before:  # many requests fail at once: that is one failure
+            state.failures += 1
+            state.not_before = now + min(FIRST_PAUSE * 2.0 ** (state.failures - 1), LONGEST_PAUSE)
+            state.down, state.line = True, str(error)
+        self._change.notify()
+
+    def _stop(self, error: ValueError) -> None:
+        self.error = self.error or error
+        self._end()
+
+    def _end(self) -> None:
+        self.ended.set()
+        self._change.notify_all()

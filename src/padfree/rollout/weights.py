@@ -1,0 +1,100 @@
+"""The model that samples in the training process: modules of its own, with the trained model's weights.
+
+    trained, not sharded, in the dtype of the sampler      the same tensors: no second copy
+    trained in shards, with adapters, in another dtype     a whole copy, filled anew at every exchange
+
+The modules are fresh ones of the model's class, so that what training puts around its layers (compilation, recompute,
+FSDP2, adapters) does not show in sampling, and the other way round. Shared tensors are those that the trained model
+holds when `update` is called: in a single process with float32 masters, the bfloat16 ones it computes with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from padfree.model.export import empty_copy, whole_tensors
+from padfree.model.load import clean_name, named_tensors, restored_buffers
+
+
+class PolicyModel:
+    """An HF model in evaluation mode that `update` gives the weights of another."""
+
+    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = empty_copy(trained, dtype)
+        self.device = torch.empty(0, device=device).device  # "cuda" has the index of the present device
+        restored = restored_buffers(self.model)
+        for name, module in self.model.named_modules():
+            for buffer_name in module._non_persistent_buffers_set:
+                if module._buffers[buffer_name] is not None:
+                    module._buffers[buffer_name] = restored[clean_name(f"{name}.{buffer_name}")].to(self.device)
+        self.model.train(False).requires_grad_(False)
+        self.is_shared: bool | None = None  # None: it has no weights yet
+
+    def update(self, trained: PreTrainedModel) -> bool:
+        """Take the present weights; whether any of them is at another address now. Every rank takes part."""
+        before = self._addresses()
+        self.is_shared = self._can_share(trained)
+        if self.is_shared:
+            theirs = named_tensors(trained)
+            if before != [theirs[name].data_ptr() for name in named_tensors(self.model)]:
+                names = {clean_name(name): tensor for name, tensor in trained.named_parameters(remove_duplicate=False)}
+                self._assign({**names, **theirs})
+        else:
+            if any(tensor.is_meta for tensor in named_tensors(self.model).values()):
+                self._allocate()
+            copy_weights(trained, self.model)
+        return before != self._addresses()
+
+    def _can_share(self, trained: PreTrainedModel) -> bool:
+        theirs, own = named_tensors(trained), named_tensors(self.model)
+        return theirs.keys() == own.keys() and all(
+            not isinstance(tensor, DTensor) and tensor.dtype == own[name].dtype and tensor.device == self.device
+            for name, tensor in theirs.items()
+        )
+
+    def _addresses(self) -> list[int]:
+        return [0 if tensor.is_meta else tensor.data_ptr() for tensor in named_tensors(self.model).values()]
+
+    def _allocate(self) -> None:
+        memory: dict[int, Tensor] = {}  # by parameter: tied ones have one
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._places().items():
+            if id(tensor) not in memory:
+                memory[id(tensor)] = torch.empty_like(tensor, device=self.device)
+            tensors[name] = memory[id(tensor)]
+        self._assign(tensors)
+
+    def _assign(self, tensors: dict[str, Tensor]) -> None:
+        """Put these tensors, by name, in the place of the model's own."""
+        parameters: dict[int, nn.Parameter] = {}
+        for module_name, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                tensor = tensors[clean_name(f"{module_name}.{name}")]
+                if id(tensor) not in parameters:
+                    parameters[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
+                module._parameters[name] = parameters[id(tensor)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    module._buffers[name] = tensors[clean_name(f"{module_name}.{name}")].detach()
+
+    def _places(self) -> dict[str, Tensor]:
+        """Parameters under all their names, and persistent buffers."""
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        return {**names, **named_tensors(self.model)}
+
+
+@torch.no_grad()
+def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel) -> None:
+    """Give `copy`, a whole model, the weights of `trained`, which may be sharded or have adapters.
+
+    Every rank takes part.
+    """
+    targets = named_tensors(copy)
+    for name, tensor in whole_tensors(trained):
+        targets.pop(name).copy_(tensor)
+    assert not targets, f"{min(targets)} is not in the trained model"

@@ -1,0 +1,67 @@
+"""Requests and models for the tests of samplers, and responses by definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from padfree.rollout import Response, SamplingRequest
+from padfree.rollout.cached_model import CachedModel
+from padfree.rollout.noise import gumbel_noise, response_keys
+from padfree.rollout.weights import PolicyModel
+from tests.models import VOCABULARY, build
+
+STOPS = (2, 5, 11, 40)
+TEMPERATURE = 0.7
+
+
+def group_requests(
+    lengths: Sequence[int] = (6, 1, 3, 14, 2), *, group: int = 3, rooms: Sequence[int] = (9,), seed: int = 0
+) -> list[SamplingRequest]:
+    """`group` requests to each of the prompts of these lengths, side by side; rooms in turn."""
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(0, VOCABULARY, length) for length in lengths for _ in range(1)]
+    keys = response_keys(1, 2, np.arange(len(prompts) * group))
+    return [
+        SamplingRequest(tokens=prompts[number // group], room=rooms[number % len(rooms)], key=int(key))
+        for number, key in enumerate(keys)
+    ]
+
+
+@torch.no_grad()
+def by_definition(
+    model: PreTrainedModel, request: SamplingRequest, *, temperature: float = TEMPERATURE, stops: Sequence[int] = STOPS
+) -> tuple[list[int], list[float]]:
+    """One token after the other, without a cache or a pad."""
+    model.set_attn_implementation("eager")  # sdpa of some versions leaves a soft cap out
+    tokens, logprobs = [int(token) for token in request.tokens], []
+    for position in range(request.room):
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
+        scores = torch.log_softmax(logits / temperature, 0)
+        token = int((scores + gumbel_noise(torch.tensor([request.key]), position, len(scores))[0]).argmax())
+        tokens.append(token)
+        logprobs.append(float(scores[token]))
+        if token in stops:
+            break
+    return tokens[len(request.tokens) :], logprobs
+
+
+def cached(
+    model: PreTrainedModel, *, device: str = "cpu", dtype: torch.dtype = torch.float32, compiled: bool = False
+) -> CachedModel:
+    """A model with our cache that has the weights of `model`."""
+    policy = PolicyModel(model, dtype, torch.device(device))
+    policy.update(model)
+    return CachedModel(policy.model, compiled=compiled)
+
+
+def assert_responses(found: Sequence[Response], expected: Sequence[tuple[list[int], list[float]]]) -> None:
+    for response, (tokens, logprobs) in zip(found, expected, strict=True):
+        assert response.tokens.tolist() == tokens
+        np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-4)
+
+
+__all__ = ["STOPS", "TEMPERATURE", "assert_responses", "build", "by_definition", "cached", "group_requests"]

@@ -1,0 +1,142 @@
+"""Attention of one token in each lane: the reference against attention over whole sequences, the kernel against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from padfree.attention import varlen_attention
+from padfree.batch import Segments
+from padfree.rollout.decode_attention import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN, decode_attention, reference
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+
+PLACES = 720
+STORED_KEYS = (0, 5, 5, 64, 130, 0, 3)
+OWN_KEYS = (0, 3, 0, 70, 1, 129, 9)
+INACTIVE = 6
+LONGEST = 140
+"""Keys of a lane at most: one split of 192, two of 128, three of 64."""
+
+
+def lanes_of(device: str) -> Tensor:
+    """Lanes 1 and 2 share a prompt; the last is not active. Own places are behind those of all prompts."""
+    rows = torch.zeros(NUM_ROWS, len(STORED_KEYS), dtype=torch.int64)
+    rows[PROMPT] = torch.tensor([0, 40, 40, 60, 130, 0, 0])
+    rows[STORED], rows[WRITTEN] = torch.tensor(STORED_KEYS), torch.tensor(OWN_KEYS)
+    rows[OWN] = torch.tensor([400, 405, 410, 420, 500, 510, 700])
+    rows[ACTIVE] = torch.arange(len(STORED_KEYS)) != INACTIVE
+    return rows.to(device)
+
+
+def case(
+    dtype: torch.dtype, device: str, *, heads: int = 4, key_heads: int = 2, size: int = 16, value_size: int = 16
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    num_lanes = len(STORED_KEYS)
+    shapes = (
+        (num_lanes, heads, size),
+        (num_lanes, key_heads, size),
+        (num_lanes, key_heads, value_size),
+        (PLACES, key_heads, size),
+        (PLACES, key_heads, value_size),
+    )
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    return (*tensors, lanes_of(device))
+
+
+TOLERANCES = [(torch.float32, 2e-5)]
+if not INTERPRETED:  # whose tl.dot takes the bits of bfloat16 for integers
+    TOLERANCES.append((torch.bfloat16, 2e-2))
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 70},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"window": 9, "softcap": 1.5, "sinks": True},
+]
+
+
+def call_options(heads: int, device: str, **options: Any) -> tuple[Tensor | None, float, int | None, float | None, int]:
+    sinks = torch.linspace(-1.0, 2.0, heads).to(device) if options.get("sinks") else None
+    return sinks, 0.3, options.get("window"), options.get("softcap"), LONGEST
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_reference_is_attention_over_each_lane_by_itself(options: dict[str, Any]) -> None:
+    q, k, v, keys, values, lanes = case(torch.float64, "cpu", value_size=12)
+    before = keys.clone(), values.clone()
+    sinks, scale, window, softcap, _ = call_options(4, "cpu", **options)
+    out = reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap, LONGEST)
+    for lane in range(len(STORED_KEYS)):
+        prompt, stored, own, written, active = lanes[: ACTIVE + 1, lane].tolist()
+        if not active:
+            stored = written = 0
+        places = [*range(prompt, prompt + stored), *range(own, own + written)]
+        one_k, one_v = (
+            torch.cat([cached[places], new[lane : lane + 1]]) for cached, new in zip(before, (k, v), strict=True)
+        )
+        expected = varlen_attention(
+            q[lane : lane + 1],
+            one_k,
+            one_v,
+            Segments.from_lengths([1]),
+            Segments.from_lengths([len(one_k)]),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            backend="reference",
+        )
+        torch.testing.assert_close(out[lane : lane + 1], expected, atol=1e-12, rtol=1e-12)
+        if active:
+            assert torch.equal(keys[own + written], k[lane])
+            assert torch.equal(values[own + written], v[lane])
+            before[0][own + written], before[1][own + written] = k[lane], v[lane]
+    assert torch.equal(keys, before[0]), "nothing else was stored"
+    assert torch.equal(values, before[1])
+
+
+def test_the_operator_is_right_for_the_compiler() -> None:
+    arguments = (*case(torch.float32, "cpu"), *call_options(4, "cpu", window=9, sinks=True))
+    torch.library.opcheck(decode_attention, arguments)
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("span", [64, 128, 192])
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
+def test_the_kernel_is_the_reference(options: dict[str, Any], span: int, dtype: torch.dtype, tolerance: float) -> None:
+    from padfree.rollout.triton_decode_attention import attend
+
+    inputs = case(dtype, DEVICE)
+    again = tuple(tensor.clone() for tensor in inputs)
+    expected = reference(*inputs, *call_options(4, DEVICE, **options))
+    found = attend(*again, *call_options(4, DEVICE, **options), span=span)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    for one, other in zip(again, inputs, strict=True):
+        assert torch.equal(one, other), "the same keys and values are in the cache, and nothing else has changed"
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "value_size"), [(2, 2, 80, 80), (21, 1, 8, 24), (6, 3, 128, 64)]
+)
+def test_odd_shapes(heads: int, key_heads: int, size: int, value_size: int) -> None:
+    from padfree.rollout.triton_decode_attention import attend
+
+    inputs = case(torch.float32, DEVICE, heads=heads, key_heads=key_heads, size=size, value_size=value_size)
+    again = tuple(tensor.clone() for tensor in inputs)
+    for span in (64, 192):
+        expected = reference(*inputs, *call_options(heads, DEVICE, sinks=True))
+        found = attend(*again, *call_options(heads, DEVICE, sinks=True), span=span)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the one that starts the interpreter")
+def test_kernels_in_the_interpreter() -> None:
+    run_in_the_interpreter(__file__, " passed", "-k", "kernel_is or odd")

@@ -1,0 +1,133 @@
+"""Decoding on a GPU: steps as CUDA graphs draw what the definition draws on the CPU, and never wait for the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from padfree.batch import Sample
+from padfree.packing.collate import collate
+from padfree.rollout import Response, SamplingRequest
+from padfree.rollout.decode import Decoder
+from padfree.rollout.in_process import InProcessSampler
+from padfree.rollout.weights import PolicyModel
+from tests.models import VOCABULARY, build
+from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+def make_decoder(model: PreTrainedModel, *, compiled: bool = False, **changes: Any) -> Decoder:
+    settings: dict[str, Any] = {"num_lanes": 20, "temperature": TEMPERATURE, "stops": STOPS, **changes}
+    dtype = next(model.parameters()).dtype
+    return Decoder(cached(model, device="cuda:0", dtype=dtype, compiled=compiled), **settings)
+
+
+def on_gpu(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    return build(name, **changes).eval().to(CUDA, dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "opt"])
+def test_graphs_draw_what_the_definition_draws(name: str, compiled: bool) -> None:
+    requests = group_requests((6, 1, 3, 14, 2, 9, 40), group=5, rooms=(30, 12, 1, 20))
+    expected = [by_definition(build(name).eval(), request) for request in requests]
+    decoder = make_decoder(on_gpu(name), compiled=compiled)
+    assert_responses(decoder.sample(requests), expected)
+    assert decoder.statistics.captures > 0
+    assert_responses(decoder.sample(requests), expected)
+    assert decoder.statistics.captures == 0, "the second time all graphs are there"
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_decoded_without_a_graph(name: str) -> None:
+    requests = group_requests()
+    expected = [by_definition(build(name).eval(), request) for request in requests]
+    decoder = make_decoder(on_gpu(name))
+    assert not decoder.captured
+    assert_responses(decoder.sample(requests), expected)
+
+
+def test_weights_that_change_in_place_are_seen_by_the_graphs() -> None:
+    model = on_gpu("qwen3")
+    decoder = make_decoder(model)
+    requests = group_requests()
+    before = decoder.sample(requests)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    after = decoder.sample(requests)
+    assert decoder.statistics.captures == 0
+    plain = build("qwen3").eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.1)
+    assert_responses(after, [by_definition(plain, request) for request in requests])
+    assert [one.tokens.tolist() for one in before] != [one.tokens.tolist() for one in after]
+
+
+def test_steps_do_not_wait_for_the_host() -> None:
+    requests = group_requests((6, 3), group=10, rooms=(200,))
+    decoder = make_decoder(on_gpu("qwen3"), stops=(VOCABULARY,))
+    decoder.prepare(requests)
+    decoder.sample(requests[:1])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder.run_steps(50, 20)
+        look = decoder.look()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert look.read().shape == (2, 21)
+
+
+def test_weights_that_move_are_captured_again() -> None:
+    model = on_gpu("qwen3")
+    policy = PolicyModel(model, torch.float32, CUDA)
+    sampler = InProcessSampler(policy, stops=STOPS, temperature=TEMPERATURE, batch_size=16)
+    requests = group_requests()
+    sampler.update_weights(model, 0)
+    first = sampler.sample(requests)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone() * 1.1
+    sampler.update_weights(model, 1)
+    second = sampler.sample(requests)
+    assert [one.version for one in second] == [1] * len(requests)
+    fresh = make_decoder(model, num_lanes=16).sample(requests)
+    assert [one.tokens.tolist() for one in second] == [one.tokens.tolist() for one in fresh]
+    assert [one.tokens.tolist() for one in second] != [one.tokens.tolist() for one in first]
+
+
+def trainer_logprobs(model: PreTrainedModel, request: SamplingRequest, response: Response) -> np.ndarray[Any, Any]:
+    """Of one response, by one forward pass of the stock model in its own dtype, head in float32."""
+    tokens = np.concatenate([request.tokens, response.tokens])
+    row = torch.from_numpy(tokens).to(CUDA)[None]
+    with torch.no_grad():
+        logits = model(input_ids=row).logits[0].float() / TEMPERATURE
+    batch = collate([Sample(tokens=tokens)])
+    scores = torch.log_softmax(logits, -1).cpu()
+    own = scores[:-1].gather(1, batch.labels[:-1, None])[:, 0]
+    return own[len(request.tokens) - 1 :].numpy()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_bfloat16_logprobs_are_near_those_of_a_forward_pass(name: str) -> None:
+    """Wider layers than the other tests', so that bfloat16 matters; the mean difference is that of its rounding."""
+    model = on_gpu(name, torch.bfloat16, hidden_size=256, intermediate_size=256)
+    requests = group_requests((6, 1, 3, 14), group=8, rooms=(60,))
+    responses = make_decoder(model, stops=(VOCABULARY,)).sample(requests)
+    differences = np.concatenate(
+        [
+            np.abs(response.logprobs - trainer_logprobs(model, request, response))
+            for request, response in zip(requests, responses, strict=True)
+        ]
+    )
+    assert differences.mean() < 0.03
+    assert differences.max() < 0.5

@@ -1,0 +1,97 @@
+"""Draws: tokens follow from logits, key and position alone; the kernel draws what the reference draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from padfree.batch import LmHead
+from padfree.rollout.draw import products, reference
+from padfree.rollout.noise import gumbel_noise, response_keys
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 3.0},
+    {"logit_scale": 0.4, "bias": True},
+    {"softcap": 5.0, "logit_scale": 2.0, "bias": True},
+]
+
+
+def head_of(vocabulary: int, device: str = "cpu", *, bias: bool = False, **changes: Any) -> LmHead:
+    values: dict[str, Any] = {"softcap": None, "logit_scale": 1.0, **changes}
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(vocabulary, 8, generator=generator).to(device)
+    return LmHead(
+        weight=weight, bias=torch.randn(vocabulary, generator=generator).to(device) if bias else None, **values
+    )
+
+
+def logits_of(vocabulary: int, lanes: int = 9, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(lanes, vocabulary, generator=generator) * 3
+    keys = torch.from_numpy(response_keys(3, 4, np.arange(lanes)))
+    positions = torch.arange(lanes) * 7
+    return logits.to(device), keys.to(device), positions.to(device)
+
+
+@pytest.mark.parametrize("changes", HEADS, ids=str)
+def test_the_reference_is_the_definition(changes: dict[str, Any]) -> None:
+    hidden = torch.randn(9, 8)
+    _, keys, positions = logits_of(50)
+    head = head_of(50, **changes)
+    drawn = reference(products(hidden, head), head, keys, positions, 0.7)
+    scores = torch.log_softmax(head.logits(hidden) / 0.7, dim=1)
+    for lane in range(9):
+        noise = gumbel_noise(keys[lane : lane + 1], int(positions[lane]), 50)[0]
+        assert int(drawn.tokens[lane]) == int((scores[lane] + noise).argmax())
+        assert float(drawn.logprobs[lane]) == pytest.approx(float(scores[lane, drawn.tokens[lane]]), abs=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("changes", HEADS, ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 64, 130, 1000])
+def test_the_kernel_draws_what_the_reference_draws(changes: dict[str, Any], vocabulary: int) -> None:
+    from padfree.rollout.triton_draw import draw
+
+    logits, keys, positions = logits_of(vocabulary, device=DEVICE)
+    head = head_of(vocabulary, DEVICE, **changes)
+    for temperature in (0.7, 1.0):
+        expected = reference(logits, head, keys, positions, temperature)
+        found = draw(logits, head, keys, positions, temperature, block=128)
+        assert torch.equal(found.tokens, expected.tokens)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, atol=2e-5, rtol=1e-5)
+
+
+@needs_kernels
+def test_the_noise_of_the_kernel_is_that_of_the_reference_to_the_bit() -> None:
+    from padfree.rollout.triton_draw import noise_of
+
+    _, keys, positions = logits_of(64, device=DEVICE)
+    expected = gumbel_noise(keys, positions, 4096)
+    found = noise_of(keys, positions, 4096)
+    assert torch.equal(found, expected)
+
+
+@needs_kernels
+def test_nan_and_infinite_logits_give_a_token_of_the_vocabulary() -> None:
+    from padfree.rollout.triton_draw import draw
+
+    logits, keys, positions = logits_of(200, lanes=3, device=DEVICE)
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    logits[1, 150] = 0.0
+    drawn = draw(logits, head_of(200, DEVICE), keys, positions, 1.0, block=64)
+    assert ((drawn.tokens >= 0) & (drawn.tokens < 200)).all()
+    assert torch.isnan(drawn.logprobs[0])
+    assert int(drawn.tokens[1]) == 150
+    assert float(drawn.logprobs[1]) == 0.0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the one that starts the interpreter")
+def test_kernels_in_the_interpreter() -> None:
+    run_in_the_interpreter(__file__, " passed", "-k", "kernel or nan")

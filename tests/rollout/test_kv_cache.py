@@ -1,0 +1,53 @@
+"""Who has which places of the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from padfree.rollout.kv_cache import Extents, KVCache, LayerShape
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
+def test_no_place_has_two_owners_and_none_is_lost(actions: list[tuple[bool, int]]) -> None:
+    size = 24
+    extents, taken = Extents(size), []
+    for takes, number in actions:
+        if takes:
+            start = extents.take(number)
+            if start is not None:
+                taken.append((start, number))
+            else:
+                owned = {place for first, length in taken for place in range(first, first + length)}
+                free = [all(place not in owned for place in range(at, at + number)) for at in range(size - number + 1)]
+                assert not any(free), "there was room"
+        elif taken:
+            extents.give(*taken.pop(number % len(taken)))
+        places = [place for first, length in taken for place in range(first, first + length)]
+        assert len(set(places)) == len(places)
+        assert extents.num_free == size - len(places)
+    for one in taken:
+        extents.give(*one)
+    assert extents.take(size) == 0
+
+
+def test_what_is_free_cannot_be_given_back() -> None:
+    extents = Extents(10)
+    assert extents.take(4) == 0
+    extents.give(0, 4)
+    with pytest.raises(AssertionError, match="these places are free already"):
+        extents.give(2, 2)
+
+
+def test_layers_of_different_shapes() -> None:
+    shapes = [
+        LayerShape(heads=2, key_size=8, value_size=4, dtype=torch.float32),
+        LayerShape(heads=1, key_size=16, value_size=16, dtype=torch.bfloat16),
+    ]
+    assert [shape.token_bytes for shape in shapes] == [2 * 12 * 4, 32 * 2]
+    cache = KVCache.allocated(shapes, 5, torch.device("cpu"))
+    assert [tuple(keys.shape) for keys in cache.keys] == [(5, 2, 8), (5, 1, 16)]
+    assert [tuple(values.shape) for values in cache.values] == [(5, 2, 4), (5, 1, 16)]
+    assert cache.keys[1].dtype == torch.bfloat16

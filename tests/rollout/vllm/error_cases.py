@@ -1,0 +1,83 @@
+"""Servers that a user may point a run at by mistake, each with one that is right, for `test_errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from padfree.rollout.base import SamplingRequest
+from padfree.rollout.vllm.canary import Canary, Scores
+from padfree.rollout.vllm.http import Drawing, Server
+from padfree.rollout.vllm.transfer import FilesWay
+from tests.rollout.vllm.test_http import check
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+
+Attempt = Callable[[Path], Any]
+
+
+def server(*, temperature: float = 1.0, **changes: Any) -> Attempt:
+    """A server is looked at before a run."""
+
+    def attempt(folder: Path) -> None:
+        fake = FakeVllm(vocabulary=46)
+        for name, value in changes.items():
+            setattr(fake, name, value)
+        check(fake, loss={"temperature": temperature})
+
+    return attempt
+
+
+def response(vocabulary: int = 50, **changes: Any) -> Attempt:
+    """A server is asked for a response."""
+
+    def attempt(folder: Path) -> None:
+        fake = FakeVllm()
+        fake.version = "4"
+        for name, value in changes.items():
+            setattr(fake, name, value)
+        request = SamplingRequest(tokens=np.array([3, 4, 5]), room=6, key=5)
+        drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=vocabulary)
+        with serving(fake) as (url,):
+            Server(url, 20.0).complete(request, drawing, model="policy", version=4, salt="run")
+
+    return attempt
+
+
+def exchange(server: float, trainer: float, *, drawn: float = 0.0, limit: float = 0.002) -> Attempt:
+    """A server is scored after an exchange of weights."""
+
+    def attempt(folder: Path) -> None:
+        theirs = Scores(given=np.full(9, server), drawn=np.full(4, drawn))
+        Canary(limit).judge("http://127.0.0.1:8000", theirs, Scores(given=np.full(9, trainer), drawn=np.zeros(4)), 1)
+
+    return attempt
+
+
+def files(name: str) -> Attempt:
+    def attempt(folder: Path) -> None:
+        (folder / "file").write_text("")
+        FilesWay(folder / name).prepare([])
+
+    return attempt
+
+
+SERVERS = "rollout.servers"
+CASES: list[tuple[str, Attempt, Attempt]] = [
+    (SERVERS, server(vocabulary=45), server()),
+    (SERVERS, server(vocabulary=47), server()),
+    (SERVERS, server(backend="nccl"), server()),
+    (SERVERS, server(missing={"/weight_info"}), server()),
+    (SERVERS, server(missing={"/v1/models"}), server()),
+    (SERVERS, server(logprobs_mode="raw_logprobs", temperature=0.5), server(temperature=0.5)),
+    (SERVERS, response(version="3"), response()),
+    (SERVERS, response(vocabulary=1), response()),
+    (SERVERS, response(stops=tuple(range(1, 50))), response()),
+    (SERVERS, response(max_model_len=8), response()),
+    (SERVERS, exchange(-2.364, -2.737), exchange(-2.7367, -2.737)),
+    (SERVERS, exchange(-2.364, -2.737), exchange(-2.364, -2.737, limit=0.5)),
+    (SERVERS, exchange(-2.7, -2.7, drawn=-1.0), exchange(-2.7, -2.7)),
+    ("rollout.transfer_folder", files("file"), files("folder")),
+]

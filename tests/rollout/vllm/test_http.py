@@ -1,0 +1,160 @@
+"""Every wrong answer of a server is one line; which of them another server can make good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from padfree.config import Config, config_from_dict
+from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.vllm.checks import check_server
+from padfree.rollout.vllm.http import Drawing, RestartedError, Server, ServerLostError
+from tests.rollout.rollout_cases import letters_tokenizer
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
+
+DRAWING = Drawing(temperature=0.7, stops=(0,), vocabulary=50)
+REQUEST = SamplingRequest(tokens=np.array([3, 4, 5]), room=6, key=-77)
+
+
+def complete(url: str, *, timeout: float = 5.0, request: SamplingRequest = REQUEST) -> Response:
+    return Server(url, timeout).complete(request, DRAWING, model="policy", version=4, salt="run")
+
+
+def given(version: str = "4", **changes: Any) -> FakeVllm:
+    fake = FakeVllm()
+    fake.version = version
+    for name, value in changes.items():
+        setattr(fake, name, value)
+    return fake
+
+
+def test_a_response_and_what_is_asked_for() -> None:
+    fake = given()
+    with serving(fake) as (url,):
+        first, again = complete(url), complete(url)
+        other = complete(url, request=SamplingRequest(tokens=REQUEST.tokens, room=6, key=5))
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist(), "the key is the seed"
+    assert first.version == 4
+    assert first.tokens.dtype == np.int64
+    assert first.logprobs.dtype == np.float32
+    np.testing.assert_allclose(first.logprobs, -np.log(50), rtol=1e-6)
+    assert first.ended == (first.tokens[-1] == 0)
+    assert first.ended or len(first.tokens) == 6
+    (body, *_) = fake.completed
+    assert body["prompt"] == [3, 4, 5]
+    assert 0 <= body["seed"] < 1 << 63
+    expected = {"max_tokens": 6, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop_token_ids": [0]}
+    expected |= {"cache_salt": "run 4", "return_token_ids": True, "ignore_eos": True, "logprobs": 0}
+    assert body.items() >= expected.items()
+    assert fake.calls[:3] == ["/weight_info", "/v1/completions", "/weight_info"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("500", r"/v1/completions answered 500 \(EngineCore encountered an issue\)"),
+        ("half", "/v1/completions answered 0 of 1 responses"),
+        ("malformed", "/v1/completions answered what is no JSON"),
+        ("list", "/v1/completions answered list in place of a JSON object"),
+        ("cut", "/v1/completions broke off"),
+        ("abort", "/v1/completions ended a response by 'abort'"),
+        ("short", r"without token ids and log-probabilities \(5 tokens and 6 log-probabilities\)"),
+        ("logprobs", r"without token ids and log-probabilities \(log-probabilities above 0"),
+        ("other model", "answered for the model 'another', not 'policy'"),
+    ],
+)
+def test_what_another_server_can_make_good(fault: str, line: str) -> None:
+    request = SamplingRequest(tokens=REQUEST.tokens, room=6, key=5)
+    with serving(given(fault=fault)) as (url,), pytest.raises(ServerLostError, match=line) as caught:
+        assert not complete(url, request=request).ended
+    assert str(caught.value).startswith(f"rollout.servers: {url} ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_hangs_refuses_or_has_restarted() -> None:
+    with serving(given(fault="hang")) as (url,), pytest.raises(ServerLostError, match=r"did not answer within 0.3 s"):
+        complete(url, timeout=0.3)
+    with pytest.raises(ServerLostError, match="refused the connection"):
+        complete(unused_url())
+    with serving(given("default")) as (url,), pytest.raises(RestartedError, match="has restarted"):
+        complete(url)
+
+
+def test_what_only_the_user_can_cure() -> None:
+    with (
+        serving(given("3")) as (url,),
+        pytest.raises(ValueError, match="serves policy version '3', not 4; let no other"),
+    ):
+        complete(url)
+    drawing = Drawing(temperature=1.0, stops=(), vocabulary=1)
+    with serving(given()) as (url,), pytest.raises(ValueError, match=r"drew token \d+ of a vocabulary of 1; start it"):
+        Server(url, 5.0).complete(REQUEST, drawing, model="policy", version=4, salt="run")
+    line = r"ends responses at token \d+, .*; start it with --generation-config vllm"
+    with serving(given(stops=tuple(range(1, 50)))) as (url,), pytest.raises(ValueError, match=line):
+        complete(url, request=SamplingRequest(tokens=REQUEST.tokens, room=6, key=5))
+    with serving(given(max_model_len=8)) as (url,), pytest.raises(ValueError, match=r"refused /v1/completions \(400"):
+        complete(url)
+
+
+# Before a run
+
+
+def config_of(url: str, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": "model"},
+        "data": {"path": ["prompts.jsonl"]},
+        "batch": {"samples": 8, "max_tokens": 64},
+        "loss": {"kind": "clip"},
+        "rollout": {"reward": "exact_match", "engine": "vllm", "servers": [url]},
+        "run": {"folder": "run"},
+    }
+    for section, changes in sections.items():
+        values[section] = {**values[section], **changes}
+    return config_from_dict(values)
+
+
+def check(fake: FakeVllm, **sections: Any) -> str:
+    with serving(fake) as (url,):
+        return check_server(Server(url, 5.0), config_of(url, **sections), letters_tokenizer(), 46)
+
+
+def test_a_server_for_this_run() -> None:
+    assert check(FakeVllm(vocabulary=46, tokenizer=letters_tokenizer(), name="some name")) == "some name"
+    assert check(FakeVllm(vocabulary=46)) == "policy", "a server without a tokenizer has none that is wrong"
+
+
+class _Reversed:
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": letters_tokenizer()(text)["input_ids"][::-1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"vocabulary": 45}, "does not know token 45, the model of this run has 46 tokens; start it with the model"),
+        ({"vocabulary": 47}, "knows token 46, the model of this run has 46 tokens; start it with the model"),
+        ({"tokenizer": _Reversed()}, "has another tokenizer than this run; start it with the model of model.path"),
+        ({"backend": "nccl"}, "has the weight transfer 'nccl'; start it with VLLM_SERVER_DEV_MODE=1 and"),
+        ({"missing": {"/weight_info"}}, "has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
+        ({"missing": {"/v1/models"}}, "has no route /v1/models; give the address of a vLLM server"),
+    ],
+)
+def test_a_server_of_something_else(changes: dict[str, Any], line: str) -> None:
+    fake = FakeVllm(vocabulary=46)
+    for name, value in changes.items():
+        setattr(fake, name, value)
+    with pytest.raises(ValueError, match=line) as caught:
+        check(fake)
+    assert "\n" not in str(caught.value)
+
+
+def test_logprobs_that_do_not_know_the_temperature() -> None:
+    fake = FakeVllm(vocabulary=46)
+    fake.logprobs_mode = "raw_logprobs"
+    assert check(fake) == "policy", "at temperature 1 they are the same"
+    with pytest.raises(
+        ValueError, match=r"reports raw_logprobs, which do not know loss.temperature 0.5; start it with"
+    ):
+        check(fake, loss={"temperature": 0.5})

@@ -1,0 +1,84 @@
+"""No server outlives the run that has started it, however the run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from padfree.rollout.vllm.launch import KEEPER
+
+SERVER = """
+import os, signal, subprocess, sys, time
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+beside = sys.argv[1] + ".writing"
+open(beside, "w").write(f"{os.getpid()} {worker.pid}")
+os.replace(beside, sys.argv[1])
+time.sleep(600)
+"""
+RUN = """
+import subprocess, sys, time
+keeper = subprocess.Popen([sys.executable, sys.argv[1], *sys.argv[2:]], stdin=subprocess.PIPE)
+time.sleep(600)
+"""
+
+
+def alive(number: int) -> bool:
+    """Whether there is such a process, one that has ended and is not waited for left out."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def started(path: Path) -> list[int]:
+    wait_until(path.exists)
+    return [int(word) for word in path.read_text().split()]
+
+
+@pytest.mark.parametrize("ears", ["good", pytest.param("deaf", marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_leaves_no_server(ears: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = [sys.executable, "-c", SERVER, str(pids), ears]
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(KEEPER), *command])
+    server, worker = started(pids)
+    assert alive(server)
+    assert alive(worker)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: not alive(server) and not alive(worker))
+
+
+def test_closing_the_pipe_ends_the_server_and_an_interrupt_does_not(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = [sys.executable, str(KEEPER), sys.executable, "-c", SERVER, str(pids), "good"]
+    keeper = subprocess.Popen(command, stdin=subprocess.PIPE)
+    server, worker = started(pids)
+    assert os.getsid(server) != os.getsid(0), "an interrupt at the terminal goes to the run's session"
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    assert keeper.wait(60) == 0
+    assert not alive(server)
+    assert not alive(worker)
+
+
+def test_the_keeper_ends_with_its_server() -> None:
+    keeper = subprocess.Popen([sys.executable, str(KEEPER), sys.executable, "-c", "exit(3)"], stdin=subprocess.PIPE)
+    assert keeper.wait(60) == 3
+    assert keeper.stdin is not None
+    keeper.stdin.close()

@@ -1,0 +1,154 @@
+"""Requests find servers: the least loaded, another one when one fails, and each gets one response."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.vllm.http import Drawing, Server, ServerLostError
+from padfree.rollout.vllm.pool import Pool, Round
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
+
+DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
+REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), room=3, key=number) for number in range(40)]
+
+
+def probe(server: Server) -> None:
+    server.need_version(4, timeout=5.0)
+
+
+def ask(server: Server, request: SamplingRequest) -> Response:
+    return server.complete(request, DRAWING, model="policy", version=4, salt="run")
+
+
+def run(
+    urls: list[str],
+    *,
+    timeout: float = 20.0,
+    meanwhile: Callable[[], None] | None = None,
+    requests: list[SamplingRequest] = REQUESTS,
+) -> Round:
+    servers = [Server(url, timeout) for url in urls]
+    pool = Pool(servers, concurrency=4, timeout=timeout, probe_every=0.1, probe=probe)
+    pool.reset(servers)
+    if meanwhile is not None:
+        threading.Thread(target=meanwhile, daemon=True).start()
+    counted: list[int] = []
+    found = pool.ask_all(requests, range(len(requests)), ask, lambda response: counted.append(len(response.tokens)))
+    assert len(counted) == len(found.found)
+    return found
+
+
+def with_weights(number: int, *, seconds: float = 0.0) -> list[FakeVllm]:
+    fakes = [FakeVllm() for _ in range(number)]
+    for fake in fakes:
+        fake.version, fake.seconds = "4", seconds
+    return fakes
+
+
+def times_completed(fakes: list[FakeVllm]) -> Counter[int]:
+    return Counter(body["seed"] for fake in fakes for body in fake.completed)
+
+
+def test_every_request_is_answered_once_and_servers_share_the_work() -> None:
+    fakes = with_weights(2, seconds=0.02)
+    with serving(*fakes) as urls:
+        found = run(urls)
+    assert sorted(found.found) == list(range(40))
+    assert found.missing == []
+    assert times_completed(fakes) == Counter(range(40))
+    assert all(len(fake.completed) >= 12 for fake in fakes)
+    assert all(fake.most_at_once <= 5 for fake in fakes), "four for each server, and the least loaded is asked"
+
+
+def test_the_slower_server_gets_less() -> None:
+    fast, slow = with_weights(2)
+    fast.seconds, slow.seconds = 0.01, 0.4
+    with serving(fast, slow) as urls:
+        run(urls)
+    assert len(slow.completed) < len(fast.completed)
+
+
+@pytest.mark.parametrize("fault", ["500", "half", "malformed", "cut", "abort"])
+def test_what_one_server_fails_to_answer_another_does(fault: str) -> None:
+    good, bad = with_weights(2)
+    bad.fault = fault
+    with serving(good, bad) as urls:
+        found = run(urls)
+    assert sorted(found.found) == list(range(40))
+    assert found.retried > 0
+    assert len(good.completed) == 40
+
+
+def test_a_server_that_hangs_gives_its_requests_back() -> None:
+    good, bad = with_weights(2)
+    begin = time.monotonic()
+
+    def hanging_probe(server: Server) -> None:
+        if server.url == urls[1]:
+            raise ServerLostError(f"rollout.servers: {server.url} /weight_info did not answer")
+        probe(server)
+
+    bad.fault = "hang"
+    with serving(good, bad) as urls:
+        servers = [Server(url, 60.0) for url in urls]
+        pool = Pool(servers, concurrency=4, timeout=60.0, probe_every=0.1, probe=hanging_probe)
+        pool.reset(servers)
+        found = pool.ask_all(REQUESTS, range(40), ask, lambda response: None)
+    assert sorted(found.found) == list(range(40))
+    assert time.monotonic() - begin < 20.0, "long before the answers of the hanging server, or its timeout"
+
+
+def test_a_server_that_recovers_is_asked_again() -> None:
+    (fake,) = with_weights(1)
+    fake.fault = "500"
+
+    def recover() -> None:
+        time.sleep(0.7)
+        fake.fault = None
+
+    with serving(fake) as urls:
+        found = run(urls, meanwhile=recover)
+    assert sorted(found.found) == list(range(40))
+    assert found.retried > 0
+
+
+def test_after_the_timeout_one_line_names_the_server() -> None:
+    url = unused_url()
+    with pytest.raises(ValueError, match=r"refused the connection, and no server gave a response for 1.5 s; see that"):
+        run([url], timeout=1.5)
+    (fake,) = with_weights(1)
+    fake.fault = "500"  # which answers probes, so that it looks well between two requests
+    with serving(fake) as urls, pytest.raises(ValueError, match=rf"{urls[0]} /v1/completions answered 500 .*1.5 s"):
+        run(urls, timeout=1.5)
+
+
+def test_without_a_server_that_has_the_weights_the_round_ends() -> None:
+    fakes = with_weights(2, seconds=0.05)
+
+    def restart() -> None:
+        time.sleep(0.2)
+        for fake in fakes:
+            fake.version = "default"
+
+    with serving(*fakes) as urls:
+        found = run(urls, meanwhile=restart)
+    assert found.missing
+    assert sorted([*found.found, *found.missing]) == list(range(40))
+
+
+def test_weights_of_another_version_end_the_run() -> None:
+    good, bad = with_weights(2, seconds=0.02)
+    bad.fault = "version"
+    with serving(good, bad) as urls, pytest.raises(ValueError, match=rf"{urls[1]} serves policy version '77', not 4"):
+        run(urls)
+
+
+def test_nothing_to_ask() -> None:
+    assert run([unused_url()], requests=[]).found == {}

@@ -1,0 +1,312 @@
+"""Whole runs on servers that answer as vLLM does: what is trained on, and what becomes of servers that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from padfree.train.sources import load_source, load_tokenizer, make_batcher
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from padfree.batch import Sample
+from padfree.config import Config, config_from_dict
+from padfree.distributed import distributed, make_mesh
+from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.engines import make_sampler
+from padfree.rollout.vllm import sampler as sampler_module
+from padfree.rollout.vllm.http import Server
+from padfree.rollout.vllm.launch import Launcher, server_command
+from padfree.rollout.writer import RolloutWriter
+from padfree.train.run import train
+from padfree.train.setup import build_engine
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.rollout.vllm import vllm_cases
+from tests.rollout.vllm.test_keeper import alive, wait_until
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+
+HERE = "tests.rollout.vllm.test_run"
+ROOT = Path(__file__).parents[3]
+GROUP, SAMPLES = 3, 12
+COMMAND = [sys.executable, str(Path(vllm_cases.__file__))]
+
+
+def digits(response: str, row: Mapping[str, Any]) -> float:
+    return sum(letter.isdigit() for letter in response) / 6
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_config(folder: Path, model: Path, *, steps: int = 3, **rollout: Any) -> Config:
+    rows = [{"prompt": f"{a}+{'1' * b}"} for a in range(4) for b in range(1, 4)]
+    data = folder.parent / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config_from_dict(
+        {
+            "model": {"path": str(model)},
+            "data": {"path": [str(data)], "epochs": None},
+            "batch": {"samples": SAMPLES, "max_tokens": 80},
+            "rollout": {
+                "reward": f"{HERE}:digits",
+                "group": GROUP,
+                "max_new_tokens": 6,
+                "engine": "vllm",
+                "timeout": 300.0,  # on a busy machine even a small server starts late
+                **rollout,
+            },
+            "loss": {"kind": "clip", "temperature": 0.8},
+            "optimizer": {"lr": 2e-3, "eps": 1e-3},
+            "checkpoint": {"export": False},
+            "run": {"folder": str(folder), "steps": steps, "device": "cpu"},
+        }
+    )
+
+
+def fake_of(model: Path) -> FakeVllm:
+    policy: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+    return FakeVllm(vocabulary=policy.config.vocab_size, model=policy, tokenizer=AutoTokenizer.from_pretrained(model))
+
+
+def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("transfer", ["group", "files"])
+def test_a_run_on_a_server(transfer: str, model_folder: Path, tmp_path: Path) -> None:
+    fake = fake_of(model_folder)
+    before = {name: value.clone() for name, value in fake.model.named_parameters()}
+    with serving(fake) as (url,):
+        train(make_config(tmp_path / "run", model_folder, servers=[url], transfer=transfer))
+    found = lines(tmp_path / "run")
+    assert [line["samples"] for line in found] == [SAMPLES] * 3
+    for line in found:
+        assert line["loss/sampler_difference"] < 1e-5, "one and the same policy, in float32"
+        assert line["sampler/canary_difference"] < 1e-5
+        assert line["sampler/exchange_bytes"] > sum(value.nbytes for value in before.values()) / 2
+    assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
+    assert fake.version == "2", "the weights of the last batch, after two steps"
+    assert any(not torch.equal(value, before[name]) for name, value in fake.model.named_parameters())
+    drawn = [body for body in fake.completed if "stop_token_ids" in body]
+    assert len(drawn) == 3 * SAMPLES
+    assert {body["cache_salt"].split()[1] for body in drawn} == {"0", "1", "2"}, "no cache of another version"
+    assert list((tmp_path / "run").glob("*weights*")) == [], "no copy of the model is left behind"
+
+
+def first_samples(config: Config) -> list[Sample]:
+    mesh = make_mesh("cpu")
+    if mesh.loss.rank == 0:
+        mark_run_folder(config)
+    tokenizer = load_tokenizer(config)
+    batcher = make_batcher(config, load_source(config, tokenizer).samples)
+    engine = build_engine(config, mesh)
+    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    found = RolloutWriter(config, mesh, sampler, tokenizer).samples(
+        engine.model, next(batcher), batch=batcher.step, version=0
+    )
+    sampler.close()
+    return found
+
+
+def ranks(rank: int, world: int, config: Config) -> list[Sample]:
+    return first_samples(config)
+
+
+def test_two_ranks_ask_for_the_samples_of_one(model_folder: Path, tmp_path: Path) -> None:
+    fakes = [fake_of(model_folder), fake_of(model_folder)]
+    with serving(*fakes) as urls:
+        with distributed(device="cpu"):
+            expected = first_samples(make_config(tmp_path / "one", model_folder, servers=urls[:1]))
+        results = run_ranks(2, ranks, make_config(tmp_path / "two", model_folder, servers=urls), timeout=120.0)
+    for found in results:
+        for sample, other in zip(found, expected, strict=True):
+            assert np.array_equal(sample.tokens, other.tokens)
+            assert (sample.uid, sample.group, sample.reward) == (other.uid, other.group, other.reward)
+            np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_the_canary_stops_a_run_whose_server_keeps_its_weights(model_folder: Path, tmp_path: Path) -> None:
+    fake = fake_of(model_folder)
+    fake.stale = True
+    line = (
+        r"was given policy version 1, but its log-probabilities differ from the trainer's by .*; use padfree's transfer"
+    )
+    with serving(fake) as (url,), pytest.raises(ValueError, match=line) as caught:
+        train(make_config(tmp_path / "run", model_folder, servers=[url]))
+    assert "\n" not in str(caught.value)
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0], "the first weights are those it had"
+
+
+def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
+    fake = fake_of(model_folder)
+    fake.answer("/pause", {})
+    fake.answer("/start_weight_update", {})
+    with serving(fake) as (url,):
+        train(make_config(tmp_path / "run", model_folder, servers=[url], steps=1))
+    assert fake.version == "0"
+    assert not fake.paused
+
+
+def test_weights_are_given_again_to_a_server_that_comes_back(model_folder: Path, tmp_path: Path) -> None:
+    """The only server restarts in the middle of sampling: the rest of the batch waits for the weights."""
+    fake = fake_of(model_folder)
+    fake.seconds = 0.05
+
+    def restart() -> None:
+        wait_until(lambda: len([body for body in fake.completed if "stop_token_ids" in body]) > 3)
+        fake.version = "default"
+
+    with serving(fake) as (url,):
+        threading.Thread(target=restart, daemon=True).start()
+        train(make_config(tmp_path / "run", model_folder, servers=[url], batch=2, steps=2))
+    assert [line["samples"] for line in lines(tmp_path / "run")] == [SAMPLES] * 2
+    assert fake.calls.count("/finish_weight_update") == 3
+    drawn = Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
+    assert len(drawn) == 2 * SAMPLES
+
+
+class RecordedLauncher(Launcher):
+    """The launcher of the run under test."""
+
+    present: RecordedLauncher | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        RecordedLauncher.present = self
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    RecordedLauncher.present = None
+    yield
+    RecordedLauncher.present = None
+
+
+def servers_of(keeper: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(keeper)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+@pytest.mark.slow
+def test_one_of_two_servers_is_killed_again_and_again(
+    launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group is trained on exactly once, and nothing is left when the run ends."""
+    killed: list[int] = []
+    asked: list[str] = []
+    complete = Server.complete
+
+    def recorded(server: Server, *args: Any, **settings: Any) -> Any:
+        asked.append(server.url)
+        return complete(server, *args, **settings)
+
+    monkeypatch.setattr(Server, "complete", recorded)
+
+    def killer() -> None:
+        wait_until(lambda: RecordedLauncher.present is not None)
+        launcher = RecordedLauncher.present
+        assert launcher is not None
+        one, last = launcher.launched[1], 0
+        while len(killed) < 2:
+            at_work = one.starts > last and one.server.url in asked[-4:]
+            if at_work and one._keeper is not None:
+                last = one.starts
+                asked.clear()
+                killed.extend(servers_of(one._keeper.pid))
+                os.kill(killed[-1], signal.SIGKILL)
+            time.sleep(0.002)
+
+    launch = {"command": COMMAND, "devices": ["cpu", "cpu"]}
+    config = make_config(tmp_path / "run", model_folder, launch=launch, steps=40, batch=4)
+    threading.Thread(target=killer, daemon=True).start()
+    counted: list[tuple[float, float]] = []
+
+    def on_step(metrics: Mapping[str, Any]) -> None:
+        counted.append((metrics["samples"], metrics["groups"]))
+        if len(killed) == 2 and metrics["sampler/servers"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
+
+    train(config, on_step=on_step)
+    assert len(killed) == 2
+    assert set(counted) == {(SAMPLES, SAMPLES // GROUP)}
+    last = lines(tmp_path / "run")[-1]
+    assert last["sampler/restarts"] >= 2
+    assert last["sampler/servers"] == 2, "it came back, and got the weights"
+    assert RecordedLauncher.present is not None
+    assert all(one._keeper is None for one in RecordedLauncher.present.launched)
+    assert "start 3: " in (tmp_path / "run" / "servers" / "1.log").read_text()
+
+
+def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Path, tmp_path: Path) -> None:
+    launch = {
+        "command": [sys.executable, "-c", "import sys; sys.exit('SomeError: no such option')"],
+        "devices": ["cpu"],
+    }
+    line = (
+        r"rollout.launch: http://127.0.0.1:\d+ ended with status 1 before it answered, 3 times "
+        r"\(SomeError: no such option\); correct rollout.launch.command, its output is in .*0.log"
+    )
+    with pytest.raises(ValueError, match=line):
+        train(make_config(tmp_path / "run", model_folder, launch=launch))
+
+
+def test_servers_that_are_not_there(model_folder: Path, tmp_path: Path) -> None:
+    url = vllm_cases.unused_url()
+    with pytest.raises(ValueError, match=rf"rollout.servers: {url} refused the connection; start it, or correct"):
+        train(make_config(tmp_path / "run", model_folder, servers=[url]))
+
+
+def test_what_a_server_is_started_with(tmp_path: Path) -> None:
+    launch = {"command": ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"], "devices": ["0,1"]}
+    config = make_config(tmp_path / "run", tmp_path / "model", launch=launch)
+    words = server_command(config, name="policy", port=5)
+    assert words[:5] == ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
+    assert words.count("--dtype") == 0, "the command's own words win"
+    for flag, value in (
+        ("--model", str(tmp_path / "model")),
+        ("--port", "5"),
+        ("--logprobs-mode", "processed_logprobs"),
+    ):
+        assert words[words.index(flag) + 1] == value
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_server(model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launch = {"command": COMMAND, "devices": ["cpu"]}
+    config = make_config(folder, model_folder, launch=launch, steps=1000)
+    program = (
+        "import json, sys; from padfree.config import config_from_dict; from padfree.train.run import train; "
+        "train(config_from_dict(json.loads(sys.argv[1])))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen([sys.executable, "-c", program, json.dumps(config.to_dict())], env=environment)
+    try:
+        wait_until(lambda: (folder / "metrics.jsonl").exists() and len(lines(folder)) > 0, 400.0)
+        (keeper,) = servers_of(run.pid)
+        (server,) = servers_of(keeper)
+    finally:
+        run.kill()
+        run.wait()
+    wait_until(lambda: not alive(server) and not alive(keeper))

@@ -1,0 +1,165 @@
+"""Weights in the form of HF files, from whole and from sharded models, by a process group and by files."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from padfree.config import LoraConfig
+from padfree.distributed import make_mesh
+from padfree.model.load import load_model
+from padfree.model.lora import add_adapters
+from padfree.rollout.vllm.http import Server, ServerLostError
+from padfree.rollout.vllm.plugin import ALIGNMENT
+from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, form_of, packed
+from padfree.train.parallelize import parallelize, transformations
+from tests.models import build
+from tests.ranks import run_ranks
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
+
+CPU = torch.device("cpu")
+
+
+def streamed(model: Any, dtype: torch.dtype = torch.float32, size: int = 20_000) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for bucket in Stream(model, dtype).buckets(model, keep=True, size=size) for name, tensor in bucket
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_tied", "gpt2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_names_shapes_and_values_are_those_of_files(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    found = streamed(model)
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def test_buckets_are_of_their_size_and_in_bfloat16() -> None:
+    model = build("qwen3")
+    stream = Stream(model, torch.bfloat16)
+    buckets = list(stream.buckets(model, keep=True, size=20_000))
+    assert len(buckets) > 3
+    for bucket in buckets:
+        assert all(tensor.dtype == torch.bfloat16 for _, tensor in bucket)
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 20_000
+    assert [bucket for bucket in stream.buckets(model, keep=False) if bucket] == [], "other ranks keep nothing"
+
+
+def test_a_bucket_is_one_buffer() -> None:
+    bucket = [("a", torch.arange(5, dtype=torch.int64)), ("b", torch.randn(3, 7).bfloat16()), ("c", torch.tensor(2.5))]
+    form = form_of(bucket)
+    buffer = packed(bucket, form, CPU)
+    assert form.num_bytes == len(buffer) == 3 * ALIGNMENT
+    for (name, tensor), (found_name, found) in zip(bucket, form.parts(buffer), strict=True):
+        assert found_name == name
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+
+
+def other_weights(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25).add_(0.01)
+
+
+@pytest.mark.parametrize("way", ["group", "files"])
+def test_a_model_arrives(way: str, tmp_path: Path) -> None:
+    trained, copy = build("llama_tied"), build("llama_tied")
+    other_weights(trained)
+    fake = FakeVllm(model=copy)
+    with serving(fake) as (url,):
+        server = Server(url, 30.0)
+        chosen = GroupWay(CPU, 30.0) if way == "group" else FilesWay(tmp_path / "shared")
+        for _ in range(2):  # what was agreed on serves again
+            chosen.connect(server)
+            for bucket in Stream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
+                chosen.send(server, chosen.prepare(bucket))
+            for (name, found), expected in zip(copy.named_parameters(), trained.parameters(), strict=True):
+                assert torch.equal(found, expected), name
+            other_weights(trained)
+    assert fake.calls.count("/init_weight_transfer_engine") == 1
+    if isinstance(chosen, FilesWay):
+        assert len(list((tmp_path / "shared").iterdir())) == 1, "one bucket at a time"
+        chosen.clear()
+        assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_server_that_goes_away_while_weights_travel() -> None:
+    model = build("qwen3")
+    (bucket, *_) = Stream(model, torch.float32).buckets(model, keep=True)
+    fake = FakeVllm()
+    way = GroupWay(CPU, 5.0)
+    with serving(fake) as (url,):
+        server = Server(url, 5.0)
+        way.connect(server)
+        fake.missing = {"/update_weights"}
+        with pytest.raises(ValueError, match="has no route /update_weights"):
+            way.send(server, way.prepare(bucket))
+    with pytest.raises(ServerLostError, match="refused the connection"):
+        way.connect(Server(unused_url(), 1.0))
+
+
+def sharded(rank: int, world: int, folder: Path, adapters: bool) -> dict[str, torch.Tensor]:
+    mesh = make_mesh("cpu")
+    lora = LoraConfig(rank=2) if adapters else LoraConfig()
+    model = load_model(
+        folder, shard=lambda model: parallelize(model, transformations(mesh, dtype=torch.float32, lora=lora))
+    )
+    found: dict[str, torch.Tensor] = {}
+    for bucket in Stream(model, torch.float32).buckets(model, keep=rank == 0, size=20_000):
+        found |= dict(bucket)
+    return found
+
+
+def test_a_sharded_model_streams_to_the_first_rank(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    first, second = run_ranks(2, sharded, tmp_path, False)
+    expected = load_file(tmp_path / "model.safetensors")
+    assert second == {}
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in first.items())
+
+
+def test_adapters_are_added_to_what_they_adapt() -> None:
+    pytest.importorskip("peft")
+    model = build("qwen3")
+    plain = {name: tensor.clone() for name, tensor in streamed(model).items()}
+    add_adapters(model, LoraConfig(rank=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.1)
+    found = streamed(model)
+    assert found.keys() == plain.keys()
+    changed = {name for name in found if not torch.equal(found[name], plain[name])}
+    assert changed == {name for name in plain if name.endswith("_proj.weight")}
+
+
+def test_threads_of_different_servers_do_not_meet(tmp_path: Path) -> None:
+    trained = build("qwen3")
+    other_weights(trained)
+    fakes = [FakeVllm(model=build("qwen3")) for _ in range(2)]
+    with serving(*fakes) as urls:
+        servers = [Server(url, 30.0) for url in urls]
+        way = GroupWay(CPU, 30.0)
+        for server in servers:
+            way.connect(server)
+        for bucket in Stream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
+            form = way.prepare(bucket)
+            threads = [threading.Thread(target=way.send, args=(server, form)) for server in servers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    for fake in fakes:
+        for found, expected in zip(fake.model.parameters(), trained.parameters(), strict=True):
+            assert torch.equal(found, expected)

@@ -1,0 +1,286 @@
+"""A server that answers as vLLM does, from an ordinary HF model, and that can be told to fail.
+
+    with serving(FakeVllm(vocabulary=50)) as url: ...                a thread of the test, without a model
+    python vllm_cases.py --model FOLDER --port 8000 ...              a process, as `rollout.launch` starts one
+
+    fake.fault = "500"          every completion is answered so until it is None; `FAULTS` says what there is
+
+It takes weights as the plugin does: by broadcast in a process group, or from files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from padfree.rollout.vllm.plugin import BucketForm, _read, address_towards, broadcast, join_group
+
+FAULTS = ("500", "hang", "half", "malformed", "list", "cut", "abort", "short", "logprobs", "version", "other model")
+CPU = torch.device("cpu")
+
+
+class FakeVllm:
+    """What a server knows and does."""
+
+    def __init__(self, *, vocabulary: int = 50, model: Any = None, tokenizer: Any = None, name: str = "policy") -> None:
+        self.vocabulary, self.model, self.tokenizer, self.name = vocabulary, model, tokenizer, name
+        self.fault: str | None = None
+        self.stale = False  # it says that it has taken weights, and has not
+        self.version = "default"
+        self.backend, self.logprobs_mode, self.stops = "padfree", "processed_logprobs", ()
+        self.missing: set[str] = set()  # routes that it does not have
+        self.max_model_len = 512
+        self.seconds = 0.0  # that a completion takes
+        self.completed: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.most_at_once = self._at_once = 0
+        self._lock, self._compute = threading.Lock(), threading.Lock()
+        self._group: Any = None
+        self._updating = False
+        self.paused = False
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """The status and the JSON of a route."""
+        self.calls.append(path)
+        if path in self.missing:
+            return 404, {"detail": "Not Found"}
+        if path == "/v1/completions":
+            with self._lock:
+                self._at_once += 1
+                self.most_at_once = max(self.most_at_once, self._at_once)
+            try:
+                return self._complete(body)
+            finally:
+                with self._lock:
+                    self._at_once -= 1
+        routes = {
+            "/health": dict,
+            "/weight_info": lambda: {"weight_version": "77" if self.fault == "version" else self.version},
+            "/get_world_size": lambda: {"world_size": 1},
+            "/v1/models": lambda: {"data": [{"id": self.name, "max_model_len": self.max_model_len}]},
+            "/server_info": lambda: {
+                "vllm_config": {
+                    "model_config": {
+                        "logprobs_mode": self.logprobs_mode,
+                        "skip_tokenizer_init": self.tokenizer is None,
+                    },
+                    "weight_transfer_config": {"backend": self.backend},
+                }
+            },
+            "/tokenize": lambda: {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]},
+            "/pause": lambda: self._pause(True),
+            "/resume": lambda: self._pause(False),
+            "/is_paused": lambda: {"is_paused": self.paused},
+            "/reset_prefix_cache": lambda: {"success": True},
+            "/init_weight_transfer_engine": lambda: self._join(body["init_info"]),
+            "/start_weight_update": lambda: self._start(),
+            "/update_weights": lambda: self._take(body["update_info"]),
+            "/finish_weight_update": lambda: self._finish(body),
+        }
+        if path not in routes:
+            return 404, {"detail": "Not Found"}
+        try:
+            return 200, routes[path]()
+        except RuntimeError as error:
+            return 500, {"error": {"message": str(error)}}
+
+    # Weights
+
+    def _pause(self, paused: bool) -> dict[str, Any]:
+        self.paused = paused
+        return {}
+
+    def _join(self, told: dict[str, Any]) -> dict[str, Any]:
+        if told["way"] == "group":
+            address, port, timeout = told["address"], told["port"], told["timeout"]
+            limit = timedelta(seconds=timeout)
+            store = dist.TCPStore(address, port, told["world"], is_master=False, timeout=limit, wait_for_workers=False)
+            own = address_towards(address, port)
+            self._group = join_group(
+                store, 1, told["world"], backend=told["backend"], address=own, device=CPU, timeout=timeout
+            )
+        return {}
+
+    def _start(self) -> dict[str, Any]:
+        if self._updating:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self._updating = True
+        return {}
+
+    def _take(self, told: dict[str, Any]) -> dict[str, Any]:
+        form = BucketForm(**told)
+        if form.file is None:
+            buffer = torch.empty(form.num_bytes, dtype=torch.uint8)
+            broadcast(self._group, buffer)
+            arrived = dict(form.parts(buffer))
+        else:
+            arrived = dict(_read(form, CPU))
+        if self.model is not None and not self.stale:
+            targets = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+            with torch.no_grad(), self._compute:
+                for name, tensor in arrived.items():
+                    targets[name].copy_(tensor)
+        return {}
+
+    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._updating = False
+        self.version = body.get("weight_version", self.version)
+        return {}
+
+    # Completions
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        fault = self.fault
+        time.sleep(self.seconds)
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        if max(max(prompt) for prompt in prompts) >= self.vocabulary:
+            return 400, {"error": {"message": "Token id is out of vocabulary"}}
+        if max(len(prompt) for prompt in prompts) + body["max_tokens"] > self.max_model_len:
+            return 400, {"error": {"message": "This model's maximum context length is exceeded"}}
+        if fault == "500":
+            return 500, {"error": {"message": "EngineCore encountered an issue"}}
+        if fault == "hang":
+            time.sleep(30)
+        choices = [self._choice(index, prompt, body) for index, prompt in enumerate(prompts)]
+        if fault == "half":
+            choices = choices[: len(choices) // 2]
+        for choice in choices:
+            if fault == "abort":
+                choice["finish_reason"] = "abort"
+            if fault == "short":
+                choice["token_ids"] = choice["token_ids"][:-1]
+            if fault == "logprobs":
+                choice["logprobs"]["token_logprobs"] = [0.5] * len(choice["token_ids"])
+        with self._lock:
+            self.completed.append(body)
+        answer: Any = {"model": "another" if fault == "other model" else body["model"], "choices": choices}
+        return 200, [answer] if fault == "list" else answer
+
+    def _choice(self, index: int, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
+        tokens, logprobs = list(prompt), []
+        generator = torch.Generator().manual_seed(body.get("seed", 0))
+        ends = {*body.get("stop_token_ids", ()), *self.stops}
+        reason, given = "length", []
+        with torch.no_grad(), self._compute:
+            if body.get("prompt_logprobs") is not None:
+                scores = torch.log_softmax(self._logits(tokens), -1)
+                given = [scores[place, token].item() for place, token in enumerate(tokens[1:])]
+            for _ in range(body["max_tokens"]):
+                last = torch.log_softmax(self._logits(tokens)[-1] / body.get("temperature", 1.0), -1)
+                token = int(torch.multinomial(last.exp(), 1, generator=generator))
+                tokens.append(token)
+                logprobs.append(last[token].item())
+                if token in ends:
+                    reason = "stop"
+                    break
+        return {
+            "index": index,
+            "finish_reason": reason,
+            "prompt_token_ids": prompt,
+            "token_ids": tokens[len(prompt) :],
+            "logprobs": {"token_logprobs": logprobs},
+            "prompt_logprobs": [None, *({str(t): {"logprob": v}} for t, v in zip(prompt[1:], given, strict=False))],
+        }
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        """[n, V] in float32; without a model all tokens are alike."""
+        if self.model is None:
+            return torch.zeros(len(tokens), self.vocabulary)
+        return self.model(input_ids=torch.tensor([tokens])).logits[0].float()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeVllm
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._reply({})
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._reply(json.loads(content) if content else {})
+
+    def _reply(self, body: dict[str, Any]) -> None:
+        path = self.path.partition("?")[0]
+        status, answer = self.fake.answer(path, body)
+        content = json.dumps(answer).encode()
+        length = len(content)
+        if path == "/v1/completions" and self.fake.fault == "malformed":
+            content = b"<html>bad gateway</html>"
+            length = len(content)
+        if path == "/v1/completions" and self.fake.fault == "cut":
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(content)
+        except OSError:
+            self.close_connection = True  # whoever asked has hung up
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def make_server(fake: FakeVllm, port: int = 0) -> ThreadingHTTPServer:
+    handler = type("Handler", (_Handler,), {"fake": fake})
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server.daemon_threads = True
+    return server
+
+
+@contextmanager
+def serving(*fakes: FakeVllm) -> Iterator[list[str]]:
+    """The addresses of these, each in a thread."""
+    servers = [make_server(fake) for fake in fakes]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+def unused_url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-model-name", required=True)
+    parser.add_argument("--stale", action="store_true")
+    settings, _ = parser.parse_known_args()
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model).eval()
+    fake = FakeVllm(
+        vocabulary=model.config.vocab_size,
+        model=model,
+        tokenizer=AutoTokenizer.from_pretrained(settings.model),
+        name=settings.served_model_name,
+    )
+    fake.stale = settings.stale
+    make_server(fake, settings.port).serve_forever(0.02)
+
+
+if __name__ == "__main__":
+    main()
