@@ -29,7 +29,7 @@ KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 SequenceStatistic = Literal["mean", "sum", "token"]
 
 # rollout
-SamplerName = Literal["in_process", "vllm"]
+SAMPLING_ENGINES = ("in_process", "vllm")  # or the user's own as module:function
 WeightTransfer = Literal["group", "files"]
 
 # schedule
@@ -44,7 +44,3 @@ LayerKernels = Literal["auto", "none"]
 Compiler = Literal["none", "inductor", "aot_eager"]
 CompilerOrAuto = Literal["auto", Compiler]
 HeadMemory = Literal["speed", "low"]
-
-# rollout
-SAMPLING_ENGINES = ("in_process", "vllm")
-"""Those of `rollout.engine` that padfree has."""
