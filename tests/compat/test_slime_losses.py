@@ -157,7 +157,7 @@ def test_policy_loss_formula() -> None:
     assert torch.equal(fraction, (-ratio.clamp(0.8, 1.3) * advantages > -ratio * advantages).double())
     bounded = torch.where(advantages < 0, torch.minimum(expected, -1.5 * advantages), expected)
     torch.testing.assert_close(compute_policy_loss(ppo_kl, advantages, 0.2, 0.3, 1.5)[0], bounded)
-    with pytest.raises(ValueError, match=r"clip dual: 1.0"):
+    with pytest.raises(ValueError, match=r"clip.dual: 1.0"):
         compute_policy_loss(ppo_kl, advantages, 0.2, 0.3, 1.0)
 
 

@@ -100,7 +100,7 @@ def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("max_length", "overlong", "words"),
-    [(1, "drop", "max_length: 1; give 2 or more"), (8, "cut", "overlong: 'cut'; use one of error, truncate, drop")],
+    [(1, "drop", "max_length: 1; give 2 or more"), (8, "cut", "overlong: 'cut'; give one of error, truncate, drop")],
 )
 def test_settings_are_checked(folder: Path, max_length: int, overlong: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -42,6 +42,7 @@ def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path: Path) -> Non
 def test_wandb_offline_keeps_one_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = tmp_path / "a run: 50%"
@@ -87,6 +88,7 @@ def forget_trackio() -> None:
 
 @pytest.mark.usefixtures("_local_trackio")
 def test_trackio_resumes_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trackio")
     config = TrackConfig(trackio="padfree-tests")
     log_three(tmp_path / "run", config)
     log_three(tmp_path / "run", config, step=3)

@@ -139,4 +139,5 @@ def test_odd_shapes(heads: int, key_heads: int, size: int, value_size: int) -> N
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the one that starts the interpreter")
 def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
     run_in_the_interpreter(__file__, " passed", "-k", "kernel_is or odd")

@@ -238,7 +238,7 @@ def test_one_of_two_servers_is_killed_again_and_again(
             time.sleep(0.002)
 
     launch = {"command": COMMAND, "devices": ["cpu", "cpu"]}
-    config = make_config(tmp_path / "run", model_folder, launch=launch, steps=40, batch=4)
+    config = make_config(tmp_path / "run", model_folder, launch=launch, steps=4000, batch=4)
     threading.Thread(target=killer, daemon=True).start()
     counted: list[tuple[float, float]] = []
 
