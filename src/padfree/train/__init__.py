@@ -24,7 +24,6 @@ run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """
 
-from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.train.engine import Engine, LossSettings, NonFiniteError, StepReport
 from padfree.train.loop import Loop, RunResult
 from padfree.train.optimizer import make_optimizer
@@ -33,7 +32,6 @@ from padfree.train.run import train
 from padfree.train.scorer import Scorer
 
 __all__ = [
-    "Checkpointer",
     "Engine",
     "Loop",
     "LossSettings",
