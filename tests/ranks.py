@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 PRELOAD = [
     "torch",
@@ -42,14 +43,15 @@ def run_ranks(
     world: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 90.0,
-    group_timeout: float = 60.0,
+    timeout: float = 600.0,
+    group_timeout: float = 300.0,
     dying: Collection[int] = (),
 ) -> list[Any]:
     """What `function(rank, world, *args)` returns on each rank (anything that pickles; tensors on the CPU).
 
-    `timeout` is for the whole call and `group_timeout` for one collective, in seconds. Ranks in `dying` are expected to
-    end their process without returning; their result is None.
+    `timeout` is for the whole call and `group_timeout` for one collective, in seconds: far more than they take, because
+    a busy machine may stop a process for a minute. Ranks in `dying` are expected to end their process without
+    returning; their result is None.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -121,8 +123,9 @@ def _main(
                 init_method=f"file://{folder / 'store'}",
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=group_timeout),
+                timeout=timedelta(seconds=300),  # to find each other, whatever the test's own
             )
+            _set_pg_timeout(timedelta(seconds=group_timeout))
             result = function(rank, world, *args)
             (folder / f"result{rank}").write_bytes(pickle.dumps(result))
             if not someone_dies:

@@ -403,7 +403,7 @@ def test_data_and_context_ranks(
     reference: dict[torch.dtype, Result],
     check: Callable[[Result, torch.dtype], None],
 ) -> None:
-    results = run_ranks(layouts[0][0], ranks, samples, layouts, timeout=300.0)[0]
+    results = run_ranks(layouts[0][0], ranks, samples, layouts)[0]
     assert len(results) == 2 * len(layouts)
     for dtype, result in results:
         assert set(result.losses) == set(reference[dtype].losses)

@@ -321,6 +321,6 @@ def abandoned(rank: int, world: int, method: str) -> str:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_peer_that_dies_before_backward_is_named(method: str) -> None:
-    message = run_ranks(2, abandoned, method, group_timeout=5.0, dying=[1], timeout=30.0)[0]
+    message = run_ranks(2, abandoned, method, group_timeout=5.0, dying=[1])[0]
     assert "\n" not in message
     assert "in the group of ranks [0, 1] failed after" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -410,30 +411,32 @@ def bfloat16_errors(make: Callable[[], nn.Module], around: Callable[[nn.Module],
     return [float((mine - right).norm() / right.norm()) for mine, right in zip(found, exact, strict=True)]
 
 
-def leave_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def norms_left_alone() -> Iterator[None]:
+    """It ends before the fixture `seen`, which puts back the list that it found."""
     left = tuple(each for each in PASSES if each.run not in (rms_norm_pass, qk_norm_rope_pass))
-    monkeypatch.setattr("padfree.layers.compile.PASSES", left)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("padfree.layers.compile.PASSES", left)
+        yield
 
 
 @pytest.mark.slow
-def test_inductor_with_bfloat16_errs_no_more_than_before(seen: list[fx.Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_with_bfloat16_errs_no_more_than_before(seen: list[fx.Graph]) -> None:
     mine = bfloat16_errors(Layer, lambda layer: layer)
     assert_taken_in(backward_nodes(seen))
-    leave_norms(monkeypatch)
-    before = bfloat16_errors(Layer, lambda layer: layer)
+    with norms_left_alone():
+        before = bfloat16_errors(Layer, lambda layer: layer)
     assert len(backward_nodes(seen)) == 2, "none of the graphs since"
     assert sum(mine) < 1.25 * sum(before)
     assert max(mine) < 1.25 * max(before)
 
 
 @pytest.mark.slow
-def test_rotated_heads_in_bfloat16_err_no_more_than_before(
-    seen: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotated_heads_in_bfloat16_err_no_more_than_before(seen: list[fx.Graph]) -> None:
     mine = bfloat16_errors(Rotated, Angled)
     assert rotated_backwards(seen) == 2
-    leave_norms(monkeypatch)
-    before = bfloat16_errors(Rotated, Angled)
+    with norms_left_alone():
+        before = bfloat16_errors(Rotated, Angled)
     assert rotated_backwards(seen) == 2, "none of the graphs since"
     assert sum(mine) < 1.25 * sum(before)
     assert max(mine) < 1.25 * max(before)

@@ -156,7 +156,7 @@ def everything(rank: int, world: int) -> tuple[list[Difference], list[tuple[str,
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_row_over_several_ranks_equals_one_process_and_leaks_nothing(world: int) -> None:
-    for parities, leaking in run_ranks(world, everything, timeout=300.0):
+    for parities, leaking in run_ranks(world, everything):
         assert len(parities) == 4 * 9 + 2 + 4 * 3
         for case, difference, gradient_difference in parities:
             assert difference <= FACTOR, f"{case}: logits differ by {difference:.1f} times their rounding"

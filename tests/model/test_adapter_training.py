@@ -202,4 +202,4 @@ def fsdp_cases(rank: int, world: int) -> None:
 
 
 def test_fsdp2_with_and_without_mixed_precision() -> None:
-    run_ranks(2, fsdp_cases, timeout=150.0)
+    run_ranks(2, fsdp_cases)

@@ -222,7 +222,7 @@ def sharded(rank: int, world: int, folder: Path) -> tuple[dict[str, Tensor], set
 def test_two_ranks_load_and_export_what_one_does(tmp_path: Path) -> None:
     for name in ("llama_tied", "qwen3_moe"):
         small(name).save_pretrained(tmp_path / name)
-    (found, trained), _ = run_ranks(2, sharded, tmp_path, timeout=180.0)
+    (found, trained), _ = run_ranks(2, sharded, tmp_path)
     assert trained == {torch.float32}
 
     def load(source: Path) -> PreTrainedModel:

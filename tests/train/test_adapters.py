@@ -88,7 +88,7 @@ def ranks(rank: int, world: int, folder: Path) -> list[Outcome]:
 
 def test_two_ranks_learn_what_one_learns(mesh: Mesh, single: Outcome, tmp_path: Path) -> None:
     """Data ranks, offloaded ones, context ranks; and what they saved is continued by one process."""
-    for result in run_ranks(2, ranks, tmp_path, timeout=180.0)[0]:
+    for result in run_ranks(2, ranks, tmp_path)[0]:
         assert_same(result, single)
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), lora=LORA)
     checkpointer = Checkpointer(tmp_path)

@@ -85,7 +85,7 @@ def test_micro_batches_do_not_show(mesh: Mesh, reference: dict[tuple[str, str], 
 def test_ranks_do_not_show(
     world: int, layouts: list[dict[str, int]], reference: dict[tuple[str, str], Outcome]
 ) -> None:
-    results = run_ranks(world, ranks, layouts, timeout=180.0)
+    results = run_ranks(world, ranks, layouts)
     for by_case in results[0][0]:
         for case, outcome in by_case.items():
             assert_same(outcome, reference[case])

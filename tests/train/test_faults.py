@@ -320,7 +320,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     assert not (tmp_path / "run" / "model").exists()
 
     for name in ("run", "whole"):
-        assert run_ranks(2, to_the_end, tmp_path, name, timeout=120.0) == [0, 0]
+        assert run_ranks(2, to_the_end, tmp_path, name) == [0, 0]
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
@@ -374,7 +374,7 @@ def test_what_fails_on_one_rank_ends_all_with_its_line(
     how: str, messages: list[str | None], model_folder: Path, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path / "run", model_folder, **SFT)
-    run_ranks(2, one_fails, how, config, tmp_path, dying={0, 1}, timeout=60.0)
+    run_ranks(2, one_fails, how, config, tmp_path, dying={0, 1})
     for rank, message in enumerate(messages):
         said = (tmp_path / f"error{rank}").read_text()
         if message is None:

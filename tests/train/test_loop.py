@@ -51,7 +51,7 @@ def test_metrics_do_not_depend_on_the_layout_nor_on_a_resume(mesh: Mesh, model_f
         begun = {**sections, "run": {"steps": 3}}  # inside a rollout batch
         elsewhere.append((1, make_config(tmp_path / f"{name} data", model_folder, **sections)))
         elsewhere.append((2, make_config(tmp_path / f"{name} resumed", model_folder, **begun)))
-    run_ranks(2, ranks, elsewhere, timeout=180.0)
+    run_ranks(2, ranks, elsewhere)
     for name, sections in (("sft", SFT), ("rl", RL)):
         make_loop(make_config(tmp_path / f"{name} resumed", model_folder, **sections), mesh).run()
         expected = lines(tmp_path / name)

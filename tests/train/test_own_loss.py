@@ -62,6 +62,6 @@ def test_a_copy_of_clip_makes_the_same_run_on_two_ranks(model_folder: Path, tmp_
         for context in (1, 2)
         for number, kind in enumerate(KINDS)
     ]
-    run_ranks(2, ranks, runs, timeout=300.0)
+    run_ranks(2, ranks, runs)
     for context in (1, 2):
         assert lines(tmp_path / f"{context} 0") == lines(tmp_path / f"{context} 1")

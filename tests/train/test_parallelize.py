@@ -82,7 +82,7 @@ def sharded(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
 @pytest.mark.slow
 def test_two_context_ranks(reference: Outcome) -> None:
     """Recomputation repeats the collectives of attention, on both ranks alike. Tied embeddings stay one parameter."""
-    found, tied = run_ranks(2, sharded, timeout=180.0)[0]
+    found, tied = run_ranks(2, sharded)[0]
     assert tied
     for result in found.values():
         assert_same(result, reference)

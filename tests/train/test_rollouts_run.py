@@ -119,7 +119,7 @@ def test_rollouts_are_those_of_one_process_on_any_layout(model_folder: Path, tmp
         make_config(tmp_path / "context", model_folder, parallel={"context": 2}, rollout={"batch": 64}),
     ]
     failing = make_config(tmp_path / "failing", model_folder, rollout={"reward": f"{HERE}:raises"})
-    results = run_ranks(2, ranks, others, failing, timeout=180.0)
+    results = run_ranks(2, ranks, others, failing)
     for found, error in results:
         for samples in found:
             assert len(samples) == len(expected) == 12

@@ -91,7 +91,7 @@ def test_files_to_model(model_folder: Path, tmp_path: Path) -> None:
         make_config(tmp_path / f"{name} two", model_folder, data, **changes, parallel={"context": 2})
         for name, (data, changes) in sections.items()
     ]
-    run_ranks(2, train_ranks, halves, timeout=120.0)
+    run_ranks(2, train_ranks, halves)
     for name in sections:
         assert losses(tmp_path / f"{name} two") == pytest.approx(losses(tmp_path / name), abs=1e-5)
         one, two, start = (

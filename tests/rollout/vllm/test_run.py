@@ -136,7 +136,7 @@ def test_two_ranks_ask_for_the_samples_of_one(model_folder: Path, tmp_path: Path
     with serving(*fakes) as urls:
         with distributed(device="cpu"):
             expected = first_samples(make_config(tmp_path / "one", model_folder, servers=urls[:1]))
-        results = run_ranks(2, ranks, make_config(tmp_path / "two", model_folder, servers=urls), timeout=120.0)
+        results = run_ranks(2, ranks, make_config(tmp_path / "two", model_folder, servers=urls))
     for found in results:
         for sample, other in zip(found, expected, strict=True):
             assert np.array_equal(sample.tokens, other.tokens)

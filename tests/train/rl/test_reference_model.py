@@ -183,7 +183,7 @@ def ranks(rank: int, world: int, models: Path, folder: Path) -> list[Any]:
 
 def test_two_ranks_do_what_one_does(mesh: Mesh, models: Path, tmp_path: Path) -> None:
     """And one process goes on from what they saved."""
-    results = run_ranks(2, ranks, models, tmp_path, timeout=180.0)[0]
+    results = run_ranks(2, ranks, models, tmp_path)[0]
     for (name, lora), (policy, scored) in zip((("weights", {}), ("adapters", LORA)), results, strict=True):
         config = make_config(models, lora=lora)
         engine, reference = built(config, mesh)
