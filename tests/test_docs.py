@@ -22,9 +22,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
+from unittest.mock import patch
 
 import pytest
 
+from padfree.attention.selection import BACKENDS
 from padfree.cli.main import parser
 from padfree.config import Config, config_from_dict, load_config
 
@@ -63,12 +65,13 @@ def test_python_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, object] = {"__name__": "__docs__"}
-    for code, output in PRINTED.findall(page.read_text(encoding="utf-8")):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, page.name, "exec"), namespace)
-        if output:
-            assert printed.getvalue() == output
+    with patch.dict(BACKENDS):  # a page adds one
+        for code, output in PRINTED.findall(page.read_text(encoding="utf-8")):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, page.name, "exec"), namespace)
+            if output:
+                assert printed.getvalue() == output
 
 
 def commands(page: Path) -> list[list[str]]:
