@@ -160,7 +160,7 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"lora": {"rank": -1}}, "lora.rank: -1; give 0 (all weights are trained) or more"),
         ({"lora": {"dropout": 1.0}}, "lora.dropout: 1.0; give 0 up to, but not including, 1"),
         ({"loss": {"kind": "clip", "opsm": {"delta": 0.1}}}, "loss.opsm.delta: 0.1; leave it out, or add 'opsm' to"),
-        ({"rollout": {"reward": "exact_match"}}, "rollout.reward: 'exact_match'; leave it out, SFT has no rollouts"),
+        ({"rollout": {"reward": "exact_match"}}, "rollout.reward: 'exact_match'; leave it out, padfree sft has no"),
         ({"rollout": {"group": 0}}, "rollout.group: 0; give 1 or more"),
         (
             {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 3}},

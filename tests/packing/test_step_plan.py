@@ -156,3 +156,27 @@ def test_same_plan_every_time_and_input_untouched() -> None:
 def test_bad_input(lengths: list[int], options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_step(lengths, **{"ranks": 2, "max_tokens": 8, **options})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_samples_of_a_group_share_a_micro_batch(ranks: int, rng: np.random.Generator) -> None:
+    lengths = rng.integers(1, 20, 24)
+    groups = [f"pair {index // 2}" for index in range(24)]
+    plan = plan_step(lengths, ranks=ranks, max_tokens=60, cost=CostModel(linear=1.0, quadratic=0.1), groups=groups)
+    assert sorted(index for row in plan.micro_batches for batch in row for index in batch) == list(range(24))
+    assert plan.tokens.max() <= 60
+    for row in plan.micro_batches:
+        for batch in row:
+            assert {index ^ 1 for index in batch.tolist()} == set(batch.tolist())
+    costs = CostModel(linear=1.0, quadratic=0.1)(lengths)
+    found = [[costs[batch].sum() for batch in row] for row in plan.micro_batches]
+    np.testing.assert_allclose(plan.cost, found)
+    with pytest.raises(ValueError, match="max_tokens: 10 is less than"):
+        plan_step([6, 6], ranks=1, max_tokens=10, groups=["a", "a"])
+    alone = plan_step([6, 6, 3, 1], ranks=1, max_tokens=10, overlong="alone", groups=["a", "a", "b", "b"])
+    assert alone.alone.tolist() == [0, 1]
+    dropped = plan_step([6, 6, 3, 1], ranks=1, max_tokens=10, overlong="drop", groups=["a", "a", "b", "b"])
+    assert (dropped.dropped.tolist(), dropped.lengths.tolist()) == ([0, 1], [0, 0, 3, 1])
+    for wrong in ({"groups": ["a"]}, {"groups": ["a", "a"], "overlong": "truncate"}):
+        with pytest.raises(ValueError, match="; "):
+            plan_step([6, 6], ranks=1, max_tokens=10, **wrong)

@@ -1,4 +1,4 @@
-"""`padfree sft` and `padfree rl`: a recipe, a few overrides, and a line or a bar of progress per step.
+"""`padfree sft`, `padfree rl` and the other ways to train: a recipe, a few overrides, and a line of progress per step.
 
 padfree sft recipes/sft.toml model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
 padfree rl recipes/rl.toml loss.kind=gspo --dry-run
@@ -14,20 +14,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from padfree.cli.main import COMMANDS
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
     from padfree.estimate.memory import MemoryEstimate
 
-HELP = {
-    "sft": "fine-tune on chat, prompt/response or plain text",
-    "rl": "update a policy on rollout files, or on responses it writes itself (rollout.reward)",
-}
-
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    for name, text in HELP.items():
+    for name, (module, text) in COMMANDS.items():
+        if module != __name__:
+            continue
         command = commands.add_parser(
             name,
             help=text,
@@ -50,9 +48,10 @@ def run(settings: argparse.Namespace) -> None:
     if settings.on_bad_row is not None:
         overrides.append(f"data.on_bad_row={settings.on_bad_row}")
     config = load_config(settings.recipe, overrides)
-    if (config.loss.kind == "sft") != (settings.command == "sft"):
-        other = "rl" if settings.command == "sft" else "sft"
-        raise ValueError(f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {other} for it")
+    if config.loss.command != settings.command:
+        raise ValueError(
+            f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {config.loss.command} for it"
+        )
     check_names(config)  # before torch is imported: a mistyped name need not wait for it
     first = int(os.environ.get("RANK", "0")) == 0
     if settings.dry_run:

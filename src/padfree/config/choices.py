@@ -22,6 +22,7 @@ RunOverlong = Literal["error", "alone"]
 PackOverlong = Literal["error", "truncate", "drop", "alone"]
 
 # loss
+LOSSES_WITH_COMMAND = ("sft",)  # kinds of loss that have a command of their own; all others are of `padfree rl`
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"]
 OldPolicy = Literal["trainer", "sampler", "current"]

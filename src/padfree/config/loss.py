@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from padfree.config.choices import Advantage, KLEstimator, OldPolicy, WeightMode
+from padfree.config.choices import LOSSES_WITH_COMMAND, Advantage, KLEstimator, OldPolicy, WeightMode
 from padfree.config.functions import is_path
 from padfree.config.loss_settings import (
     CISPOSettings,
@@ -68,6 +68,11 @@ class LossConfig:
     epochs: int = 1  # passes over a rollout batch
     mini_batches: int = 1  # optimizer steps in a pass
 
+    @property
+    def command(self) -> str:
+        """The command that runs this kind of loss, which decides what its data are."""
+        return self.kind if self.kind in LOSSES_WITH_COMMAND else "rl"
+
     def settings(self) -> SFTSettings | PolicySettings:
         """The loss as `padfree.losses` computes it."""
         if self.kind == "sft":
@@ -106,7 +111,7 @@ class LossConfig:
         self.settings()  # has rules of its own
 
     def _check_kind(self) -> None:
-        known = ("sft", *OBJECTIVES)
+        known = (*LOSSES_WITH_COMMAND, *OBJECTIVES)
         if self.kind in known or is_path(self.kind):
             return
         near = closest(self.kind, known)

@@ -368,7 +368,7 @@ class Config:
                 self.schedule.warmup,
                 f"give at most run.steps, {self.run.steps}",
             )
-        if self.loss.kind != "sft":
+        if self.loss.command == "rl":
             cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
             need(self.batch.samples is not None, "batch.samples", None, cure)
             all_turns = self.data.loss_on == "assistant"
@@ -381,7 +381,8 @@ class Config:
 
     def _check_rollouts(self, reward: str) -> None:
         """Of responses that are written in the run."""
-        need(self.loss.kind != "sft", "rollout.reward", reward, "leave it out, SFT has no rollouts")
+        command = self.loss.command
+        need(command == "rl", "rollout.reward", reward, f"leave it out, padfree {command} has no rollouts")
         group, samples = self.rollout.group, self.batch.samples
         assert samples is not None
         need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")

@@ -18,6 +18,7 @@ Where single samples cost more than an average slot, the slots that run beside t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,8 +92,11 @@ def plan_step(
     max_tokens: int,
     cost: CostModel | None = None,
     overlong: PackOverlong = "error",
+    groups: Sequence[Hashable] | None = None,
 ) -> StepPlan:
     """The plan of one step over samples of these `lengths` [n]. Without a cost model, tokens are what counts.
+
+    Samples of one of the `groups` [n] share a micro-batch, and are together what else a sample is here.
 
     A sample longer than `max_tokens` is an error, or cut to it ("truncate"), left out ("drop"), or given a micro-batch
     of its own ("alone"); the plan lists such samples. No micro-batch is empty if there are as many samples as slots.
@@ -103,6 +107,56 @@ def plan_step(
     check_choice("overlong", overlong, PackOverlong)
     if not len(length):
         raise ValueError("lengths: no samples; give one or more for a step")
+    model = cost or CostModel.tokens()
+    if groups is None:
+        return _plan(length, model, model.constant, ranks, max_tokens, overlong)
+    return _plan_groups(length, groups, model, ranks, max_tokens, overlong)
+
+
+def _plan_groups(
+    length: Indices,
+    groups: Sequence[Hashable],
+    model: CostModel,
+    ranks: int,
+    max_tokens: int,
+    overlong: PackOverlong,
+) -> StepPlan:
+    """Whole groups in the place of samples: one is as long, and costs as much, as its samples together."""
+    if len(groups) != len(length):
+        raise ValueError(f"groups: {len(groups)} for {len(length)} samples; give the group of each")
+    if overlong == "truncate":
+        raise ValueError("overlong: 'truncate' with groups; use error, drop or alone, or cut the samples beforehand")
+    numbers: dict[Hashable, int] = {}
+    group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
+    group_length = np.bincount(group, weights=length).astype(np.int64)
+    group_cost = np.bincount(group, weights=model(length))
+
+    def cost(left: Indices) -> Floats:
+        return np.where(left > 0, group_cost, 0.0)
+
+    found = _plan(group_length, cost, model.constant, ranks, max_tokens, overlong)
+
+    def members(chosen: Indices) -> Indices:
+        return np.flatnonzero(np.isin(group, chosen))
+
+    return replace(
+        found,
+        micro_batches=tuple(tuple(members(batch) for batch in row) for row in found.micro_batches),
+        lengths=np.where(np.isin(group, found.dropped), 0, length),
+        dropped=members(found.dropped),
+        alone=members(found.alone),
+    )
+
+
+def _plan(
+    length: Indices,
+    cost: Callable[[Indices], Floats],
+    constant: float,
+    ranks: int,
+    max_tokens: int,
+    overlong: PackOverlong,
+) -> StepPlan:
+    """`length` [n] is changed to what is left of each; `cost` gives what samples of these lengths cost."""
     too_long = np.flatnonzero(length > max_tokens)
     if len(too_long) and overlong == "error":
         raise ValueError(
@@ -116,8 +170,7 @@ def plan_step(
     length[dropped] = 0
     rest = np.setdiff1d(np.arange(len(length)), np.append(dropped, alone))
 
-    model = cost or CostModel.tokens()
-    sample_cost = model(length)
+    sample_cost = cost(length)
     problem = PartitionProblem(sample_cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
 
@@ -134,7 +187,7 @@ def plan_step(
         micro_batches=micro_batches,
         lengths=length,
         max_tokens=max_tokens,
-        cost=slot_cost + model.constant,
+        cost=slot_cost + constant,
         truncated=truncated,
         dropped=dropped,
         alone=alone,

@@ -57,7 +57,7 @@ def load_steps(
     processes = processes or config.parallel.context * config.parallel.replicate
     found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples = found.source.samples
-    return sft_steps(lengths_of(samples), config) if config.loss.kind == "sft" else rollout_steps(samples, config)
+    return sft_steps(lengths_of(samples), config) if config.loss.command == "sft" else rollout_steps(samples, config)
 
 
 def read_lengths(path: str | Path) -> Lengths:

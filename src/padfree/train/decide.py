@@ -216,7 +216,7 @@ def check_source(config: Config, source: TrainingData, limits: Limits, tokenizer
         vocabulary_cure="set model.tokenizer to the tokenizer of this model, or give rollouts in its token ids",
         positions_cure=f"set {shorter}data.max_length={limit} and data.overlong=truncate (or drop)",
     )
-    if config.loss.kind != "sft" and not sampled:
+    if config.loss.command == "rl" and not sampled:
         _check_columns(config, source)
     if sampled:
         _check_rows(config, source)
@@ -319,12 +319,12 @@ def count_steps(config: Config, samples: Samples, *, enough: int) -> int:
     """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
     epochs = config.data.epochs
     assert epochs is not None
-    if config.loss.kind == "sft" and config.batch.samples is not None:
+    if config.loss.command == "sft" and config.batch.samples is not None:
         return -(-len(samples) // config.batch.samples) * epochs
     if config.batch.tokens is not None and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough:
         return enough  # no step has more tokens than its budget
     once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
-    counted = _Lengths(samples) if config.loss.kind == "sft" else samples
+    counted = _Lengths(samples) if config.loss.command != "rl" else samples
     updates = 0
     for groups in make_batcher(once, counted):
         in_batch = sum(len(group) for group in groups)

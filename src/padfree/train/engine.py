@@ -8,8 +8,7 @@
               -> sums over ranks, gradient norm -> clip -> AdamW, which does nothing if a number is not finite
       finish  -> the numbers on the host
 
-How the samples are divided changes the order of additions and nothing else. A loss that is elementwise in the
-log-probabilities is fused with the head; the others (GSPO, OPSM) score first.
+How the samples are divided changes the order of additions and nothing else. What is computed on a row is a `RowLoss`.
 
 On a GPU only `finish` waits for the device: the host can prepare and begin the next step while this one runs. Whether
 loss and gradient norm are finite is therefore a flag on the device. If they are not, the optimizer changes nothing in
@@ -30,24 +29,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from padfree.batch import Sample
-from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
 from padfree.losses import (
-    LossInputs,
     Statistics,
     TokenLossSettings,
     WeightMode,
-    compute_loss,
-    is_elementwise,
-    make_token_loss,
     merge_statistics,
-    needs_entropy,
     token_weights,
 )
-from padfree.model import hidden_states, lm_head_of
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
@@ -55,6 +46,7 @@ from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
 from padfree.train.parallelize import inside
+from padfree.train.row_loss import RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
 
 
@@ -138,8 +130,16 @@ class _Sums:
 class Engine:
     """A scorer's model, its optimizer, and the loss."""
 
-    def __init__(self, scorer: Scorer, optimizer: torch.optim.Optimizer, settings: LossSettings) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        optimizer: torch.optim.Optimizer,
+        settings: LossSettings,
+        row_loss: RowLoss | None = None,
+    ) -> None:
+        """`row_loss` is what is minimised; without one it is the loss of tokens that the settings name."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
+        self.row_loss: RowLoss = row_loss or token_row_loss(scorer, settings)
         self.model, self.mesh = scorer.model, scorer.mesh
         self.clock = BusyClock.of(scorer.model, scorer.mesh)
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -163,7 +163,7 @@ class Engine:
         self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None, *, whole: bool = True
     ) -> PreparedStep:
         """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
-        plan = self.scorer.plan(samples)
+        plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
         weights = token_weights(
@@ -215,53 +215,17 @@ class Engine:
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
         with computing(self.model) as masters:
             for batch, _ in prepared.rows:
-                loss, token_losses, statistics = inside(self.model, self._losses, batch)
+                output = inside(self.model, self.row_loss, batch)
+                assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
                 with torch.autograd.set_multithreading_enabled(False):
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    output.loss.backward()  # type: ignore[no-untyped-call]
                 if masters is not None:
                     masters.collect_gradients()
-                sums.loss += loss.detach()
-                sums.statistics = merge_statistics(sums.statistics, statistics)
-                sums.token_losses.append(token_losses)
+                sums.loss += output.loss.detach()
+                sums.statistics = merge_statistics(sums.statistics, output.statistics)
+                sums.token_losses.append(output.token_losses)
         return sums
-
-    def _losses(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Statistics]:
-        """Of one row: the loss to differentiate, [T/cp] weighted token losses, and statistics."""
-        settings, head = self.settings.loss, lm_head_of(model)
-        hidden, labels = hidden_states(model, batch.local), batch.local.labels
-        inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
-        entropy, temperature = needs_entropy(settings), self.scorer.temperature
-        if not is_elementwise(settings):
-            scores = score(
-                hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=batch.num_labels,
-                memory=self.settings.head_memory,
-            )  # fmt: skip
-            output = compute_loss(
-                inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=self._reduce_context
-            )
-            loss = output.loss
-        else:
-            fused = fused_loss(
-                hidden, head, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
-                temperature=temperature, entropy=entropy, num_labels=batch.num_labels,
-                memory=self.settings.head_memory,
-            )  # fmt: skip
-            with torch.no_grad():
-                output = compute_loss(
-                    inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=self._reduce_context
-                )
-            loss = fused.loss
-        assert output.token_losses is not None
-        return loss, output.token_losses, output.statistics
-
-    def _reduce_context(self, values: Tensor) -> Tensor:
-        """Sums over the ranks that share a row."""
-        if self.mesh.context.size == 1:
-            return values
-        total = values.clone()
-        dist.all_reduce(total, group=self.mesh.context.group)
-        return total
 
     def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:
         """Loss, number of labels, votes, and (sum, count) of each statistic by name, of the global batch."""
@@ -276,6 +240,11 @@ class Engine:
         )
         dist.all_reduce(numbers, group=self.mesh.loss.group)
         return numbers
+
+
+def token_row_loss(scorer: Scorer, settings: LossSettings) -> TokenRowLoss:
+    """The loss of tokens that these settings describe, as an engine of this scorer computes it."""
+    return TokenRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
 
 
 class PendingStep:

@@ -52,10 +52,14 @@ class Scorer:
         self.max_tokens, self.overlong = max_tokens, overlong
         self.cost = cost or CostModel.from_config(model.config)
 
-    def plan(self, samples: Sequence[Sample]) -> StepPlan:
-        """Which sample runs where. A row may hold `max_tokens` for each of its context ranks."""
+    def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
+        """Which sample runs where. A row may hold `max_tokens` for each of its context ranks.
+
+        With `keep_groups` samples of a group are on one row.
+        """
         return plan_step(
             [len(sample) for sample in samples],
+            groups=[sample.group for sample in samples] if keep_groups else None,
             ranks=self.mesh.data.size,
             max_tokens=self.max_tokens * self.mesh.context.size,
             cost=self.cost,

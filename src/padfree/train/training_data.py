@@ -57,7 +57,7 @@ def load_tokenizer(config: Config) -> Any:
     """
     path = Path(config.model.tokenizer or config.model.path)
     if path.exists() and not (path.is_dir() and any(path.glob("tokenizer*"))):
-        given = config.loss.kind != "sft" and config.rollout.reward is None
+        given = config.loss.command == "rl" and config.rollout.reward is None
         if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
@@ -103,12 +103,18 @@ def load_training_data(
 
     With prompts the reward is imported first, unless that is not wanted: it is refused here rather than later.
     """
-    data, chosen = config.data, text_settings(config.data)
-    if config.loss.kind == "sft":
-        settings = SFTDataSettings(loss_on=data.loss_on, **chosen)
-        found = load_sft(list(data.path), tokenizer, settings, progress=progress or False)
-        return TrainingData(samples=found, report=found.report, place=found.place)
-    read = RolloutDataSettings(**chosen)
+    read = READERS[config.loss.command]
+    return read(config, tokenizer, progress=progress or False, import_reward=import_reward)
+
+
+def _read_sft(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
+    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data))
+    found = load_sft(list(config.data.path), tokenizer, settings, progress=progress)
+    return TrainingData(samples=found, report=found.report, place=found.place)
+
+
+def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
+    data, read = config.data, RolloutDataSettings(**text_settings(config.data))
     if config.rollout.reward is not None:
         if import_reward:
             load_reward(config.rollout.reward)
@@ -125,6 +131,11 @@ def load_training_data(
     )
 
 
+Reader = Callable[..., TrainingData]
+READERS: dict[str, Reader] = {"sft": _read_sft, "rl": _read_rl}
+"""What reads the data of each command: (config, tokenizer, progress=, import_reward=) -> TrainingData."""
+
+
 def longest_of(samples: Samples) -> int:
     """Tokens of the longest one."""
     if isinstance(samples, TokenizedDataset):
@@ -134,14 +145,14 @@ def longest_of(samples: Samples) -> int:
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
     """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
-    if config.loss.kind == "sft" or config.rollout.reward is not None:
+    if config.loss.command != "rl" or config.rollout.reward is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
     return check_signal(samples, config.loss.advantage, ", ".join(config.data.path))
 
 
 def make_batcher(config: Config, samples: Samples) -> Batcher:
-    """Global batches of groups: of whole groups for RL, and of groups of one sample for SFT.
+    """Global batches of groups: of whole groups for RL, of groups of as many samples as belong together for the others.
 
     A prompt is a group already: itself, once for each response to it.
     """
@@ -149,10 +160,11 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     if not len(samples):
         raise ValueError(f"data.path: {', '.join(data.path)} has no samples; give files with at least one")
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
-    if config.loss.kind == "sft":
-        source = _Singles(samples)
+    if config.loss.command != "rl":
+        size = GROUP_SIZES[config.loss.command]
+        source = _Neighbours(samples, size)
         if batch.samples is not None:
-            return FixedSizeBatcher(source, batch_size=batch.samples, length=_num_tokens, **order)
+            return FixedSizeBatcher(source, batch_size=batch.samples // size, length=_num_tokens, **order)
         assert batch.tokens is not None
         return TokenBudgetBatcher(
             source,
@@ -175,20 +187,27 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
-class _Singles:
-    """Samples as groups of one, made when they are asked for."""
+GROUP_SIZES = {"sft": 1}
+"""How many neighbouring samples of the data are one group, by command."""
 
-    def __init__(self, samples: Samples) -> None:
-        self._samples = samples
+
+class _Neighbours:
+    """Samples in groups of `size` neighbours, made when they are asked for."""
+
+    def __init__(self, samples: Samples, size: int) -> None:
+        self._samples, self._size = samples, size
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._samples) // self._size
 
     def __getitem__(self, index: int) -> Group:
-        return (self._samples[index],)
+        if index >= len(self):
+            raise IndexError(index)
+        first = index * self._size
+        return tuple(self._samples[first + member] for member in range(self._size))
 
     def __iter__(self) -> Any:
-        return ((sample,) for sample in self._samples)
+        return (self[index] for index in range(len(self)))
 
 
 def _num_tokens(group: Group) -> int:

@@ -1,0 +1,88 @@
+"""What is minimised on one row: from the hidden states of a model to a loss to differentiate.
+
+    RowLoss(model, batch) -> LossOutput         the one thing in which the ways of training differ inside a step
+      TokenRowLoss      losses of tokens (SFT, policy losses), fused with the head where that can be
+
+`Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
+needs, a teacher or a head of its own, it is made with. What it needs of a row is in the `MicroBatch`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.distributed import Mesh
+from padfree.head import fused_loss, score
+from padfree.head.budget import Memory
+from padfree.losses import (
+    LossInputs,
+    LossOutput,
+    TokenLossSettings,
+    compute_loss,
+    is_elementwise,
+    make_token_loss,
+    needs_entropy,
+)
+from padfree.model import hidden_states, lm_head_of
+from padfree.train.microbatch import MicroBatch
+
+
+class RowLoss(Protocol):
+    """The loss of one row, or this context rank's share of it. Losses and statistics of all rows and ranks add up."""
+
+    keeps_groups: bool
+    """Whether samples of a group must lie on one row (`Sample.group`)."""
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+        """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
+
+
+class TokenRowLoss:
+    """Losses of tokens. One that is elementwise in the log-probabilities never stores logits."""
+
+    keeps_groups: ClassVar[bool] = False
+
+    def __init__(
+        self, settings: TokenLossSettings, mesh: Mesh, *, temperature: float = 1.0, memory: Memory = "speed"
+    ) -> None:
+        self.settings, self.mesh, self.temperature, self.memory = settings, mesh, temperature, memory
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+        settings, head = self.settings, lm_head_of(model)
+        hidden, labels = hidden_states(model, batch.local), batch.local.labels
+        inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
+        entropy = needs_entropy(settings)
+        if not is_elementwise(settings):
+            scores = score(
+                hidden, head, labels, temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels,
+                memory=self.memory,
+            )  # fmt: skip
+            return compute_loss(
+                inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=self._reduce_context
+            )
+        fused = fused_loss(
+            hidden, head, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
+            temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels, memory=self.memory,
+        )  # fmt: skip
+        with torch.no_grad():
+            output = compute_loss(
+                inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=self._reduce_context
+            )
+        return LossOutput(loss=fused.loss, token_losses=output.token_losses, statistics=output.statistics)
+
+    def _reduce_context(self, values: Tensor) -> Tensor:
+        return sum_over_context(values, self.mesh)
+
+
+def sum_over_context(values: Tensor, mesh: Mesh) -> Tensor:
+    """Sums over the ranks that share a row."""
+    if mesh.context.size == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=mesh.context.group)
+    return total
