@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from padfree.attention import BACKENDS
 from padfree.batch import LmHead
 from padfree.model.interface import check_inputs, is_attached, register
+from padfree.model.mixers import install
 from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
 
@@ -82,8 +83,22 @@ TESTED = (
 PADDED_CURE = "train it on padded rows, by transformers.Trainer with DataCollatorForSeq2Seq(tokenizer)"
 """What to do with a model that cannot be packed."""
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-"""The kinds of layers, as HF configs name them, that padfree computes."""
+LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "attention",
+    # mixers, which the probe finds by what they do
+    "linear_attention",
+    "mamba",
+    "hybrid",
+    "conv",
+    "recurrent",
+    # no tokens meet
+    "mlp",
+    "moe",
+)
+"""The kinds of layers, as HF configs name them, that padfree computes. Of others the small copy may not show what the
+real model does."""
 
 HARMLESS_FIELDS = (
     "sliding_window",  # passed to every layer that has one
@@ -92,7 +107,8 @@ HARMLESS_FIELDS = (
     "_sliding_window_pattern",
     "prefix_dense_sliding_window_pattern",
     "chunk_size_feed_forward",  # a way to save memory
-    "mamba_chunk_size",  # of state-space layers, which the layer types would name
+    "mamba_chunk_size",  # recurrences are computed by chunks, and chunks pass their state on
+    "chunk_size",
 )
 """Whole-number fields about windows and chunks that hide no mask."""
 
@@ -106,9 +122,13 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
         raise ValueError(f"model: {name} is sharded already; attach first, then fully_shard")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
-    reason = unsupported(model.config) or probe(model).leak
-    if reason:
-        raise ValueError(f"model: {name} cannot be trained packed: {reason}; {PADDED_CURE}")
+    reason = unsupported(model.config)
+    verdict = None if reason else probe(model)
+    if verdict is None or verdict.leak:
+        raise ValueError(
+            f"model: {name} cannot be trained packed: {reason or (verdict and verdict.leak)}; {PADDED_CURE}"
+        )
+    install(model, verdict.mixers)
     model.set_attn_implementation(register(backend))
     assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
     for module in {model, base_of(model)}:

@@ -1,13 +1,17 @@
 """Try on a small copy, on the CPU, whether an architecture can be trained packed.
 
-    single   | sample of 13 |  | 1 |  | sample of 9 |         three calls of the model with HF's own eager attention
-    packed   | sample of 13 | 1 | sample of 9 | pad of 3 |    one row through padfree's attention, its tokens shuffled;
-                                                              only the attention function knows the order
+    single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
+    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |           one row through padfree's attention, its tokens shuffled;
+                                                              only attention and mixers know the order
+    others   | 9 | another of 13 | 1 | 9 | pad of 3 |         the same samples behind others: nothing of what they were
 
 The two must give the same logits and the same gradient of every parameter. A recurrent state, a convolution, a mask
 that HF would have made, a window that was not passed on, positions counted by the model: each makes the two differ.
 Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak shows
-in the first digits.
+in the first digits. The third row has its samples in another order and other tokens in one of them: what the untouched
+samples give, outputs and gradients, must not depend on who was there before them, in the row or in the row before.
+
+Modules that mix tokens without attention are looked for first (`padfree.model.mixers`) and run on whole segments.
 
 The copy keeps the architecture and drops the sizes (`shrink`). Layers may differ in ways that no list in the config
 tells, so the copy must contain every module class of the real model: it grows until it does, or the model is refused.
@@ -39,6 +43,7 @@ from transformers.utils import logging as hf_logging
 
 from padfree.batch import AttnContext, Segments, row_inputs
 from padfree.model.interface import NAME, attention
+from padfree.model.mixers import Mixer, find_mixers, install
 from padfree.model.outputs import base_of, described_head
 from padfree.model.shrink import VOCABULARY, shrink
 
@@ -47,7 +52,7 @@ LENGTHS_PROBE = f"{NAME}_lengths_probe"
 MASKED = ("eager", "sdpa", "flex_attention")
 """transformers' attention functions that take a mask, which it makes from position ids."""
 
-LENGTHS = (13, 1, 9)
+LENGTHS = (13, 1, 9, 9)
 PAD = 3
 TOLERANCE = 1e-4
 """Relative to the largest entry. Rounding stays below 1e-5; a leak is above 1e-2."""
@@ -64,6 +69,7 @@ class Verdict:
 
     leak: str | None
     head: str | None
+    mixers: tuple[Mixer, ...] = ()  # to be installed with padfree's attention
 
 
 def probe(model: PreTrainedModel) -> Verdict:
@@ -185,6 +191,8 @@ class _Samples:
         single = [_first(model(input_ids=sample[None], use_cache=False)) for sample in samples]
         self.outputs = torch.cat(single)
         self.weights = torch.randn_like(self.outputs)
+        later = slice(LENGTHS[0], None)  # of all samples but the first
+        self.later_gradients = _gradients(model, self.outputs[later], self.weights[later], keep=True)
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
@@ -197,30 +205,68 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
+    """Packed against one at a time, with each choice of mixers until one is right."""
     _randomise(model)
     samples = _Samples(model)
+    verdict = None
+    for mixers in find_mixers(model) or [()]:
+        attempt = _compare_with(deepcopy(model) if mixers else model, samples, mixers)
+        if attempt.leak is None:
+            return attempt
+        verdict = verdict or attempt
+    assert verdict is not None
+    return verdict
+
+
+def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer, ...]) -> Verdict:
     order = torch.randperm(samples.segments.num_tokens)
     calls = _register_permuted(order)
+    install(model, mixers, order)
     model.set_attn_implementation(PROBE)
-    row = {
-        "input_ids": samples.input_ids[order][None],
-        "position_ids": samples.position_ids[order][None],
-        "attention_mask": None,
-        "use_cache": False,
-        "attn_context": AttnContext(segments=samples.segments),
-    }
+    row = _row(samples.input_ids, samples.position_ids, samples.segments, order)
     packed = _in_order(_first(model(**row)), order)
-    if len(calls) < model.config.num_hidden_layers:
+    if not mixers and len(calls) < model.config.num_hidden_layers:
         return _refusal("its attention does not go through transformers' AttentionInterface")
-    if refusal := samples.refusal(model, packed):
+    if refusal := samples.refusal(model, packed) or _state_refusal(model, samples, order):
         return refusal
     head, base = described_head(model), base_of(model)
     if head is None or base is model:
-        return Verdict(leak=None, head="it has no head on top of a base model")
+        return Verdict(leak=None, head="it has no head on top of a base model", mixers=mixers)
     hidden = _in_order(_first(base(**row)), order)
-    return Verdict(
-        leak=None, head=_difference("its logits and head(hidden states)", head.logits(hidden), samples.outputs)
-    )
+    difference = _difference("its logits and head(hidden states)", head.logits(hidden), samples.outputs)
+    return Verdict(leak=None, head=difference, mixers=mixers)
+
+
+def _row(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
+    """The inputs of a row whose place i holds token order[i]."""
+    return {
+        "input_ids": input_ids[order][None],
+        "position_ids": position_ids[order][None],
+        "attention_mask": None,
+        "use_cache": False,
+        "attn_context": AttnContext(segments=segments),
+    }
+
+
+def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> Verdict | None:
+    """Where samples give something else behind other samples: the last one first, the first one with other tokens."""
+    pieces = torch.split(samples.input_ids, samples.segments.lengths.tolist())
+    changed = (pieces[0] + torch.randint(1, VOCABULARY, pieces[0].shape)) % VOCABULARY
+    last = len(LENGTHS) - 1
+    places = [last, 0, *range(1, last)]
+    moved = [changed if place == 0 else pieces[place] for place in places]
+    segments = Segments.from_lengths([LENGTHS[place] for place in places], pad_length=PAD)
+    position_ids = torch.cat([torch.arange(length) for length in segments.lengths])
+    row = _row(torch.cat([*moved, pieces[-1]]), position_ids, segments, order)
+    packed = torch.split(_in_order(_first(model(**row)), order), [LENGTHS[place] for place in places])
+    untouched = [place for place in range(last + 1) if place != 0]
+    outputs = torch.cat([packed[places.index(place)] for place in untouched])
+    weights = samples.weights[LENGTHS[0] :]
+    leak = _difference("outputs", outputs, samples.outputs[LENGTHS[0] :])
+    gradients = _gradients(model, outputs, weights)
+    for name, gradient in gradients.items():
+        leak = leak or _difference(f"the gradient of {name}", gradient, samples.later_gradients[name])
+    return _refusal(f"a sample depends on those before it: {leak}") if leak else None
 
 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
@@ -296,9 +342,9 @@ def _first(output: object) -> Tensor:
     return values[0]
 
 
-def _gradients(model: nn.Module, output: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, output: Tensor, weights: Tensor, *, keep: bool = False) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
-    (output * weights).sum().backward()  # type: ignore[no-untyped-call]
+    (output * weights).sum().backward(retain_graph=keep)  # type: ignore[no-untyped-call]
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()

@@ -20,6 +20,9 @@ from transformers import PreTrainedConfig
 WINDOW = 4
 """The sliding window of a shrunken model: shorter than the samples of a probe."""
 
+CHUNK = 8
+"""What recurrences are computed by: shorter than the samples of a probe, too."""
+
 VOCABULARY = 64
 POSITIONS = 128
 HEAD_DIM = 16
@@ -68,12 +71,49 @@ SIZES = {
     "rotary_dim": ROPE_HEAD_DIM,
     # state-space layers, whose sizes some configs check without having one
     "mamba_n_heads": NUM_HEADS,
+    "n_mamba_heads": NUM_HEADS,
+    "mamba_num_heads": NUM_HEADS,
     "mamba_n_groups": 1,
+    "n_groups": 1,
+    "mamba_ngroups": 1,
     "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "state_size": 16,
+    "mamba_head_dim": HEAD_DIM,
+    "mamba_d_ssm": NUM_HEADS * HEAD_DIM,
+    "mamba_dt_rank": 4,
+    "time_step_rank": 4,
+    "lru_width": NUM_HEADS * HEAD_DIM,
+    # linear attention
+    "linear_num_heads": NUM_HEADS,
+    "linear_num_key_heads": NUM_HEADS,
+    "linear_num_value_heads": NUM_HEADS,
+    "linear_head_dim": ROPE_HEAD_DIM,
+    "linear_key_head_dim": ROPE_HEAD_DIM,
+    "linear_value_head_dim": ROPE_HEAD_DIM,
+    # recurrences by chunks: shorter than a probe's sample, so that a chunk passes its state on
+    "chunk_size": CHUNK,
+    "mamba_chunk_size": CHUNK,
+    "block_size": CHUNK,
+    # attention by chunks of positions
+    "attention_chunk_size": WINDOW,
+    "floor_scale": WINDOW,
+    # inputs by layer, adapters of shared layers, other MLPs
+    "intermediate_size_mlp": 96,
+    "block_ff_dim": 96,
+    "block_multiple_of": 16,
+    "adapter_rank": 8,
+    "laurel_rank": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": HEAD_DIM,
+    "global_head_dim": HEAD_DIM,
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
 """Entries that belong to a checkpoint, not to an architecture."""
+
+LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
+"""Lists of the numbers of layers."""
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
@@ -81,14 +121,21 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
     real = {alias: config.attribute_map.get(alias, alias) for alias in (*SIZES, "num_hidden_layers")}
     values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
     kept = _kept_layers(values, int(config.num_hidden_layers), num_layers)
-    values = {
-        name: [value[layer] for layer in kept] if _is_per_layer(value, int(config.num_hidden_layers)) else value
-        for name, value in values.items()
-    }
+    for name, value in values.items():
+        if name in LAYER_INDICES and isinstance(value, (list, tuple)):
+            values[name] = [kept.index(layer) for layer in value if layer in kept]
+        elif name == "per_layer_config" and isinstance(value, dict):
+            values[name] = {kept.index(int(layer)): entry for layer, entry in value.items() if int(layer) in kept}
+        elif _is_per_layer(value, int(config.num_hidden_layers)):
+            values[name] = [value[layer] for layer in kept]
     values[real["num_hidden_layers"]] = len(kept)
     for alias, size in SIZES.items():
-        if _is_size(values.get(real[alias])):
+        value = values.get(real[alias])
+        if _is_size(value):
             values[real[alias]] = size
+        elif isinstance(value, (list, tuple)) and all(_is_size(entry) for entry in value):
+            values[real[alias]] = [size] * len(value)
+    _fit_heads(values, config)
     for name, value in values.items():
         if name in _KEY_HEADS and _is_size(value):
             values[name] = _key_heads(value, int(config.num_attention_heads))
@@ -97,13 +144,30 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
         elif name.endswith("_token_id") and value is not None:
             values[name] = 1  # within the vocabulary; a pad token stays one
     values["output_router_logits"] = False
-    if "mamba_n_heads" in values and _is_size(values.get("mamba_expand")) and _is_size(values.get("mamba_d_head")):
-        values["mamba_d_head"] = values["mamba_expand"] * HEAD_DIM  # heads together are `mamba_expand` times as wide
     if "qk_rope_head_dim" in values and config.to_dict().get("head_dim") == config.qk_rope_head_dim:
         values["head_dim"] = ROPE_HEAD_DIM  # latent attention: some configs call the rotary part the head
     if isinstance(values.get("rope_parameters"), dict):
         values["rope_parameters"] = _rope(values["rope_parameters"], "qk_rope_head_dim" in values)
     return type(config).from_dict(values)
+
+
+def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Sizes that a config computes from others, and checks."""
+    width = NUM_HEADS * HEAD_DIM
+    if _is_size(values.get("mamba_d_head")):
+        heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # heads together are that wide
+        values["mamba_d_head"] = heads // NUM_HEADS
+    if _is_size(values.get("mamba_headdim")):
+        values["mamba_headdim"] = values.get("mamba_expand", 1) * width // NUM_HEADS
+    if "expand" in values and "num_heads" in values and _is_size(values.get("head_dim")):
+        values["num_heads"] = values["expand"] * width // values["head_dim"]
+    if _is_size(values.get("attention_hidden_size")):
+        times = values["attention_hidden_size"] // int(config.hidden_size)  # some attend to two inputs side by side
+        values["attention_hidden_size"] = times * width
+        if "attention_head_dim" in values:
+            values["attention_head_dim"] = times * HEAD_DIM
+    if "linear_num_key_heads" in values and config.linear_num_key_heads != config.linear_num_value_heads:
+        values["linear_num_key_heads"] = NUM_HEADS // 2
 
 
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -127,10 +191,16 @@ def _key_heads(num_key_heads: int, num_heads: int) -> int:
 
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
     """The first layer of each kind, and the first layers of all until there are `wanted`."""
-    lists = [value for value in values.values() if _is_per_layer(value, num_layers)]
+    lists = [
+        value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES
+    ]
+    indices = [value for name, value in values.items() if name in LAYER_INDICES and isinstance(value, (list, tuple))]
+    own = values.get("per_layer_config") or {}
     kinds: dict[str, int] = {}
     for layer in range(num_layers):
-        kinds.setdefault(repr([value[layer] for value in lists]), layer)
+        numbered = [layer in value for value in indices]
+        kind = [value[layer] for value in lists], numbered, own.get(layer, own.get(str(layer)))
+        kinds.setdefault(repr(kind), layer)
     kept = set(kinds.values())
     for layer in range(num_layers):
         if len(kept) >= wanted:

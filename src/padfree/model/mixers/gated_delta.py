@@ -1,0 +1,55 @@
+"""The gated delta rule: Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear.
+
+    S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] a head
+
+with a short convolution on q, k and v before it. Fast way: flash-linear-attention reads `cu_seqlens`, its convolutions
+and those of causal-conv1d read the sequence of each token. Models of transformers pass them on as `cu_seq_lens_q` and
+`seq_idx`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width, depthwise_convolutions
+
+
+def matches(module: nn.Module) -> bool:
+    """A decay and its step size for each head, convolutions, and no skip connection `D` as Mamba has."""
+    decay = getattr(module, "A_log", None)
+    return isinstance(decay, Tensor) and not hasattr(module, "D") and bool(depthwise_convolutions(module))
+
+
+def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
+    """Heads, d_k, d_v. Names differ from model to model; the convolutions' channels are those of q, k and v."""
+    heads = next(
+        (int(number) for name in ("num_v_heads", "num_heads") if isinstance(number := getattr(module, name, None), int)),
+        1,
+    )
+    d_v = next((int(n) for name in ("head_v_dim", "head_dim") if isinstance(n := getattr(module, name, None), int)), 0)
+    d_k = next((int(n) for name in ("head_k_dim", "head_dim") if isinstance(n := getattr(module, name, None), int)), 0)
+    if not d_k or not d_v:
+        d_k = d_v = max(1, convolution_width(module) // (3 * heads))
+    return heads, d_k, d_v
+
+
+def state_flops(module: nn.Module) -> int:
+    """Read, correct and write a state of [d_k, d_v] a head: three matmuls of a vector with it."""
+    heads, d_k, d_v = _head_sizes(module)
+    return 6 * heads * d_k * d_v + convolution_flops(module)
+
+
+def state_width(module: nn.Module) -> int:
+    """q, k, v before and after the convolution, and the output before its gate."""
+    heads, _, d_v = _head_sizes(module)
+    return 2 * convolution_width(module) + heads * d_v
+
+
+KIND = MixerKind(
+    name="gated_delta",
+    matches=matches,
+    state_flops=state_flops,
+    state_width=state_width,
+    packages=("fla", "causal_conv1d"),
+    boundaries=("cu_seq_lens_q", "seq_idx"),
+)

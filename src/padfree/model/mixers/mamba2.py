@@ -1,0 +1,48 @@
+"""Mamba-2: Granite 4, Bamba, Nemotron-H, Falcon-H1, Zamba2.
+
+    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t         S is [N, P] a head, A a number
+
+with a short convolution on x, B and C before it. Fast way: mamba-ssm and causal-conv1d read the sequence of each token,
+`seq_idx`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width, depthwise_convolutions
+
+
+def matches(module: nn.Module) -> bool:
+    """One decay a head, a skip connection `D`, a convolution."""
+    decay = getattr(module, "A_log", None)
+    return (
+        isinstance(decay, Tensor) and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
+    )
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Channels of x, and of the state behind each."""
+    channels = int(getattr(module, "intermediate_size", 0)) or convolution_width(module)
+    return channels, int(getattr(module, "ssm_state_size", 1))
+
+
+def state_flops(module: nn.Module) -> int:
+    """Decay, write and read a state of N numbers for each channel."""
+    channels, state = _sizes(module)
+    return 6 * channels * state + convolution_flops(module)
+
+
+def state_width(module: nn.Module) -> int:
+    channels, _ = _sizes(module)
+    return 2 * convolution_width(module) + 2 * channels
+
+
+KIND = MixerKind(
+    name="mamba2",
+    matches=matches,
+    state_flops=state_flops,
+    state_width=state_width,
+    packages=("mamba_ssm", "causal_conv1d"),
+    boundaries=("seq_idx",),
+)

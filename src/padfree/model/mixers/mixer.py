@@ -1,0 +1,63 @@
+"""What is known of a mixer, and the kinds there are.
+
+A mixer is what a layer does along the sequence besides softmax attention: a recurrence, a convolution, a shift. Its
+module is found on the small copy of the probe (`padfree.model.mixers.find`) by what it does, not by its name. The kind
+is read from its parameters and says which fast way there may be and what it costs; a mixer of no known kind is run
+segment by segment like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Carrier = Literal["attn_context", "attention_mask"]
+"""The argument by which a layer hands the AttnContext to its mixer. A layer that drops keyword arguments still passes a
+mask on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixer:
+    """How modules of one class are called."""
+
+    class_name: str  # with its module, as `qualified_name` gives it
+    kind: str
+    carrier: Carrier
+    hidden: str  # the parameter of its forward that takes the hidden states [1, T, D]
+    token_arguments: tuple[str, ...]  # other parameters [1, T, ...], or tuples of such, that its result depends on
+    layer_class: str  # of the layer that calls it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixerKind:
+    """A kind of mixer: how to recognise it, what it costs, and which packages have a fast way."""
+
+    name: str
+    matches: Callable[[nn.Module], bool]
+    state_flops: Callable[[nn.Module], int]
+    """FLOPs a token of a forward pass, besides those of its weights in linear layers: state updates and convolutions."""
+    state_width: Callable[[nn.Module], int]
+    """Values a token that a backward pass needs, besides what goes into its linear layers."""
+    packages: tuple[str, ...] = ()  # all of these, for the fast way
+    boundaries: tuple[str, ...] = ()  # arguments of the module's forward that tell its kernels where segments begin
+
+
+def qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def depthwise_convolutions(module: nn.Module) -> list[nn.Conv1d]:
+    """The convolutions of the module itself that run along the sequence, each channel by itself."""
+    return [child for child in module.children() if isinstance(child, nn.Conv1d) and child.groups == child.in_channels]
+
+
+def convolution_flops(module: nn.Module) -> int:
+    """A token's part of the depthwise convolutions."""
+    return sum(2 * each.in_channels * each.kernel_size[0] for each in depthwise_convolutions(module))
+
+
+def convolution_width(module: nn.Module) -> int:
+    return sum(each.in_channels for each in depthwise_convolutions(module))
