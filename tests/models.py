@@ -60,6 +60,21 @@ _ROUTED: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "mamba_chunk_size": 8,
+}
+_STATE: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None, "state_size": 8, "time_step_rank": 4}
 _GPT: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -190,6 +205,154 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# layers with mixers, and chunks of attention
+ARCHITECTURES |= {
+    "bailing_hybrid": (
+        "BailingHybridForCausalLM",
+        {
+            **_LATENT,
+            **_ROUTED,
+            "head_dim": 16,
+            "num_experts": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+    ),
+    "bamba": ("BambaForCausalLM", {**_MAMBA, "head_dim": None, "attn_layer_indices": [1]}),
+    "falcon_h1": ("FalconH1ForCausalLM", {**_MAMBA, "mamba_d_ssm": 128}),
+    "falcon_mamba": ("FalconMambaForCausalLM", _STATE),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": [64] * 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": WINDOW,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {**_WINDOWED, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    ),
+    "granitemoehybrid_mamba": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_MAMBA,
+            **_FOUR_LOCAL_EXPERTS,
+            "head_dim": None,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "jamba": (
+        "JambaForCausalLM",
+        {
+            **_FOUR_LOCAL_EXPERTS,
+            "head_dim": None,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_offset": 0,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        {
+            **_LATENT,
+            **_FOUR_EXPERTS,
+            "q_lora_rank": None,
+            "head_dim": None,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+    ),
+    "lfm2": ("Lfm2ForCausalLM", {"head_dim": None, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        {**_FOUR_EXPERTS, "head_dim": None, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {
+            **_FOUR_LOCAL_EXPERTS,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64,
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 4,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+            "moe_layers": [1],
+        },
+    ),
+    "mamba": ("MambaForCausalLM", _STATE),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {**_FOUR_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {
+            **_ROUTED,
+            "num_hidden_layers": None,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", {**_DELTA, "head_dim": None, "linear_num_key_heads": 4}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**_DELTA, **_FOUR_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**_DELTA, **_FOUR_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "zamba": (
+        "ZambaForCausalLM",
+        {
+            "head_dim": None,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "n_mamba_heads": 2,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "mamba_headdim": 16,
+            "chunk_size": 8,
+            "adapter_rank": 8,
+        },
+    ),
+}
+
+MIXERS = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid_mamba", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba", "zamba2",
+)  # fmt: skip
+"""Architectures with layers that carry a state along the sequence."""
+
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
 """Mixtures of experts: a changed token changes the shapes of other tokens' products, and so their rounding."""
 
@@ -201,7 +364,7 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
     values = {**_BASIC, **extra, **changes}
-    missing = ("head_dim", "num_key_value_heads")
+    missing = ("head_dim", "num_key_value_heads", "num_hidden_layers")
     values = {key: value for key, value in values.items() if value is not None or key not in missing}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from padfree.batch import AttnContext, PackedBatch
 from padfree.cp import shard
 from padfree.model import TESTED, attach, interface
-from tests.models import ARCHITECTURES, VOCABULARY, build, row
-from tests.rounding import assert_same_but_for_rounding, in_float64
+from tests.models import ARCHITECTURES, MIXERS, VOCABULARY, build, row
+from tests.rounding import assert_same_but_for_rounding, in_float64, largest_difference
 
 LENGTHS = [19, 1, 12, 7]
 
@@ -53,6 +53,9 @@ def test_packed_equals_one_at_a_time(name: str) -> None:
     expected_logits, expected_gradients = one_at_a_time(stock, batch, weights)
     assert_same_but_for_rounding({"logits": logits[:real]}, {"logits": expected_logits}, {"logits": wide_logits})
     assert_same_but_for_rounding(gradients(model), expected_gradients, wide_gradients)
+    if name in MIXERS:
+        assert largest_difference({"logits": logits[:real]}, {"logits": expected_logits})[0] < 1e-5
+        assert largest_difference(gradients(model), expected_gradients)[0] < 1e-5
 
 
 def test_the_list_of_tested_architectures_is_the_tested_list() -> None:
@@ -217,22 +220,7 @@ LATER = "its layers see tokens that come later"
 @pytest.mark.parametrize(
     ("class_name", "values", "reason"),
     [
-        ("MambaForCausalLM", SMALL, r"layer type 'linear_attention'"),
-        (
-            "Mamba2ForCausalLM",
-            {**SMALL, "num_heads": 4, "head_dim": 16, "n_groups": 1},
-            r"layer type 'linear_attention'",
-        ),
-        ("RwkvForCausalLM", {**SMALL, "attention_hidden_size": 32}, "AttentionInterface"),
-        ("BambaForCausalLM", {**HEADS, "mamba_n_heads": 4, "mamba_n_groups": 1}, "layer type"),
-        (
-            "Qwen3NextForCausalLM",
-            {**HEADS, "num_experts": 4, "moe_intermediate_size": 32},
-            "layer type 'linear_attention'",
-        ),
-        ("Lfm2ForCausalLM", {**HEADS, "layer_types": ["conv", "full_attention"]}, "layer type 'conv'"),
-        ("FalconH1ForCausalLM", {**HEADS, "mamba_d_ssm": 32, "mamba_n_heads": 4}, "layer type 'hybrid'"),
-        ("Llama4ForCausalLM", {**HEADS, "num_local_experts": 2}, "layer type 'chunked_attention'"),
+        ("RwkvForCausalLM", {**SMALL, "attention_hidden_size": 32}, "RwkvFeedForward mixes tokens without"),
         ("RecurrentGemmaForCausalLM", {**HEADS, "lru_width": 32}, "attention_window_size"),
         ("BloomForCausalLM", {**SMALL, "n_head": 2}, "AttentionInterface"),
         (

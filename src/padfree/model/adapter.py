@@ -33,6 +33,8 @@ TESTED = (
     "AfmoeForCausalLM",
     "ApertusForCausalLM",
     "ArceeForCausalLM",
+    "BailingHybridForCausalLM",
+    "BambaForCausalLM",
     "Cohere2ForCausalLM",
     "CohereForCausalLM",
     "DeepseekV2ForCausalLM",
@@ -41,10 +43,14 @@ TESTED = (
     "Ernie4_5ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "Exaone4ForCausalLM",
+    "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
     "GemmaForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
@@ -56,16 +62,25 @@ TESTED = (
     "HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
+    "JambaForCausalLM",
+    "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Llama4ForCausalLM",
     "LlamaForCausalLM",
+    "MambaForCausalLM",
     "MiniCPM3ForCausalLM",
+    "MiniMaxForCausalLM",
     "MiniMaxM2ForCausalLM",
     "MinistralForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
+    "NemotronHForCausalLM",
     "OPTForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
     "OlmoForCausalLM",
+    "OlmoHybridForCausalLM",
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "PhiForCausalLM",
@@ -74,9 +89,14 @@ TESTED = (
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
+    "Zamba2ForCausalLM",
+    "ZambaForCausalLM",
 )
 """Architectures whose packed logits and parameter gradients the tests compare with one sample at a time."""
 
@@ -86,6 +106,7 @@ PADDED_CURE = "train it on padded rows, by transformers.Trainer with DataCollato
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
+    "chunked_attention",
     "attention",
     # mixers, which the probe finds by what they do
     "linear_attention",
@@ -109,6 +130,8 @@ HARMLESS_FIELDS = (
     "chunk_size_feed_forward",  # a way to save memory
     "mamba_chunk_size",  # recurrences are computed by chunks, and chunks pass their state on
     "chunk_size",
+    "block_size",
+    "attention_chunk_size",  # of layers of the type chunked_attention
 )
 """Whole-number fields about windows and chunks that hide no mask."""
 
@@ -133,7 +156,8 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
     assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
     for module in {model, base_of(model)}:
         if check_inputs not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(check_inputs, with_kwargs=True)
+            # in front of others: mixers may get their context in the place of a mask
+            module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
     return model
 
 
@@ -163,13 +187,12 @@ def unsupported(config: PreTrainedConfig) -> str | None:
         return "it is an encoder and a decoder"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         return "its layers see tokens that come later"
-    if getattr(config, "is_heterogeneous", False):
-        return "per_layer_config gives its layers different shapes"
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             return f"layer type {kind!r} is none of {', '.join(LAYER_TYPES)}"
-    if getattr(config, "attention_chunk_size", None):
-        return f"attention_chunk_size {config.attention_chunk_size}: attention by chunks is not computed"
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if getattr(config, "attention_chunk_size", None) and not chunked:
+        return f"attention_chunk_size {config.attention_chunk_size}: no layer type says which layers attend by chunks"
     for field, value in config.to_dict().items():
         if (
             ("window" in field or "chunk" in field)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from padfree.attention.operator import self_attention
-from padfree.batch import AttnContext
+from padfree.batch import AttnContext, Segments
 from padfree.cp import attend
 
 NAME = "padfree"
@@ -80,6 +80,7 @@ def attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     output_attentions: bool | None = None,
+    places: Tensor | None = None,  # [T] where each query was in the layer's row, if not here
     **others: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, H, dv] and no attention weights. A backend named in the context wins over the model's own."""
@@ -109,7 +110,12 @@ def attention(
         backend = attn_context.backend
     # Views, and views going back as well: the gradient of `states[0]` would be written to memory anew.
     q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
-    if torch.compiler.is_compiling() and attn_context.layout is None:
+    if counts_positions(module):
+        q = _scaled_by_position(module, q, attn_context, places)
+    chunk = chunk_of(module)
+    if chunk is not None and attn_context.segments.max_seqlen > chunk:
+        attn_context = _chunked(attn_context, chunk, name)
+    if torch.compiler.is_compiling() and attn_context.layout is None and chunk is None:
         output = self_attention(
             q, k, v, attn_context.segments, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
             backend=backend,
@@ -119,6 +125,49 @@ def attention(
             q, k, v, attn_context, backend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
         )
     return output.contiguous()[None], None  # HF's own functions return contiguous outputs, and some layers rely on it
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """Tokens of a chunk where the layer attends inside chunks of positions, as most layers of Llama 4 do."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or index is None or index >= len(kinds) or kinds[index] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)  # type: ignore[union-attr]
+
+
+@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
+def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
+    """The same row with segments of at most `chunk` tokens: positions restart in each sample, so chunks begin with it."""
+    if context.layout is not None:
+        raise ValueError(
+            f"attention_chunk_size: {chunk} in {name}, with a sample of {context.segments.max_seqlen} tokens over "
+            f"{context.world} context ranks; use samples of at most {chunk} tokens, or one context rank"
+        )
+    lengths: list[int] = []
+    for length in context.segments.lengths.tolist():
+        lengths += [chunk] * (length // chunk) + [length % chunk] * (length % chunk > 0)
+    segments = Segments.from_lengths(lengths, device=context.segments.cu_seqlens.device)
+    return replace(context, segments=segments)
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """Whether the layer has scaled its queries by positions that it counted through the row, as Llama 4's do."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, places: Tensor | None) -> Tensor:
+    """The queries [T, H, d] as if each had been scaled by its position in its sample."""
+    here = torch.arange(len(q), device=q.device)
+    tokens = here if context.plan is None else context.plan.own
+    places = here if places is None else places
+    starts = context.segments.cu_seqlens
+    positions = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
+
+    def scales(numbers: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((numbers.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    return (q * (scales(positions) / scales(places))[:, None, None]).to(q.dtype)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -140,11 +189,15 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     name = type(model).__name__
     if len(args) > 1:
         raise ValueError(f"{name}: {len(args)} positional arguments; pass LocalBatch.model_inputs() as keywords")
+    # A model without positions may hand its base nothing but a mask, in whose place mixers get their context.
+    handed = isinstance(kwargs.get("attention_mask"), AttnContext)
+    if handed:
+        kwargs = {**kwargs, "attn_context": kwargs["attention_mask"], "attention_mask": None}
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext):
         raise ValueError(f"attn_context: missing in the call of {name}; pass what LocalBatch.model_inputs() gives")
     _check_length(args, kwargs, context)
-    if kwargs.get("position_ids") is None:
+    if kwargs.get("position_ids") is None and not handed:
         raise ValueError("position_ids: missing, HF would count through the row; pass LocalBatch.model_inputs()")
     for argument, cure in _REFUSED.items():
         if kwargs.get(argument) is not None:

@@ -35,6 +35,9 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of the model below its head; a model without a head is its own base."""
     base = model.base_model
+    if base is model and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
+        # The class names another part of a larger model as its base.
+        base = next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
     assert isinstance(base, PreTrainedModel)
     return base
 

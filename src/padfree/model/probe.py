@@ -117,7 +117,7 @@ _VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Ve
 def _probe(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
-    """The verdict of one copy, and whether it lacks a module class of the real model."""
+    """The verdict of one copy, and whether a copy with more layers may tell more: it lacks a module class, or fails."""
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
@@ -125,7 +125,7 @@ def _probe(
             return _refusal(f"its small copy still has {size} parameters"), False
         copy = model_class(config).train()
     except Exception as error:  # any error of someone else's code means the same here: it was not shown to work
-        return _refusal(f"its small copy cannot be built ({_line(error)})"), False
+        return _refusal(f"its small copy cannot be built ({_line(error)})"), True
     missing = sorted(required - _module_classes(copy))
     if missing:
         return _refusal(f"no small copy of it has a {missing[0]}"), True
@@ -208,14 +208,25 @@ def _compare(model: PreTrainedModel) -> Verdict:
     """Packed against one at a time, with each choice of mixers until one is right."""
     _randomise(model)
     samples = _Samples(model)
-    verdict = None
-    for mixers in find_mixers(model) or [()]:
-        attempt = _compare_with(deepcopy(model) if mixers else model, samples, mixers)
-        if attempt.leak is None:
-            return attempt
-        verdict = verdict or attempt
-    assert verdict is not None
-    return verdict
+    choices = find_mixers(model)
+    if not choices:
+        return _compare_with(model, samples, ())
+    reasons = []
+    for mixers in choices:
+        try:
+            verdict = _compare_with(deepcopy(model), samples, mixers)
+        except Exception as error:  # the next choice may be called in another way
+            verdict = _refusal(_line(error))
+        if verdict.leak is None:
+            return verdict
+        reasons.append(verdict.leak)
+    first = choices[0][0]
+    if first.kind != "other":
+        return _refusal(reasons[0])
+    return _refusal(
+        f"{first.class_name.split('.')[-1]} mixes tokens without transformers' AttentionInterface, and is not right on "
+        f"whole segments either ({reasons[0]})"
+    )
 
 
 def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer, ...]) -> Verdict:
@@ -310,7 +321,11 @@ def _register_permuted(order: Tensor) -> list[str]:
     ) -> tuple[Tensor, None]:
         calls.append(type(module).__name__)
         output, _ = attention(
-            module, query[:, :, inverse], key[:, :, inverse], value[:, :, inverse], attention_mask, **kwargs
+            module,
+            *(states[:, :, inverse] for states in (query, key, value)),
+            attention_mask,
+            places=inverse,
+            **kwargs,
         )
         return output[:, order], None
 

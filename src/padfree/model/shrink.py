@@ -125,9 +125,15 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
         if name in LAYER_INDICES and isinstance(value, (list, tuple)):
             values[name] = [kept.index(layer) for layer in value if layer in kept]
         elif name == "per_layer_config" and isinstance(value, dict):
-            values[name] = {kept.index(int(layer)): entry for layer, entry in value.items() if int(layer) in kept}
+            values[name] = {
+                kept.index(int(layer)): {key: 2 * SIZES[key] if key in SIZES else each for key, each in entry.items()}
+                for layer, entry in value.items()
+                if int(layer) in kept
+            }
         elif _is_per_layer(value, int(config.num_hidden_layers)):
             values[name] = [value[layer] for layer in kept]
+    if _is_size(shared := values.get("num_kv_shared_layers")):
+        values["num_kv_shared_layers"] = sum(layer >= int(config.num_hidden_layers) - shared for layer in kept)
     values[real["num_hidden_layers"]] = len(kept)
     for alias, size in SIZES.items():
         value = values.get(real[alias])
@@ -191,15 +197,14 @@ def _key_heads(num_key_heads: int, num_heads: int) -> int:
 
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
     """The first layer of each kind, and the first layers of all until there are `wanted`."""
-    lists = [
-        value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES
-    ]
+    lists = [value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES]
     indices = [value for name, value in values.items() if name in LAYER_INDICES and isinstance(value, (list, tuple))]
-    own = values.get("per_layer_config") or {}
+    own = {int(layer): entry for layer, entry in (values.get("per_layer_config") or {}).items()}
+    first_shared = num_layers - (values.get("num_kv_shared_layers") or 0)
     kinds: dict[str, int] = {}
     for layer in range(num_layers):
         numbered = [layer in value for value in indices]
-        kind = [value[layer] for value in lists], numbered, own.get(layer, own.get(str(layer)))
+        kind = [value[layer] for value in lists], numbered, own.get(layer), layer >= first_shared
         kinds.setdefault(repr(kind), layer)
     kept = set(kinds.values())
     for layer in range(num_layers):

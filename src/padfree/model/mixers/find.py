@@ -25,6 +25,7 @@ from padfree.batch import AttnContext, Segments
 from padfree.model.interface import NAME, attention
 from padfree.model.mixers.kinds import kind_of
 from padfree.model.mixers.mixer import Carrier, Mixer, qualified_name
+from padfree.model.outputs import base_of
 from padfree.model.structure import layers_of
 
 LISTENER = f"{NAME}_listener"
@@ -45,22 +46,28 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
     """The choices of mixers, one or two, each with as many classes as there are; none where nothing mixes."""
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)
-    mixing = {module for module in calls if not _attends(module, attending) and _mixes(module, calls[module])}
+    mixing = {
+        module
+        for module in calls.keys() - set(layers)
+        if not _attends(module, attending) and _mixes(module, calls[module])
+    }
     inner = [module for module in mixing if not any(part in mixing for part in module.modules() if part is not module)]
     outer = [
-        module for module in mixing if not any(module in set(other.modules()) for other in mixing if other is not module)
+        module
+        for module in mixing
+        if not any(module in set(other.modules()) for other in mixing if other is not module)
     ]
     choices = []
     for modules in (inner, outer):
-        mixers = {_described(module, calls[module], layers) for module in modules}
-        chosen = tuple(sorted(mixers, key=lambda mixer: (mixer.class_name, mixer.layer_class)))
+        mixers = {_described(module, calls, layers, base_of(model)) for module in modules}
+        chosen = tuple(sorted(mixers, key=lambda mixer: (mixer.class_name, mixer.handed_by)))
         if chosen and chosen not in choices:
             choices.append(chosen)
     return choices
 
 
 def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _Call], set[nn.Module]]:
-    """The first call of every module below a layer, and the modules that call attention."""
+    """The first call of every layer and every module below it, and the modules that call attention."""
     calls: dict[nn.Module, _Call] = {}
     attending: set[nn.Module] = set()
 
@@ -78,7 +85,7 @@ def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Mod
         module.register_forward_hook(keep, with_kwargs=True)
         for layer in layers
         for module in layer.modules()
-        if module is not layer and not type(module).__module__.startswith("torch.")
+        if not type(module).__module__.startswith("torch.")
     ]
     before = model.config._attn_implementation
     model.set_attn_implementation(LISTENER)
@@ -116,8 +123,8 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """The result [1, T, D'] of a call: it, or the first of a tuple whose other entries are empty."""
-    if isinstance(output, tuple) and output and all(not tree_leaves(rest) or rest is None for rest in output[1:]):
+    """The result [1, T, D'] of a call: it, or the first of a tuple. What else is there (states, weights) layers drop."""
+    if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == (1, NUM_TOKENS):
         return output
@@ -152,19 +159,29 @@ def _result(module: nn.Module, call: _Call, changes: dict[str, Any]) -> Tensor:
     return output
 
 
-def _described(module: nn.Module, call: _Call, layers: list[nn.Module]) -> Mixer:
+def _described(
+    module: nn.Module, calls: dict[nn.Module, _Call], layers: list[nn.Module], base: PreTrainedModel
+) -> Mixer:
     layer = next(layer for layer in layers if module in set(layer.modules()))
+    call = calls[module]
     hidden = _hidden_parameter(call)
     assert hidden is not None
-    carrier: Carrier = "attn_context" if "attn_context" in {*call.others, *call.arguments} else "attention_mask"
+    carrier: Carrier = "attn_context" if _has_context(call) else "attention_mask"
+    handed_by = ""
+    if carrier == "attention_mask":
+        handed_by = qualified_name(type(layer) if _has_context(calls[layer]) else type(base))
     return Mixer(
         class_name=qualified_name(type(module)),
         kind=kind_of(module).name,
         carrier=carrier,
         hidden=hidden,
         token_arguments=tuple(_read_token_arguments(module, call, hidden)),
-        layer_class=qualified_name(type(layer)),
+        handed_by=handed_by,
     )
+
+
+def _has_context(call: _Call) -> bool:
+    return "attn_context" in call.others or "attn_context" in call.arguments
 
 
 def _read_token_arguments(module: nn.Module, call: _Call, hidden: str) -> Iterator[str]:

@@ -9,21 +9,30 @@ and those of causal-conv1d read the sequence of each token. Models of transforme
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width, depthwise_convolutions
+from padfree.model.mixers.mixer import (
+    MixerKind,
+    convolution_flops,
+    convolution_width,
+    decay_of,
+    depthwise_convolutions,
+)
 
 
 def matches(module: nn.Module) -> bool:
     """A decay and its step size for each head, convolutions, and no skip connection `D` as Mamba has."""
-    decay = getattr(module, "A_log", None)
-    return isinstance(decay, Tensor) and not hasattr(module, "D") and bool(depthwise_convolutions(module))
+    return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
 def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
     """Heads, d_k, d_v. Names differ from model to model; the convolutions' channels are those of q, k and v."""
     heads = next(
-        (int(number) for name in ("num_v_heads", "num_heads") if isinstance(number := getattr(module, name, None), int)),
+        (
+            int(number)
+            for name in ("num_v_heads", "num_heads")
+            if isinstance(number := getattr(module, name, None), int)
+        ),
         1,
     )
     d_v = next((int(n) for name in ("head_v_dim", "head_dim") if isinstance(n := getattr(module, name, None), int)), 0)

@@ -27,6 +27,7 @@ from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.find import bound
 from padfree.model.mixers.mixer import Mixer, qualified_name
+from padfree.model.outputs import base_of
 
 STATE = "_padfree_mixer"
 
@@ -43,7 +44,7 @@ class MixerState:
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None) -> int:
     """Run these mixers of the model on whole segments; how many modules that are. Again: as if for the first time."""
     by_class = {mixer.class_name: mixer for mixer in mixers}
-    layer_classes = {mixer.layer_class for mixer in mixers if mixer.carrier == "attention_mask"}
+    handing = {mixer.handed_by for mixer in mixers}
     count = 0
     for module in model.modules():
         name = qualified_name(type(module))
@@ -52,7 +53,9 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
-        if name in layer_classes and hand_context not in module._forward_pre_hooks.values():
+        # a model that hands it to its base passes the mask on, too, and perhaps nothing else
+        hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
+        if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)
     return count
 
@@ -64,9 +67,9 @@ def installed(module: nn.Module) -> Mixer | None:
 
 
 def hand_context(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook of a layer that passes a mask to its mixer and nothing else: the context takes its place."""
+    """A forward pre-hook of what passes a mask on and drops keyword arguments: the context takes the mask's place."""
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:
         return None
@@ -117,7 +120,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     result = _on_whole_segments(call, rows, context, state.order)[None]
-    return (result, *form[0][1:]) if isinstance(form[0], tuple) else result
+    return (result, *(None for _ in form[0][1:])) if isinstance(form[0], tuple) else result
 
 
 def _holds_tensors(value: Any) -> bool:

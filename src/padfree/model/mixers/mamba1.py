@@ -7,27 +7,27 @@ with a short convolution on x before it. Its kernels know nothing of segments: t
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width
+from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width, decay_of
 
 
 def matches(module: nn.Module) -> bool:
     """A decay for each number of the state, and a skip connection `D`."""
-    decay = getattr(module, "A_log", None)
-    return isinstance(decay, Tensor) and decay.ndim >= 2 and hasattr(module, "D")
+    decay = decay_of(module)
+    return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 
 
 def state_flops(module: nn.Module) -> int:
-    decay = module.A_log
-    assert isinstance(decay, Tensor)
+    decay = decay_of(module)
+    assert decay is not None
     return 7 * decay.numel() + convolution_flops(module)
 
 
 def state_width(module: nn.Module) -> int:
     """Without kernels the whole state of every token is kept."""
-    decay = module.A_log
-    assert isinstance(decay, Tensor)
+    decay = decay_of(module)
+    assert decay is not None
     return 2 * decay.numel() + 2 * convolution_width(module)
 
 

@@ -8,17 +8,21 @@ with a short convolution on x, B and C before it. Fast way: mamba-ssm and causal
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width, depthwise_convolutions
+from padfree.model.mixers.mixer import (
+    MixerKind,
+    convolution_flops,
+    convolution_width,
+    decay_of,
+    depthwise_convolutions,
+)
 
 
 def matches(module: nn.Module) -> bool:
     """One decay a head, a skip connection `D`, a convolution."""
-    decay = getattr(module, "A_log", None)
-    return (
-        isinstance(decay, Tensor) and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
-    )
+    decay = decay_of(module)
+    return decay is not None and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 Carrier = Literal["attn_context", "attention_mask"]
-"""The argument by which a layer hands the AttnContext to its mixer. A layer that drops keyword arguments still passes a
-mask on."""
+"""The argument by which a mixer gets the AttnContext. A layer that drops keyword arguments still passes a mask on, and
+so does a base model that does not even pass them to its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Mixer:
     carrier: Carrier
     hidden: str  # the parameter of its forward that takes the hidden states [1, T, D]
     token_arguments: tuple[str, ...]  # other parameters [1, T, ...], or tuples of such, that its result depends on
-    layer_class: str  # of the layer that calls it
+    handed_by: str  # class of the layer or base model that puts the context into the place of the mask; "" for none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,11 @@ class MixerKind:
 
 def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def decay_of(module: nn.Module) -> Tensor | None:
+    """The logarithm of the decay of a recurrence, which all call alike, in the module or in a part of it."""
+    return next((tensor for name, tensor in module.named_parameters() if name.split(".")[-1] == "A_log"), None)
 
 
 def depthwise_convolutions(module: nn.Module) -> list[nn.Conv1d]:

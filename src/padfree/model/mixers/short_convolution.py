@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from torch import nn
 
-from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution_width, depthwise_convolutions
+from padfree.model.mixers.mixer import (
+    MixerKind,
+    convolution_flops,
+    convolution_width,
+    decay_of,
+    depthwise_convolutions,
+)
 
 
 def matches(module: nn.Module) -> bool:
     """A convolution along the sequence and no recurrence."""
-    return bool(depthwise_convolutions(module)) and not hasattr(module, "A_log")
+    return bool(depthwise_convolutions(module)) and decay_of(module) is None
 
 
 def state_flops(module: nn.Module) -> int:
