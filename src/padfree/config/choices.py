@@ -32,6 +32,7 @@ SequenceStatistic = Literal["mean", "sum", "token"]
 # rollout
 SAMPLING_ENGINES = ("in_process", "vllm")  # or the user's own as module:function
 WeightTransfer = Literal["group", "files"]
+RolloutFilter = Literal["none", "equal"]
 
 # schedule
 ScheduleKind = Literal["constant", "linear", "cosine"]

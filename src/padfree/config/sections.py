@@ -25,6 +25,7 @@ from padfree.config.choices import (
     OnBadRow,
     Overlong,
     PromptFormat,
+    RolloutFilter,
     RunOverlong,
     ScheduleKind,
     WeightTransfer,
@@ -120,6 +121,12 @@ class RolloutConfig:
     engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
     batch: int = 256  # responses a device writes at a time
     kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
+    staleness: int = 0  # batches that are sampled ahead while one is trained
+    filter: RolloutFilter = "none"  # equal: groups with equal rewards are replaced by other prompts'
+    oversample: float = 1.0  # groups that are asked for at once, times those that are needed
+    filter_bound: float = 3.0  # groups that a batch may ask for in all, times its own
+    overlong_buffer: int = 0  # the last tokens of the room: a response that ends among them loses some reward,
+    overlong_penalty: float = 1.0  # and so much of it at the last
     # Of vllm alone
     servers: tuple[str, ...] = ()  # addresses of servers that run
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -141,6 +148,7 @@ class RolloutConfig:
         if self.kv_cache_memory != "auto":
             memory = self.kv_cache_memory
             need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
+        self._check_batches()
         _expand(self, "transfer_folder")
         cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
         need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
@@ -161,6 +169,23 @@ class RolloutConfig:
         need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
         cure = "give the addresses of servers that run, or rollout.launch.command to have them started, and not both"
         need(bool(servers) != bool(command), "rollout.servers", servers, cure)
+
+    def _check_batches(self) -> None:
+        need(self.staleness >= 0, "rollout.staleness", self.staleness, "give 0 or more batches")
+        ahead = self.staleness > 0 and self.engine == "in_process"
+        cure = "rollout.engine in_process samples from the weights that are in training: set rollout.engine=vllm, or 0"
+        need(not ahead, "rollout.staleness", self.staleness, cure)
+        need(1.0 <= self.oversample < math.inf, "rollout.oversample", self.oversample, "give 1 or more")
+        filtered = self.filter != "none"
+        need(filtered or self.oversample == 1.0, "rollout.oversample", self.oversample, "set rollout.filter=equal")
+        need(1.0 <= self.filter_bound < math.inf, "rollout.filter_bound", self.filter_bound, "give 1 or more")
+        compared = not filtered or self.group > 1
+        need(compared, "rollout.filter", self.filter, "set rollout.group to 2 or more, one response is equal to itself")
+        right = 0 <= self.overlong_buffer <= self.max_new_tokens
+        cure = f"give 0 to rollout.max_new_tokens, {self.max_new_tokens}"
+        need(right, "rollout.overlong_buffer", self.overlong_buffer, cure)
+        penalty = self.overlong_penalty
+        need(0 < penalty < math.inf, "rollout.overlong_penalty", penalty, "give more than 0")
 
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):

@@ -1,13 +1,17 @@
 """The seam between rollouts and whoever samples them: token ids in, responses out.
 
     SamplingRequest   tokens 7 8      room 3      key 912…      a prompt, once for each response to it
-    Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40
+    Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40      versions 40 40 41
 
 A sampler gets the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are written
 on top of this protocol and do not know which engine answers (`rollout.engine`).
 
 Requests of one prompt stand side by side and hold the same array object, so that `first.tokens is second.tokens` says
 that a prompt can be prefilled once for both.
+
+A sampler that can go on while the policy is trained (`AheadSampler`) is given requests ahead. An exchange of weights
+cuts the responses that are under way; what they have stays, and the new weights write the rest, so that every token and
+its log-probability are those of one version.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
 """Samples and a temperature -> the trainer's own log-probability of every token [n]. A collective of all ranks."""
 
+OnResponse = Callable[[int, "Response"], None]
+"""Called with the number of a request and its response, whole or as far as it was written when weights came."""
+
 OnProgress = Callable[[int], None]
 """Called now and then with the number of tokens that were sampled so far."""
 
@@ -38,6 +45,7 @@ class SamplingRequest:
     tokens: NDArray[np.integer[Any]]  # [n] of the prompt
     room: int
     key: int  # of `noise.response_keys`; the seed where a server draws
+    begun: Response | None = None  # what was written already, by weights that were exchanged meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,7 +55,26 @@ class Response:
     tokens: NDArray[np.int64]  # [m]
     logprobs: NDArray[np.float32]  # [m] of the drawn tokens, at the sampling temperature
     ended: bool
-    version: int  # optimizer steps that were made when the weights that wrote it were handed over
+    version: int  # optimizer steps that were made when the weights that wrote it were handed over; the oldest of them
+    versions: NDArray[np.int64] | None = None  # [m] of each token; None: all are of `version`
+
+    @property
+    def token_versions(self) -> NDArray[np.int64]:
+        """[m]"""
+        return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
+
+    def is_whole(self, room: int) -> bool:
+        return self.ended or len(self.tokens) >= room
+
+    def followed_by(self, rest: Response) -> Response:
+        """Both as one response."""
+        return Response(
+            tokens=np.concatenate([self.tokens, rest.tokens]),
+            logprobs=np.concatenate([self.logprobs, rest.logprobs]),
+            ended=rest.ended,
+            version=self.version if len(self.tokens) else rest.version,
+            versions=np.concatenate([self.token_versions, rest.token_versions]),
+        )
 
 
 class Sampler(Protocol):
@@ -64,3 +91,21 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Give back what the sampler holds; it is not used again."""
+
+
+class AheadSampler(Sampler, Protocol):
+    """A sampler that goes on while the policy is trained, and while weights are exchanged: `rollout.staleness`."""
+
+    @property
+    def failure(self) -> ValueError | None:
+        """What has ended the sampling in its threads."""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether requests wait for weights that every sampler in reach has lost: see `renew`."""
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
+        """Ask for these after all that were asked for before, and return. `on_response` is called by threads."""
+
+    def renew(self) -> None:
+        """Hand the weights of the last `update_weights` over again. A collective of all ranks."""

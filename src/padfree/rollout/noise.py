@@ -28,6 +28,12 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
     return values.view(np.int64)
 
 
+def key_behind(key: int, position: int) -> int:
+    """For the rest of a response from this position on, where something else draws that has seeds and no positions."""
+    values = splitmix64(np.array([key], np.int64).view(np.uint64) ^ np.uint64(position))
+    return int(splitmix64(values).view(np.int64)[0])
+
+
 def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
     """[R, V] float32 for the token at this position of each response, one for all or [R]; `keys` [R] int64."""
     at_position = _mixed_on_device(keys ^ position)

@@ -5,6 +5,7 @@
                                                        as equal shares allow
       -> sampler               update_weights, sample
       -> rewards               by who asked for the response
+      -> filter                groups whose rewards are all equal are replaced (`candidates`), if that is wanted
       -> samples               p0 p1 p2 q0 q1 q2       gathered, the same order on every rank
 
 What is drawn depends on the seed, the number of the global batch and the number of the response in it, so that another
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.config import Config
+from padfree.config.sections import RolloutConfig
 from padfree.data import load_reward
 from padfree.distributed import Mesh, watching
 from padfree.record.files import ROLLOUTS
 from padfree.rollout.base import Response, Sampler, SamplingRequest
+from padfree.rollout.candidates import Candidates, Group, SparePrompts, has_signal, overlong_penalty
 from padfree.rollout.examples import ExamplesFile
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
@@ -40,89 +43,133 @@ NUM_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Written:
+class Written:
     """A response, and what it earned. Travels between ranks."""
 
     number: int  # in the global batch
     response: Response
     text: str
-    reward: float
+    reward: float  # as the function gave it
 
 
 class RolloutWriter:
     """Prompts to rewarded samples, by a sampler."""
 
-    def __init__(self, config: Config, mesh: Mesh, sampler: Sampler, tokenizer: Any) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt] = ()
+    ) -> None:
+        """`prompts` are all of the run, for `rollout.filter` to take others from."""
         assert config.rollout.reward is not None
         self.config, self.mesh, self.sampler, self.tokenizer = config, mesh, sampler, tokenizer
         self.reward = load_reward(config.rollout.reward)
         self.timings: dict[str, float] = {}  # seconds of the last batch besides sampling, by what they were spent on
+        self._spare = SparePrompts(prompts, config.run.seed)
+        self._batch_metrics: dict[str, float] = {}
         self._examples = ExamplesFile(Path(config.run.folder) / ROLLOUTS) if mesh.loss.rank == 0 else None
 
-    def samples(
-        self, trained: PreTrainedModel, groups: Sequence[Sequence[Prompt]], *, batch: int, version: int
-    ) -> list[Sample]:
+    def samples(self, trained: PreTrainedModel, groups: Sequence[Group], *, batch: int, version: int) -> list[Sample]:
         """The samples of global batch number `batch`, written by `trained` after `version` optimizer steps.
 
         Every rank calls this alike and gets them all.
         """
         begin = time.perf_counter()
         self.sampler.update_weights(trained, version)
-        self.timings = {"weight_exchange": time.perf_counter() - begin}
-        prompts = [prompt for group in groups for prompt in group]
-        own = self._written(groups, prompts, batch)
-        begin = time.perf_counter()
-        written = self._gathered(*own)
-        self.timings["waiting"] = time.perf_counter() - begin
-        if self._examples is not None:
-            firsts = np.cumsum([0, *map(len, groups)])[:-1][:NUM_SHOWN]
-            self._examples.write(batch, [self._example(prompts[first], written[first]) for first in firsts])
-        return _samples(groups, written)
+        self.timings = {"weight_exchange": time.perf_counter() - begin, "rewards": 0.0, "waiting": 0.0}
+        candidates = Candidates(batch, groups, self.config.rollout, self._spare)
+        written: dict[int, Written] = {}
+        signal: dict[int, bool] = {}
+        asked = candidates.begin()
+        while asked:
+            own = self._written(candidates.groups, asked, batch)
+            begin = time.perf_counter()
+            written |= self._gathered(*own)
+            self.timings["waiting"] += time.perf_counter() - begin
+            signal |= signals(candidates.groups, asked, written)
+            asked = candidates.more(signal)
+        return self._finished(batch, candidates, signal, written)
 
     def metrics(self) -> Mapping[str, float]:
         """Of the last batch, as this rank saw it."""
-        return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()}
+        return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()} | self._batch_metrics
 
     def close(self) -> None:
         self.sampler.close()
 
-    def _written(
-        self, groups: Sequence[Sequence[Prompt]], prompts: Sequence[Prompt], batch: int
-    ) -> tuple[list[_Written], str | None]:
-        """This rank's responses, and what was wrong with a reward."""
-        keys = response_keys(self.config.run.seed, batch, np.arange(len(prompts), dtype=np.int64))
-        lengths = [(len(group), len(group[0].tokens)) for group in groups]
-        own = divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]
-        responses = self.sampler.sample(
-            [
-                SamplingRequest(tokens=prompts[number].tokens, room=prompts[number].room, key=int(keys[number]))
-                for number in own
-            ]
-        )
-        written = []
+    def _finished(
+        self, batch: int, candidates: Candidates, signal: Mapping[int, bool], written: Mapping[int, Written]
+    ) -> list[Sample]:
+        """The samples of the groups that are chosen, with the numbers of the batch and its examples noted."""
+        chosen = candidates.chosen(signal)
+        self._batch_metrics = candidates.metrics(signal)
+        groups = [candidates.groups[index] for index in chosen]
+        ordered = [written[number] for index in chosen for number in numbers_of(candidates.groups, index)]
+        if self._examples is not None:
+            prompts = [group[0] for group in groups]
+            firsts = np.cumsum([0, *map(len, groups)])[:-1][:NUM_SHOWN]
+            shown = [self._example(prompt, ordered[first]) for prompt, first in zip(prompts, firsts, strict=False)]
+            self._examples.write(batch, shown)
+        samples = _samples(groups, ordered, self.config.rollout)
+        if self.config.rollout.overlong_buffer:
+            lost = [sample.raw_reward - sample.reward for sample in samples if sample.reward is not None]
+            self._batch_metrics |= {
+                "overlong_share": sum(value > 0 for value in lost) / len(lost),
+                "overlong_penalty": sum(lost) / len(lost),
+                "raw_reward": sum(sample.raw_reward for sample in samples) / len(samples),
+            }
+        return samples
+
+    def _requests(self, prompts: Sequence[Prompt], batch: int, numbers: Sequence[int]) -> list[SamplingRequest]:
+        """For these responses of all that a batch may ask for."""
+        keys = response_keys(self.config.run.seed, batch, np.array(numbers, dtype=np.int64))
+        return [
+            SamplingRequest(tokens=prompts[number].tokens, room=prompts[number].room, key=int(key))
+            for number, key in zip(numbers, keys, strict=True)
+        ]
+
+    def _written(self, groups: Sequence[Group], asked: range, batch: int) -> tuple[list[Written], str | None]:
+        """This rank's responses of the groups that are asked for, and what was wrong with a reward."""
+        prompts = [prompt for group in groups for prompt in group]
+        lengths = [(len(groups[index]), len(groups[index][0].tokens)) for index in asked]
+        before = numbers_of(groups, asked.start).start
+        own = [before + place for place in divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]]
+        responses = self.sampler.sample(self._requests(prompts, batch, own))
         begin = time.perf_counter()
         try:
-            for number, response in zip(own, responses, strict=True):
-                text = self._text(response.tokens[:-1] if response.ended else response.tokens)
-                reward = self.reward(text, prompts[number].row, prompts[number].uid)
-                written.append(_Written(number, response, text, reward))
+            written = [
+                self._rewarded(number, response, prompts[number])
+                for number, response in zip(own, responses, strict=True)
+            ]
         except ValueError as error:
             return [], str(error)
-        self.timings["rewards"] = time.perf_counter() - begin
+        self.timings["rewards"] += time.perf_counter() - begin
         return written, None
 
-    def _gathered(self, written: list[_Written], error: str | None) -> list[_Written]:
-        """Those of all ranks, in order; an error of one rank is raised on all, so that nobody waits for it."""
-        group = self.mesh.loss.group
-        everybody: list[Any] = [None] * self.mesh.loss.size
-        with watching("the exchange of rollouts", group):
-            dist.all_gather_object(everybody, (written, error), group=group)
+    def _rewarded(self, number: int, response: Response, prompt: Prompt) -> Written:
+        text = self._text_of(response)
+        return Written(number, response, text, self.reward(text, prompt.row, prompt.uid))
+
+    def _gathered(self, written: list[Written], error: str | None) -> dict[int, Written]:
+        """Those of all ranks, by number; an error of one rank is raised on all, so that nobody waits for it."""
+        everybody = self._told((written, error))
         for _, message in everybody:
             if message is not None:
                 raise ValueError(message)
-        found = sorted((one for part, _ in everybody for one in part), key=lambda one: one.number)
-        assert [one.number for one in found] == list(range(len(found)))
-        return found
+        found = [one for part, _ in everybody for one in part]
+        by_number = {one.number: one for one in found}
+        assert len(by_number) == len(found), "every response is written once"
+        return by_number
+
+    def _told(self, own: Any) -> list[Any]:
+        """What every rank says."""
+        group = self.mesh.loss.group
+        everybody: list[Any] = [None] * self.mesh.loss.size
+        with watching("the exchange of rollouts", group):
+            dist.all_gather_object(everybody, own, group=group)
+        return everybody
+
+    def _text_of(self, response: Response) -> str:
+        """Without the token that ended it."""
+        return self._text(response.tokens[:-1] if response.ended else response.tokens)
 
     def _text(self, tokens: NDArray[np.integer[Any]]) -> str:
         """As it was written, control tokens too: what is not shown to the reward could be written for nothing."""
@@ -130,7 +177,7 @@ class RolloutWriter:
             self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
-    def _example(self, prompt: Prompt, written: _Written) -> dict[str, Any]:
+    def _example(self, prompt: Prompt, written: Written) -> dict[str, Any]:
         return {
             "uid": prompt.uid,
             "prompt": self._text(prompt.tokens),
@@ -156,7 +203,18 @@ def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), world)]
 
 
-def _samples(groups: Sequence[Sequence[Prompt]], written: Sequence[_Written]) -> list[Sample]:
+def numbers_of(groups: Sequence[Group], index: int) -> range:
+    """The numbers of a group's responses in the batch."""
+    first = sum(len(group) for group in groups[:index])
+    return range(first, first + len(groups[index]))
+
+
+def signals(groups: Sequence[Group], asked: Iterable[int], written: Mapping[int, Written]) -> dict[int, bool]:
+    """Of each group that was asked for, whether its rewards differ."""
+    return {index: has_signal([written[number].reward for number in numbers_of(groups, index)]) for index in asked}
+
+
+def _samples(groups: Sequence[Group], written: Sequence[Written], settings: RolloutConfig) -> list[Sample]:
     """A sample for each response. A prompt that a batch has twice makes two groups: each is compared by itself."""
     times: Counter[str] = Counter()
     samples: list[Sample] = []
@@ -172,7 +230,8 @@ def _samples(groups: Sequence[Sequence[Prompt]], written: Sequence[_Written]) ->
                     tokens=np.concatenate([prompt.tokens, response.tokens]),
                     loss_mask=np.arange(before + len(response.tokens)) >= before,
                     logprobs=np.concatenate([np.zeros(before, np.float32), response.logprobs]),
-                    reward=one.reward,
+                    reward=one.reward - overlong_penalty(len(response.tokens), prompt.room, settings),
+                    raw_reward=one.reward,
                     uid=f"{name} response {index + 1}",
                     group=name,
                     source=prompt.source,

@@ -3,7 +3,8 @@
     batcher -> global batch -> updates    SFT   one: the batch itself
                                           RL    advantages, reference and old log-probabilities of the whole rollout
                                                 batch first; then `loss.epochs` passes over it in `loss.mini_batches`
-                                                parts, every part an optimizer step
+                                                parts, every part an optimizer step. With `rollout.staleness` the
+                                                batches behind it are sampled meanwhile (`padfree.train.rl.ahead`)
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: the end if a signal asks for it, a checkpoint if it is due
 
@@ -12,8 +13,8 @@ On a GPU an update whose samples are known already is begun before the one befor
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
-`padfree.train.rl.update_batch`); the schedule follows from the step. So a resumed run makes the steps that an
-undisturbed one would have made, on any number of ranks.
+`padfree.train.rl.update_batch`), and responses that were sampled ahead; the schedule follows from the step. So a
+resumed run makes the steps that an undisturbed one would have made, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from padfree.record.files import CHECKPOINTS, CONFIG
 from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
+from padfree.rollout.queue import KEY as QUEUE
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.metrics import reward_metrics
@@ -53,6 +55,7 @@ from padfree.train.resume import (
     model_fields,
 )
 from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
@@ -97,12 +100,16 @@ class Loop:
         *,
         reference: Reference | None = None,
         make_samples: MakeSamples | None = None,
+        ahead: BatchesAhead | None = None,
         on_step: OnStep | None = None,
         on_note: OnNote | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data."""
-        self.make_samples = make_samples
+        """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
+
+        `ahead` makes the samples in place of `make_samples`, from the same batcher.
+        """
+        self.make_samples, self.ahead = make_samples, ahead
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_note = on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
@@ -174,6 +181,8 @@ class Loop:
             CompilerWatch(self._compiling) as compiler,
             _quiet_collector(self.mesh.device.type == "cuda"),
         ):
+            if self.ahead is not None and self._batch is not None:  # of the checkpoint
+                self.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
                 if self._batch is None:
                     self._batch = self._following or self._next_batch()
@@ -207,16 +216,24 @@ class Loop:
     # Updates
 
     def _next_batch(self) -> RolloutBatch | None:
+        times = BatchTimes()
+        if self.ahead is not None:
+            with times.measure("sampling"):
+                found = self.ahead.next(self.step)
+            if found is None:
+                return None
+            number, samples = found
+            times.split_sampling(self.ahead.timings)
+            return self._prepared(_distinct(samples), times, number)
         groups = next(self.batcher, None)
         if groups is None:
             return None
-        times = BatchTimes()
         if self.make_samples is None:
-            return self._prepared(_distinct(_flat(groups)), times)
+            return self._prepared(_distinct(_flat(groups)), times, self.batcher.step)
         with times.measure("sampling"):
             samples = self.make_samples(groups)
         times.split_sampling(getattr(self.make_samples, "timings", {}))
-        return self._prepared(_distinct(samples), times)
+        return self._prepared(_distinct(samples), times, self.batcher.step)
 
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
@@ -237,11 +254,12 @@ class Loop:
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(*following.samples_of(part))
 
-    def _prepared(self, batch: list[Sample], times: BatchTimes) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
+        parts = update_parts(len(batch), **self._minibatch_settings(number))
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
-            return RolloutBatch(samples=batch, parts=update_parts(len(batch), **self._minibatch_settings()))
+            return RolloutBatch(samples=batch, parts=parts)
         metrics = reward_metrics(batch, end_tokens=self.end_tokens)
         metrics |= signal_of(batch, self.config.loss.advantage).metrics() | dict(self.rollout_metrics())
         batch = with_advantages(batch, self.config.loss.advantage)
@@ -255,21 +273,21 @@ class Loop:
                 old = self.engine.scorer.logprobs(batch)
         return RolloutBatch(
             samples=batch,
-            parts=update_parts(len(batch), **self._minibatch_settings()),
+            parts=parts,
             epochs=self.config.loss.epochs,
             old_logprobs=old,
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
 
-    def _minibatch_settings(self) -> dict[str, int]:
-        """What decides which samples of the present batch are in which of its updates."""
+    def _minibatch_settings(self, number: int) -> dict[str, int]:
+        """What decides which samples of the batch with this number are in which of its updates."""
         loss = self.config.loss
         return {
             "epochs": loss.epochs,
             "mini_batches": loss.mini_batches,
             "seed": self.config.run.seed,
-            "number": self.batcher.step,
+            "number": number,
         }
 
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
@@ -298,9 +316,11 @@ class Loop:
         self.updates.finish()
         extra = {
             "step": self.step,
-            "batcher": self._cursor or self.batcher.state_dict(),
+            "batcher": self._cursor or (self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()),
             MADE_WITH: self.made_with,
         }
+        if self.ahead is not None:
+            extra |= self.ahead.state()
         if self._batch is not None:
             extra |= self._batch.state()
         if self.reference is not None:
@@ -335,6 +355,8 @@ class Loop:
         changed = check_made_with(path, extra[MADE_WITH], self.made_with, self.config, inside=KEY in extra)
         if changed:
             note(change_line(path, changed))
+        if self.ahead is None and extra.get(QUEUE):
+            note(f"{len(extra[QUEUE])} responses that {path} has ahead are dropped: rollout.staleness is 0 now")
         return changed
 
     def _resume(self, path: Path) -> None:
@@ -351,7 +373,9 @@ class Loop:
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
         if KEY in extra:
-            self._batch = RolloutBatch.restored(extra, **self._minibatch_settings())
+            self._batch = RolloutBatch.restored(extra, **self._minibatch_settings(self.batcher.step))
+        if self.ahead is not None:
+            self.ahead.restore(extra)
         self.step = self._saved_step = int(extra["step"])
         self._saved = path
         if rank_state is None:  # another number of ranks: no rank's state is this one's

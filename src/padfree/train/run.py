@@ -20,8 +20,9 @@ from padfree.distributed import Mesh, distributed, make_mesh, raise_together
 from padfree.record.files import MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
-from padfree.rollout import stop_tokens
-from padfree.rollout.engines import make_sampler
+from padfree.rollout import Prompt, stop_tokens
+from padfree.rollout.engines import make_ahead_sampler, make_sampler
+from padfree.rollout.queue import AheadWriter
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
@@ -30,9 +31,10 @@ from padfree.train.engine import Engine
 from padfree.train.loop import Loop, OnNote, RunResult, refusal
 from padfree.train.masters import computing
 from padfree.train.resume import data_record
+from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
-from padfree.train.training_data import longest_of, make_batcher
+from padfree.train.training_data import Samples, longest_of, make_batcher
 from padfree.train.updates import OnStep
 
 
@@ -86,8 +88,12 @@ def _train(
     engine = build_engine(config, mesh)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
-    writer = _rollout_writer(config, mesh, engine, tokenizer)
-    sampling = None if writer is None else _Sampling(writer, engine, lambda: (batcher.step, loop.step))
+    writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
+    sampling, ahead = None, None
+    if isinstance(writer, AheadWriter):
+        ahead = BatchesAhead(config, batcher, writer, engine)
+    elif writer is not None:
+        sampling = _Sampling(writer, engine, lambda: (batcher.step, loop.step))
     with nullcontext() if writer is None else closing(writer):
         loop = Loop(
             config,
@@ -95,6 +101,7 @@ def _train(
             batcher,
             reference=reference,
             make_samples=sampling,
+            ahead=ahead,
             on_step=on_step,
             on_note=on_note,
             data=data_record(source.samples),
@@ -129,12 +136,18 @@ class _Sampling:
         return self.writer.timings
 
 
-def _rollout_writer(config: Config, mesh: Mesh, engine: Engine, tokenizer: Any) -> RolloutWriter | None:
+def _rollout_writer(
+    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, samples: Samples
+) -> RolloutWriter | None:
     """What makes samples of prompts; None where the run's data are samples already."""
     if config.rollout.reward is None:
         return None
+    prompts = [prompt for prompt in samples if isinstance(prompt, Prompt)]
+    if config.rollout.staleness:
+        ahead = make_ahead_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+        return AheadWriter(config, mesh, ahead, tokenizer, prompts)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    return RolloutWriter(config, mesh, sampler, tokenizer)
+    return RolloutWriter(config, mesh, sampler, tokenizer, prompts)
 
 
 def _longest(config: Config, longest: int) -> dict[str, int]:

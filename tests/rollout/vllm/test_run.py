@@ -57,7 +57,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(folder: Path, model: Path, *, steps: int = 3, **rollout: Any) -> Config:
+def make_config(
+    folder: Path, model: Path, *, steps: int = 3, checkpoint: Mapping[str, Any] | None = None, **rollout: Any
+) -> Config:
     rows = [{"prompt": f"{a}+{'1' * b}"} for a in range(4) for b in range(1, 4)]
     data = folder.parent / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +78,7 @@ def make_config(folder: Path, model: Path, *, steps: int = 3, **rollout: Any) ->
             },
             "loss": {"kind": "clip", "temperature": 0.8},
             "optimizer": {"lr": 2e-3, "eps": 1e-3},
-            "checkpoint": {"export": False},
+            "checkpoint": checkpoint or {"export": False},
             "run": {"folder": str(folder), "steps": steps, "device": "cpu"},
         }
     )

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_rows
+from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import Config, config_from_dict
-from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
-from padfree.rollout.vllm.http import Server, ServerLostError
-from padfree.rollout.vllm.launch import KEEPER, server_command, server_environment
+from padfree.rollout.vllm.http import Server
+from padfree.rollout.vllm.launch import Launched, Launcher
 from padfree.train.run import train
-from tests.rollout.vllm.test_keeper import wait_until
-from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
+from tests.rollout.vllm.test_run import lines, servers_of
 
 ROOT = Path(__file__).parents[3]
 VENV = Path(os.environ.get("PADFREE_VLLM", ROOT / ".venv-vllm"))
@@ -41,9 +35,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT / "src"),
 }
 PATIENCE = 600.0
+SFT_STEPS, RL_STEPS = 60, 10
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,77 +45,52 @@ pytestmark = [
 ]
 
 
-def write_model(folder: Path, tokenizer: Any, *, tied: bool, seed: int) -> Path:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+STALE_HEAD = """
+import os
+from padfree.rollout.vllm import plugin
+
+def register():
+    repack = plugin.process_tied
+    plugin.process_tied = lambda model: None if os.path.exists(os.environ["STALE_HEAD"]) else repack(model)
+"""
+"""A plugin for vLLM: while the file is there, our transfer engine leaves the packed copy of a tied head as it was."""
+
+
+def write_plugin(folder: Path) -> None:
+    about = folder / "stale_head-0.dist-info"
+    about.mkdir(parents=True)
+    (folder / "stale_head.py").write_text(STALE_HEAD)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stale_head\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nstale_head = stale_head:register\n")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, a tokenizer and prompts."""
+    """The demo's problems and tokenizer, and two models with tied embeddings whose heads have the size vLLM wants."""
     folder = tmp_path_factory.mktemp("vllm")
-    tokenizer = train_tokenizer(list(problems(1000, seed=0)))
-    for seed in (0, 1):
-        write_model(folder / f"tied{seed}", tokenizer, tied=True, seed=seed)
-    asked = ({"prompt": row["prompt"]} for row in problems(64, seed=1, most_steps=2))
-    write_rows(folder / "prompts.jsonl", asked)
+    tokenizer = train_tokenizer(write_rows(folder / "train.jsonl", problems(2000, seed=0, most_steps=2)))
+    for name in ("policy", "served", "other"):
+        write_model(folder / name, tokenizer, 128, head=64)
+    other: Any = AutoModelForCausalLM.from_pretrained(folder / "other")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    other.save_pretrained(folder / "other")
+    asked = problems(256, seed=1, most_steps=2)
+    write_rows(folder / "prompts.jsonl", ({"prompt": row["prompt"], "answer": row["answer"]} for row in asked))
+    write_plugin(folder / "plugin")
     return folder
-
-
-@contextmanager
-def started(config: Config, log: Path, port: int) -> Iterator[Server]:
-    command = server_command(config, name="policy", port=port)
-    server = Server(f"http://127.0.0.1:{port}", PATIENCE)
-    with log.open("ab") as output:
-        keeper = subprocess.Popen(
-            [sys.executable, str(KEEPER), *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=server_environment(config, "cpu"),
-        )
-
-    def answers() -> bool:
-        assert keeper.poll() is None, log.read_text()[-3000:]
-        try:
-            server.call("GET", "/health", timeout=5.0)
-        except ServerLostError:
-            return False
-        return True
-
-    try:
-        wait_until(answers, PATIENCE)
-        yield server
-    finally:
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        keeper.wait(60)
 
 
 def even_digits(response: str, row: Mapping[str, Any]) -> float:
     return sum(letter in "02468" for letter in response) / max(len(response), 1)
 
 
-def make_config(folder: Path, run: Path, *, model: Path | None = None, steps: int = 3, **sections: Any) -> Config:
+def make_config(folder: Path, run: Path, *, steps: int = 3, **sections: Any) -> Config:
+    paths = os.pathsep.join([str(ROOT / "src"), str(folder / "plugin")])
+    environment = {**ENVIRONMENT, "PYTHONPATH": paths, "STALE_HEAD": str(folder / "stale")}
     values: dict[str, Any] = {
-        "model": {"path": str(model or folder / "tied0")},
+        "model": {"path": str(folder / "policy")},
         "data": {"path": [str(folder / "prompts.jsonl")], "epochs": None},
         "batch": {"samples": 32, "max_tokens": 2048},
         "rollout": {
@@ -129,7 +98,7 @@ def make_config(folder: Path, run: Path, *, model: Path | None = None, steps: in
             "group": 8,
             "max_new_tokens": 12,
             "engine": "vllm",
-            "launch": {"command": COMMAND, "devices": ["cpu"], "environment": ENVIRONMENT},
+            "timeout": PATIENCE,
         },
         "loss": {"kind": "clip", "temperature": 0.9},
         "optimizer": {"lr": 3e-3},
@@ -138,23 +107,53 @@ def make_config(folder: Path, run: Path, *, model: Path | None = None, steps: in
     }
     for section, changes in sections.items():
         values[section] = {**values.get(section, {}), **changes}
+    if not {"servers", "engine"} & sections.get("rollout", {}).keys():
+        values["rollout"]["launch"] = {"command": COMMAND, "devices": ["cpu"], "environment": environment}
     return config_from_dict(values)
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    """One server for several tests, of a copy of the tied model."""
-    shutil.copytree(folder / "tied0", folder / "served")
-    config = make_config(folder, folder / "unused", model=folder / "served")
-    with started(config, folder / "server.log", 18731) as server:
-        yield server
+def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Launcher]]:
+    """One for each fixture below that a test of this session asks for: all start at a time, each takes a while."""
+    model = {"path": str(folder / "served")}
+    sections: dict[str, dict[str, Any]] = {"server": {}, "second": {}, "adapters": {"lora": {"rank": 4}}}
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    found = {
+        name: Launcher(make_config(folder, folder / name, model=model, **changes))
+        for name, changes in sections.items()
+        if name in wanted
+    }
+    try:
+        for launcher in found.values():
+            launcher.start()
+        for launcher in found.values():
+            launcher.await_ready(PATIENCE)
+        yield found
+    finally:
+        for launcher in found.values():
+            launcher.close()
+
+
+@pytest.fixture(scope="module")
+def server(launchers: dict[str, Launcher]) -> Server:
+    return launchers["server"].servers[0]
+
+
+@pytest.fixture(scope="module")
+def second(launchers: dict[str, Launcher]) -> Launched:
+    return launchers["second"].launched[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(launchers: dict[str, Launcher]) -> Server:
+    return launchers["adapters"].servers[0]
 
 
 @pytest.mark.parametrize("transfer", ["group", "files"])
-def test_a_run_on_a_model_with_tied_embeddings(transfer: str, server: Server, folder: Path, tmp_path: Path) -> None:
-    rollout = {"launch": {}, "servers": [server.url], "transfer": transfer}
-    config = make_config(folder, tmp_path / "run", rollout={**_rollout(folder), **rollout})
-    train(config)
+def test_weights_of_a_model_with_tied_embeddings_arrive(
+    transfer: str, server: Server, folder: Path, tmp_path: Path
+) -> None:
+    train(make_config(folder, tmp_path / "run", rollout={"servers": [server.url], "transfer": transfer}))
     found = lines(tmp_path / "run")
     assert len(found) == 3
     for line in found:
@@ -165,10 +164,22 @@ def test_a_run_on_a_model_with_tied_embeddings(transfer: str, server: Server, fo
     assert server.version() == "2"
 
 
-def _rollout(folder: Path) -> dict[str, Any]:
-    found = make_config(folder, folder / "unused").to_dict()["rollout"]
-    assert isinstance(found, dict)
-    return {name: found[name] for name in ("reward", "group", "max_new_tokens", "engine")}
+def test_the_canary_stops_a_run_on_a_server_with_a_stale_head(server: Server, folder: Path, tmp_path: Path) -> None:
+    """All weights arrive but the packed copy of the tied head, which is that of other weights."""
+    given = {"servers": [server.url]}
+    train(make_config(folder, tmp_path / "other", steps=1, model={"path": str(folder / "other")}, rollout=given))
+    (folder / "stale").touch()
+    line = (
+        r"was given policy version 0, but its log-probabilities differ from the trainer's by .*; use padfree's transfer"
+    )
+    try:
+        with pytest.raises(ValueError, match=line) as caught:
+            train(make_config(folder, tmp_path / "run", rollout=given))
+    finally:
+        (folder / "stale").unlink()
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not lines(tmp_path / "run"), "nothing was trained"
+    train(make_config(folder, tmp_path / "run", steps=1, rollout=given))  # right once more
 
 
 def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> Scores:
@@ -183,32 +194,71 @@ def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> Sco
 
 def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: Server, folder: Path) -> None:
     """It answers that it has reloaded, and computes its head from the old weights."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tied0")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     sequences = canary_sequences(tokenizer, vocabulary=len(tokenizer), longest=512)
-    shutil.copy(folder / "tied1" / "model.safetensors", folder / "served" / "model.safetensors")
+    model = server.call("GET", "/v1/models")["data"][0]["id"]
+    shutil.copy(folder / "other" / "model.safetensors", folder / "served" / "model.safetensors")
     server.call("POST", "/collective_rpc", {"method": "reload_weights"})
-    rows = server.score(sequences, drawn=DRAWN, temperature=1.0, model="policy", salt="reloaded")
+    rows = server.score(sequences, drawn=DRAWN, temperature=1.0, model=model, salt="reloaded")
     found = Scores.of([logprobs for _, logprobs in rows], DRAWN)
     with pytest.raises(ValueError, match="its log-probabilities differ from the trainer's by") as caught:
-        Canary(LIMITS["float32"]).judge(server.url, found, trainer_scores(folder / "tied1", rows), 1)
+        Canary(LIMITS["float32"]).judge(server.url, found, trainer_scores(folder / "other", rows), 1)
     assert "\n" not in str(caught.value)
 
 
-def test_only_adapters_travel(folder: Path, tmp_path: Path) -> None:
+def test_only_adapters_travel(adapters: Server, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    config = make_config(folder, tmp_path / "run", lora={"rank": 4, "alpha": 16.0}, optimizer={"lr": 2e-2})
-    train(config)
+    lora = {"rank": 4, "alpha": 16.0}
+    train(make_config(folder, tmp_path / "run", lora=lora, optimizer={"lr": 2e-2}, rollout={"servers": [adapters.url]}))
     found = lines(tmp_path / "run")
     assert len(found) == 3
-    whole = (folder / "tied0" / "model.safetensors").stat().st_size
+    whole = (folder / "policy" / "model.safetensors").stat().st_size
     for line in found:
         assert line["sampler/canary_difference"] < 1e-4
+        assert line["loss/sampler_difference"] < 1e-4
         assert line["sampler/exchange_bytes"] < whole / 10
     assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
 
 
-def test_one_of_two_servers_is_killed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demos_task_is_learned_as_in_the_process(server: Server, folder: Path, tmp_path: Path) -> None:
+    """The same steps with responses of either engine: the rewards rise alike."""
+    train(
+        config_from_dict(
+            {
+                "model": {"path": str(folder / "policy")},
+                "data": {"path": [str(folder / "train.jsonl")], "epochs": None},
+                "batch": {"samples": 40, "max_tokens": 8192},
+                "optimizer": {"lr": 4e-3, "eps": 1e-6},
+                "schedule": {"kind": "linear", "warmup": 5, "final": 0.1},
+                "run": {"folder": str(tmp_path / "sft"), "steps": SFT_STEPS, "device": "cpu"},
+            }
+        )
+    )
+    means = {}
+    for name, engine in (("in_process", {"engine": "in_process"}), ("vllm", {"servers": [server.url]})):
+        config = make_config(
+            folder,
+            tmp_path / name,
+            steps=RL_STEPS,
+            model={"path": str(tmp_path / "sft" / "model")},
+            batch={"samples": 64, "max_tokens": 8192},
+            rollout={"reward": "number_after_hashes", "max_new_tokens": 48, **engine},
+            loss={"kind": "clip", "temperature": 1.0},
+            optimizer={"lr": 1e-3},
+        )
+        train(config)
+        rewards = [line["reward"] for line in lines(tmp_path / name)]
+        means[name] = float(np.mean(rewards[:2])), float(np.mean(rewards[-2:]))
+    for begin, end in means.values():
+        assert end > begin + 0.1
+    assert means["vllm"][1] == pytest.approx(means["in_process"][1], abs=0.15)
+
+
+def test_one_of_two_servers_is_killed(
+    server: Server, second: Launched, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PADFREE_VLLM_KILLS says how often; every group is trained on exactly once."""
+    urls = [server.url, second.server.url]
     wanted = int(os.environ.get("PADFREE_VLLM_KILLS", "1"))
     killed: list[int] = []
     asked: list[str] = []
@@ -219,10 +269,7 @@ def test_one_of_two_servers_is_killed(folder: Path, tmp_path: Path, monkeypatch:
         return complete(server, *args, **settings)
 
     def killer() -> None:
-        wait_until(lambda: RecordedLauncher.present is not None, PATIENCE)
-        launcher = RecordedLauncher.present
-        assert launcher is not None
-        one, last = launcher.launched[1], 0
+        one, last = second, 0
         while len(killed) < wanted:
             if one.starts > last and one._keeper is not None and one.server.url in asked[-8:]:
                 last = one.starts
@@ -231,12 +278,7 @@ def test_one_of_two_servers_is_killed(folder: Path, tmp_path: Path, monkeypatch:
                 os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.002)
 
-    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
     monkeypatch.setattr(Server, "complete", recorded)
-    RecordedLauncher.present = None
-    config = make_config(folder, tmp_path / "run", steps=2000)
-    launch = dataclasses.replace(config.rollout.launch, devices=("cpu", "cpu"))
-    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, launch=launch))
     threading.Thread(target=killer, daemon=True).start()
     counted: list[tuple[float, float]] = []
 
@@ -245,14 +287,14 @@ def test_one_of_two_servers_is_killed(folder: Path, tmp_path: Path, monkeypatch:
         if len(killed) == wanted and metrics["sampler/servers"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
 
-    train(config, on_step=on_step)
+    train(make_config(folder, tmp_path / "run", steps=5000, rollout={"servers": urls}), on_step=on_step)
     assert len(killed) == wanted
     assert set(counted) == {(32, 4)}
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(len(found)))
-    assert found[-1]["sampler/restarts"] >= wanted
+    assert second.starts >= 1 + wanted
     assert sum(line["sampler/retried"] for line in found) > 0
     assert all(line["sampler/canary_difference"] < 1e-4 for line in found)
-    uids = [json.loads(line)["batch"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
-    assert sorted(set(uids)) == list(range(1, len(found) + 1))
+    written = [json.loads(line)["batch"] for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert sorted(set(written)) == list(range(1, len(found) + 1))
     assert np.isfinite([line["loss"] for line in found]).all()

@@ -42,13 +42,16 @@ class FakeVllm:
         self.missing: set[str] = set()  # routes that it does not have
         self.max_model_len = 512
         self.seconds = 0.0  # that a completion takes
+        self.token_seconds = 0.0  # and each of its tokens
         self.completed: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.most_at_once = self._at_once = 0
         self._lock, self._compute = threading.Lock(), threading.Lock()
         self._group: Any = None
         self._updating = False
-        self.paused = False
+        self.paused, self._pauses = False, 0
+        self._resumed = threading.Event()
+        self._resumed.set()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """The status and the JSON of a route."""
@@ -98,7 +101,13 @@ class FakeVllm:
     # Weights
 
     def _pause(self, paused: bool) -> dict[str, Any]:
+        """What is under way ends with the tokens it has; what comes meanwhile waits for the end of the pause."""
         self.paused = paused
+        if paused:
+            self._pauses += 1
+            self._resumed.clear()
+        else:
+            self._resumed.set()
         return {}
 
     def _join(self, told: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +151,7 @@ class FakeVllm:
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         fault = self.fault
+        self._resumed.wait(60)
         time.sleep(self.seconds)
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         if max(max(prompt) for prompt in prompts) >= self.vocabulary:
@@ -171,19 +181,24 @@ class FakeVllm:
         tokens, logprobs = list(prompt), []
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         ends = {*body.get("stop_token_ids", ()), *self.stops}
-        reason, given = "length", []
-        with torch.no_grad(), self._compute:
-            if body.get("prompt_logprobs") is not None:
+        reason, given, pauses = "length", [], self._pauses
+        if body.get("prompt_logprobs") is not None:
+            with torch.no_grad(), self._compute:
                 scores = torch.log_softmax(self._logits(tokens), -1)
-                given = [scores[place, token].item() for place, token in enumerate(tokens[1:])]
-            for _ in range(body["max_tokens"]):
-                last = torch.log_softmax(self._logits(tokens)[-1] / body.get("temperature", 1.0), -1)
-                token = int(torch.multinomial(last.exp(), 1, generator=generator))
-                tokens.append(token)
-                logprobs.append(last[token].item())
-                if token in ends:
-                    reason = "stop"
+            given = [scores[place, token].item() for place, token in enumerate(tokens[1:])]
+        for _ in range(body["max_tokens"]):
+            time.sleep(self.token_seconds)
+            with torch.no_grad(), self._compute:
+                if self._pauses != pauses:
+                    reason = "abort"
                     break
+                last = torch.log_softmax(self._logits(tokens)[-1] / body.get("temperature", 1.0), -1)
+            token = int(torch.multinomial(last.exp(), 1, generator=generator))
+            tokens.append(token)
+            logprobs.append(last[token].item())
+            if token in ends:
+                reason = "stop"
+                break
         return {
             "index": index,
             "finish_reason": reason,

@@ -42,6 +42,10 @@ class _IncompleteError(Exception):
     """An answer without what was asked for."""
 
 
+class VersionError(ValueError):
+    """A server whose weights are of another version than a request is for."""
+
+
 class RestartedError(ServerLostError):
     """A server that answers and has lost the weights it was given."""
 
@@ -91,8 +95,13 @@ class Server:
         with self._connected(timeout) as connection:
             self._need_version(connection, version)
 
-    def complete(self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str) -> Response:
-        """One response, by the weights of this version and no others."""
+    def complete(
+        self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str, cut: bool = False
+    ) -> Response:
+        """One response, by the weights of this version and no others.
+
+        With `cut` it may be one that a pause has ended: all its tokens are from before the pause.
+        """
         body = {
             "model": model,
             "prompt": request.tokens.tolist(),
@@ -106,8 +115,10 @@ class Server:
         with self._connected() as connection:
             self._need_version(connection, version)
             answer = self._call(connection, "POST", "/v1/completions", body)
+            (choice,) = self._choices(answer, 1, model)
+            if cut and choice.get("finish_reason") == "abort":
+                return self._cut_response(choice, request, drawing, version)
             self._need_version(connection, version)
-        (choice,) = self._choices(answer, 1, model)
         return self._response(choice, request, drawing, version)
 
     def score(
@@ -210,7 +221,7 @@ class Server:
         if found == NO_WEIGHTS:
             raise RestartedError(f"rollout.servers: {self.url} has restarted, it has none of the run's weights")
         if found != str(version):
-            raise ValueError(
+            raise VersionError(
                 f"rollout.servers: {self.url} serves policy version {found!r}, not {version}; let no other run use it, "
                 "and start it again"
             )
@@ -228,15 +239,30 @@ class Server:
             raise self._lost(f"/v1/completions answered for the model {answer.get('model')!r}, not {model!r}")
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
-    def _response(
+    def _cut_response(
         self, choice: Mapping[str, Any], request: SamplingRequest, drawing: Drawing, version: int
     ) -> Response:
+        """What there was at the pause; it may be whole, and it may be nothing."""
+        tokens, logprobs = self._drawn(choice) if choice.get("token_ids") else ([], [])
+        if len(tokens) > request.room or max(tokens, default=0) >= drawing.vocabulary:
+            raise self._lost(f"/v1/completions answered {len(tokens)} tokens that were not asked for")
+        ended = bool(tokens) and tokens[-1] in drawing.stops
+        return Response(
+            tokens=np.array(tokens, np.int64), logprobs=np.array(logprobs, np.float32), ended=ended, version=version
+        )
+
+    def _drawn(self, choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
         try:
-            tokens, logprobs = _drawn_of(choice)
+            return _drawn_of(choice)
         except (_IncompleteError, KeyError, TypeError, ValueError) as error:
             raise self._lost(
                 f"/v1/completions answered without token ids and log-probabilities ({_line(error)})"
             ) from None
+
+    def _response(
+        self, choice: Mapping[str, Any], request: SamplingRequest, drawing: Drawing, version: int
+    ) -> Response:
+        tokens, logprobs = self._drawn(choice)
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length"):  # aborted, by a pause or an error of the engine
             raise self._lost(f"/v1/completions ended a response by {reason!r}")

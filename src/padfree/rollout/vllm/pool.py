@@ -8,6 +8,10 @@ A round ends when every request has its response, or when no server is left that
 give them to a server that has come back without, and what is `missing` is asked for in another round. A request has one
 response: it is asked for again only after its connection has ended.
 
+A standing round (`Pool.stand`) has no end: requests are added to it, and answered in their order by threads that stay.
+A response that an exchange of weights has cut is asked for again, from where it was cut. With no server left the round
+is `stuck` until weights were handed over.
+
 While requests are under way each server is asked for its version every few seconds. One that does not answer hangs: its
 connections are closed, which gives its requests back.
 """
@@ -17,10 +21,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.vllm.http import RestartedError, Server, ServerLostError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
@@ -30,6 +34,10 @@ POLL, PATIENCE = 0.2, 1.0
 Ask = Callable[[Server, SamplingRequest], Response]
 Probe = Callable[[Server], None]
 """Raises what is wrong with a server."""
+
+
+class SupersededError(Exception):
+    """The weights that a request was meant for have been exchanged: it is asked for again, and nobody has failed."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -78,7 +86,8 @@ class Pool:
         with self._change:
             for state in self._states:
                 state.restarted = state.server not in usable
-                state.down, state.failures, state.under_way = False, 0, 0
+                state.down, state.failures = False, 0
+            self._change.notify_all()
 
     def ask_all(
         self,
@@ -90,17 +99,8 @@ class Pool:
         """Ask for the requests of these numbers, so many at a time."""
         if not numbers:
             return Round()
-        work = _Work(self, requests, numbers, ask, on_response)
-        servers = len(self._states)
-        threads = [
-            threading.Thread(target=work.answer_some, name="request", daemon=True)
-            for _ in range(min(len(numbers), self._concurrency * servers))
-        ]
-        threads += [
-            threading.Thread(target=work.watch, args=(state,), name="probe", daemon=True) for state in self._states
-        ]
-        for thread in threads:
-            thread.start()
+        work = _Work(self, {number: requests[number] for number in numbers}, ask, lambda _, found: on_response(found))
+        threads = self._threads(work, len(numbers))
         work.ended.wait()
         if work.error is not None:
             for state in self._states:
@@ -112,24 +112,35 @@ class Pool:
         work.round.missing = sorted(work.queue)
         return work.round
 
+    def stand(self, ask: Ask) -> StandingWork:
+        """A round without an end."""
+        work = StandingWork(self, ask)
+        self._threads(work, self._concurrency * len(self._states))
+        return work
+
+    def _threads(self, work: _Work, most: int) -> list[threading.Thread]:
+        threads = [
+            threading.Thread(target=work.answer_some, name="request", daemon=True)
+            for _ in range(min(most, self._concurrency * len(self._states)))
+        ]
+        threads += [
+            threading.Thread(target=work.watch, args=(state,), name="probe", daemon=True) for state in self._states
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
 
 class _Work:
     """One round, shared by its threads; `pool._change` guards all of it."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        requests: Sequence[SamplingRequest],
-        numbers: Sequence[int],
-        ask: Ask,
-        on_response: Callable[[Response], None],
-    ) -> None:
+    def __init__(self, pool: Pool, requests: dict[int, SamplingRequest], ask: Ask, on_response: OnResponse) -> None:
         self._pool, self._change, self._states = pool, pool._change, pool._states
         self._requests, self._ask, self._on_response = requests, ask, on_response
-        self.queue = deque(numbers)
+        self.queue = deque(requests)
         self.round = Round()
         self.error: ValueError | None = None
-        self._total = len(numbers)
+        self._total = len(requests)
         self.ended = threading.Event()
         self._last_sign = time.monotonic()  # of a response, or of a server that has not failed since its last one
 
@@ -138,6 +149,9 @@ class _Work:
             number, state = task
             try:
                 response = self._ask(state.server, self._requests[number])
+            except SupersededError:
+                with self._change:
+                    self._give_back(number, state)
             except ServerLostError as error:
                 with self._change:
                     self._give_back(number, state)
@@ -150,12 +164,23 @@ class _Work:
                 with self._change:
                     state.under_way -= 1
                     state.failures = 0
-                    assert number not in self.round.found, "a request is asked for again only when it has no response"
-                    self.round.found[number] = response
                     self._last_sign = time.monotonic()
-                    self._on_response(response)
-                    if len(self.round.found) == self._total:
-                        self._end()
+                    self._keep(number, response)
+
+    def _keep(self, number: int, response: Response) -> None:
+        assert number not in self.round.found, "a request is asked for again only when it has no response"
+        self.round.found[number] = response
+        self._on_response(number, response)
+        if len(self.round.found) == self._total:
+            self._end()
+
+    def _is_waited_for(self) -> bool:
+        """Whether there are requests without a response."""
+        return True
+
+    def _without_servers(self) -> None:
+        """Every server with the weights is gone: whoever calls must hand them over again."""
+        self._end()
 
     def _next(self) -> tuple[int, _State] | None:
         """A request and the server for it; None: there is nothing left to ask."""
@@ -163,19 +188,18 @@ class _Work:
             while not self.ended.is_set():
                 now = time.monotonic()
                 usable = [state for state in self._states if state.usable]
-                if any(not state.failures for state in usable):
+                if any(not state.failures for state in usable) or not self._is_waited_for():
                     self._last_sign = now
                 if not usable and any(state.restarted for state in self._states):
-                    self._end()  # whoever calls must hand the weights over again
-                    break
+                    self._without_servers()
                 elif now - self._last_sign > self._pool._timeout:
                     self._stop(self._nobody())
-                    break
                 elif usable and self.queue:
                     state = min(usable, key=lambda state: state.under_way)
                     state.under_way += 1
                     return self.queue.popleft(), state
-                self._change.wait(PATIENCE)
+                if not self.ended.is_set():
+                    self._change.wait(PATIENCE)
             return None
 
     def _nobody(self) -> ValueError:
@@ -230,3 +254,60 @@ class _Work:
     def _end(self) -> None:
         self.ended.set()
         self._change.notify_all()
+
+
+class StandingWork(_Work):
+    """A round without an end, that requests are added to."""
+
+    def __init__(self, pool: Pool, ask: Ask) -> None:
+        super().__init__(pool, {}, ask, self._tell)
+        self._told: dict[int, tuple[OnResponse, int]] = {}  # whom to tell of a response, and by which number
+
+    @property
+    def stuck(self) -> bool:
+        """Whether requests wait for a server that has the weights, and there is one that could have them."""
+        with self._change:
+            states = self._states
+            return bool(self.queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
+
+    def add(self, requests: Iterable[SamplingRequest], on_response: OnResponse) -> None:
+        """Behind all others. Each response is told by the place of its request among these."""
+        with self._change:
+            for place, request in enumerate(requests):
+                number = self._total
+                self._total += 1
+                self._requests[number], self._told[number] = request, (on_response, place)
+                self.queue.append(number)
+            self._change.notify_all()
+
+    def take_retried(self) -> int:
+        """How many requests were asked for again since this was asked last."""
+        with self._change:
+            retried, self.round.retried = self.round.retried, 0
+            return retried
+
+    def close(self) -> None:
+        with self._change:
+            self._end()
+        for state in self._states:
+            state.server.hang_up()
+
+    def _keep(self, number: int, response: Response) -> None:
+        request = self._requests[number]
+        self._on_response(number, response)
+        if response.is_whole(request.room):
+            del self._requests[number], self._told[number]
+        else:
+            self._requests[number] = replace(request, begun=response)
+            self.queue.appendleft(number)
+            self._change.notify()
+
+    def _tell(self, number: int, response: Response) -> None:
+        on_response, place = self._told[number]
+        on_response(place, response)
+
+    def _is_waited_for(self) -> bool:
+        return bool(self._requests)
+
+    def _without_servers(self) -> None:
+        self._last_sign = time.monotonic()  # the run waits for a server itself, and for no longer than it may

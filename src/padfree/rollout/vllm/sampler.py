@@ -7,6 +7,16 @@
 
 A server that fails in an exchange, or is down at that time, is left out until the next one. What was sampled already
 stays: every request gets exactly one response, from the weights of the last `update_weights`.
+
+With `rollout.staleness` above 0 requests are answered by threads that stay, and weights are exchanged meanwhile:
+
+    main thread     close the gate | pause | buckets | finish | resume | canary | open the gate
+    request         7 8 | 5 6      cut: what is there is kept       7 8 5 6 | 1 0      goes on from its last token
+    versions              3 3                                             3 3   4 4
+
+vLLM could also freeze requests over a pause and go on with them (`keep`). Then nobody would know which token is of
+which version, and later tokens could be drawn from keys and values of old weights, so that their log-probabilities
+would be those of no policy. What is asked for anew is prefilled by the new weights.
 """
 
 from __future__ import annotations
@@ -15,9 +25,10 @@ import hashlib
 import secrets
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +41,13 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
 from padfree.model.export import export_adapters
-from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
+from padfree.rollout.base import OnProgress, OnResponse, Response, SamplingRequest, Score
+from padfree.rollout.noise import key_behind
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_server
-from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, Server, ServerLostError
+from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, Server, ServerLostError, VersionError
 from padfree.rollout.vllm.launch import PROBE, Launcher
-from padfree.rollout.vllm.pool import Pool
+from padfree.rollout.vllm.pool import Pool, StandingWork, SupersededError
 from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, Way, each
 
 PROBE_EVERY = 5.0
@@ -94,14 +106,32 @@ class VllmSampler:
         )
         self._metrics: dict[str, float] = {}
         self._exchanges: dict[str, float] = {}
+        self._standing: StandingWork | None = None  # what is sampled ahead
+        self._gate = threading.Event()  # open: no exchange of weights is under way
+        self._gate.set()
+        self._counted, self._counted_since = 0, time.perf_counter()  # tokens
 
     # Weights
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         assert version >= self._version, "versions are numbers of optimizer steps"
-        self._trained, self._version = trained, version
-        self._metrics, self._exchanges = {}, {}
-        self._exchange()
+        self._metrics, self._exchanges = {} if self._standing is None else self._standing_metrics(), {}
+        with self._gate_closed():
+            self._trained, self._version = trained, version
+            self._exchange()
+
+    def renew(self) -> None:
+        with self._gate_closed():
+            self._exchange()
+
+    @contextmanager
+    def _gate_closed(self) -> Iterator[None]:
+        """A block in which no thread asks for a response."""
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._gate.set()
 
     def _exchange(self) -> None:
         """Give the present weights to every server that can take them, and see that they have; at least one must."""
@@ -199,7 +229,7 @@ class VllmSampler:
 
     def _adapters_handed_over(self) -> tuple[dict[str, str], int]:
         """The adapters alone, as files: that is what vLLM's route takes."""
-        name = self._name()
+        name = self._name(self._version)
         folder = self._folder / name
         if self._first and self._folder.is_dir():
             for earlier in self._folder.iterdir():  # a server may read what it was given last once more
@@ -230,9 +260,9 @@ class VllmSampler:
                 server.call("POST", "/v1/unload_lora_adapter", {"lora_name": other}, cure=LORA)
         server.call("POST", "/update_weight_version", {"new_version": str(self._version)})
 
-    def _name(self) -> str:
+    def _name(self, version: int) -> str:
         """What the server calls the policy."""
-        return f"{self._model}-step-{self._version}" if self.config.lora.rank else self._model
+        return f"{self._model}-step-{version}" if self.config.lora.rank else self._model
 
     def _checked(self, servers: Sequence[Server]) -> list[Server]:
         """The canary: those of the servers whose log-probabilities are the trainer's. Every rank calls it.
@@ -248,7 +278,7 @@ class VllmSampler:
                 self._sequences,
                 drawn=DRAWN,
                 temperature=temperature,
-                model=self._name(),
+                model=self._name(self._version),
                 salt=f"{self._salt} canary {self._version}",
             )
 
@@ -315,20 +345,72 @@ class VllmSampler:
                 break
             self._exchange()
         seconds = time.perf_counter() - begin
-        self._metrics = {
+        self._metrics = self._sampling_metrics(tokens, seconds, retried)
+        return [found[number] for number in range(len(requests))]
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
+        assert self._version >= 0, "weights come first"
+        if self._standing is None:
+            self._counted, self._counted_since = 0, time.perf_counter()
+            self._standing = self._pool.stand(self._ask)
+        self._standing.add(requests, on_response)
+
+    @property
+    def stuck(self) -> bool:
+        return self._standing is not None and self._standing.stuck
+
+    @property
+    def failure(self) -> ValueError | None:
+        return None if self._standing is None else self._standing.error
+
+    def _standing_metrics(self) -> dict[str, float]:
+        """Of what was sampled since they were asked for last."""
+        assert self._standing is not None
+        now = time.perf_counter()
+        tokens, seconds = self._counted, now - self._counted_since
+        self._counted, self._counted_since = 0, now
+        return self._sampling_metrics(tokens, seconds, self._standing.take_retried())
+
+    def _sampling_metrics(self, tokens: int, seconds: float, retried: int) -> dict[str, float]:
+        return {
             "seconds": seconds,
             "tokens": float(tokens),
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "retried": float(retried),
             "restarts": float(self._launcher.restarts if self._launcher else 0),
         }
-        return [found[number] for number in range(len(requests))]
 
     def _ask(self, server: Server, request: SamplingRequest) -> Response:
-        return server.complete(request, self._drawing, model=self._name(), version=self._version, salt=self._salt)
+        self._gate.wait()
+        version, begun = self._version, request.begun
+        try:
+            response = server.complete(
+                request if begun is None else rest_of(request, begun),
+                self._drawing,
+                model=self._name(version),
+                version=version,
+                salt=self._salt,
+                cut=self._standing is not None,
+            )
+        except ValueError:
+            if self._is_superseded(version):
+                raise SupersededError from None
+            raise
+        self._counted += len(response.tokens)
+        return response if begun is None else begun.followed_by(response)
+
+    def _is_superseded(self, version: int) -> bool:
+        """Whether weights were exchanged, or are just now, since this was the present version."""
+        return self._version != version or not self._gate.is_set()
 
     def _probe(self, server: Server) -> None:
-        server.need_version(self._version, timeout=min(PROBE, self.config.rollout.timeout / 4))
+        self._gate.wait()
+        version = self._version
+        try:
+            server.need_version(version, timeout=min(PROBE, self.config.rollout.timeout / 4))
+        except VersionError:
+            if not self._is_superseded(version):
+                raise
 
     # The rest
 
@@ -336,6 +418,8 @@ class VllmSampler:
         return {**self._exchanges, **self._metrics}
 
     def close(self) -> None:
+        if self._standing is not None:
+            self._standing.close()
         if self._launcher is not None:
             self._launcher.close()
         if self._first:
@@ -372,6 +456,16 @@ class VllmSampler:
 
     def _servers_left_alone(self) -> AbstractContextManager[None]:
         return nullcontext() if self._launcher is None else self._launcher.left_alone()
+
+
+def rest_of(request: SamplingRequest, begun: Response) -> SamplingRequest:
+    """What is still to be written behind the tokens that are there, with noise of its own."""
+    done = len(begun.tokens)
+    return SamplingRequest(
+        tokens=np.concatenate([request.tokens, begun.tokens]),
+        room=request.room - done,
+        key=key_behind(request.key, done),
+    )
 
 
 def transfer_folder(config: Config) -> Path:

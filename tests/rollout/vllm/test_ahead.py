@@ -1,0 +1,233 @@
+"""Sampling that goes on while the policy is trained: what is trained, by which weights it was written, and resuming."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from padfree.batch import Sample
+from padfree.rollout.base import Response
+from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
+from padfree.rollout.writer import Written
+from padfree.train.run import train
+from tests.rollout.vllm.test_run import SAMPLES, fake_of, lines, make_config, model_folder
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+
+__all__ = ["model_folder"]  # a fixture
+HERE = "tests.rollout.vllm.test_ahead"
+
+
+class Remembering(FakeVllm):
+    """Keeps the weights of every version."""
+
+    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._finish(body)
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.__dict__.setdefault("weights", {})[int(self.version)] = state
+        return answer
+
+
+def remembering(model: Path) -> Remembering:
+    plain = fake_of(model)
+    return Remembering(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list[Written]]]:
+    """Of every batch that is taken from the queue its samples and responses."""
+    found: dict[int, tuple[list[Sample], list[Written]]] = {}
+    finished = AheadWriter._finished
+
+    def record(writer: AheadWriter, batch: int, candidates: Any, signal: Any, written: Mapping[int, Written]) -> Any:
+        samples = finished(writer, batch, candidates, signal, written)
+        found[batch] = samples, [written[number] for number in sorted(written)]
+        return samples
+
+    monkeypatch.setattr(AheadWriter, "_finished", record)
+    return found
+
+
+def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Path, taken: Any) -> None:
+    """Responses that an exchange has cut go on by the new weights; log-probabilities are those of each version."""
+    fake = remembering(model_folder)
+    fake.token_seconds = 0.03
+    with serving(fake) as (url,):
+        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=5))
+    found = lines(tmp_path / "run")
+    assert sorted(taken) == [1, 2, 3, 4, 5]
+    assert [line["samples"] for line in found] == [SAMPLES] * 5
+    assert max(line["version_age_max"] for line in found) in (1.0, 2.0)
+    assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in found)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    mixed = 0
+    for batch, (samples, written) in taken.items():
+        assert [one.number for one in written] == list(range(SAMPLES))
+        for sample, one in zip(samples, written, strict=True):
+            versions = one.response.token_versions
+            assert (np.diff(versions) >= 0).all()
+            assert batch - 3 <= versions.min()
+            assert versions.max() < batch
+            mixed += len(set(versions.tolist())) > 1
+            for version in set(versions.tolist()):
+                model.load_state_dict(fake.weights[version])
+                with torch.no_grad():
+                    logits = model(input_ids=torch.from_numpy(sample.tokens)[None].long()).logits[0].double()
+                scores = torch.log_softmax(logits / 0.8, -1)
+                before = len(sample.tokens) - len(versions)
+                for place in np.flatnonzero(versions == version):
+                    at = before + int(place)
+                    expected = scores[at - 1, int(sample.tokens[at])].item()
+                    assert one.response.logprobs[place] == pytest.approx(expected, abs=1e-4)
+    assert mixed > 0, "an exchange came while responses were under way"
+
+
+overlaps: list[tuple[str, float, float]] = []
+
+
+def slow_reward(response: str, row: Mapping[str, Any]) -> float:
+    begin = time.monotonic()
+    time.sleep(0.3)
+    overlaps.append((threading.current_thread().name, begin, time.monotonic()))
+    return sum(letter.isdigit() for letter in response) / 6
+
+
+def test_rewards_run_beside_each_other_and_beside_training(model_folder: Path, tmp_path: Path) -> None:
+    overlaps.clear()
+    steps: list[float] = []
+    with serving(fake_of(model_folder)) as (url,):
+        config = make_config(
+            tmp_path / "run", model_folder, servers=[url], staleness=2, steps=3, reward=f"{HERE}:slow_reward"
+        )
+        train(config, on_step=lambda metrics: steps.append(time.monotonic()))
+    assert len(overlaps) == 3 * SAMPLES, "batches that would not be trained are not sampled"
+    at_once = [sum(begin <= other < end for _, other, _ in overlaps) for _, begin, end in overlaps]
+    assert max(at_once) > 1
+    assert {name.split("_")[0] for name, _, _ in overlaps} == {"reward"}
+    firsts = sorted(begin for _, begin, _ in overlaps)
+    assert firsts[SAMPLES] < steps[0], "the second batch is rewarded before the first has been trained"
+
+
+def test_without_staleness_nothing_changes(model_folder: Path, tmp_path: Path) -> None:
+    """The run without the setting, and one with its default, step for step."""
+    found = []
+    for name, rollout in (("plain", {}), ("zero", {"staleness": 0})):
+        with serving(fake_of(model_folder)) as (url,):
+            train(make_config(tmp_path / name, model_folder, servers=[url], **rollout))
+        found.append([(line["loss"], line["reward"], line["gradient_norm"]) for line in lines(tmp_path / name)])
+        assert all("version_age" not in line for line in lines(tmp_path / name))
+    assert found[0] == found[1]
+
+
+class StopError(Exception):
+    pass
+
+
+def stop_after(step: int) -> Any:
+    def on_step(metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == step:
+            raise StopError
+
+    return on_step
+
+
+def asked_of(fake: FakeVllm) -> Counter[int]:
+    """How often each response was begun; one that goes on has another seed."""
+    return Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
+
+
+@pytest.mark.parametrize("filtered", ["none", "equal"])
+def test_a_resumed_run_goes_on_with_its_queue(filtered: str, model_folder: Path, tmp_path: Path, taken: Any) -> None:
+    """Broken off after three steps, with a checkpoint after each: nothing the checkpoint has is sampled again."""
+    fake = fake_of(model_folder)
+    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 6}
+    with serving(fake) as (url,):
+        config = make_config(
+            tmp_path / "run", model_folder, servers=[url], checkpoint={"every": 1, "export": False}, **settings
+        )
+        with pytest.raises(StopError):
+            train(config, on_step=stop_after(3))
+        extra = stored_of(tmp_path / "run")
+        assert {one.batch for one in extra} <= {4, 5}
+        finished = {(one.batch, one.number) for one in extra if one.reward is not None}
+        assert finished
+        before = {batch: parts for batch, parts in taken.items() if batch <= 3}
+        fake.completed.clear()
+        train(config)
+    again = asked_of(fake)
+    assert max(again.values()) == 1
+    assert len(again) <= 3 * SAMPLES * (3 if filtered == "equal" else 1) - len(finished)
+    assert sorted(taken) == [1, 2, 3, 4, 5, 6]
+    assert before.keys() == {1, 2, 3}
+    stored = {(one.batch, one.number): one for one in extra}
+    for batch in (4, 5):
+        for one in taken[batch][1]:
+            kept = stored.get((batch, one.number))
+            if kept is not None and kept.reward is not None:
+                assert np.array_equal(kept.response.tokens, one.response.tokens)
+                assert np.array_equal(kept.response.token_versions, one.response.token_versions)
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == list(range(6))
+    assert all(line["groups_dropped"] == 0 for line in found)
+
+
+def stored_of(run: Path) -> list[Stored]:
+    from padfree.checkpoint.checkpointer import Checkpointer
+    from padfree.distributed import distributed
+
+    with distributed(device="cpu"):
+        checkpointer = Checkpointer(run / "checkpoints", keep_last=2)
+        newest = checkpointer.agreed_latest()
+        assert newest is not None
+        return stored_responses(checkpointer.extra(newest))
+
+
+def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Path, taken: Any) -> None:
+    fake = fake_of(model_folder)
+    checkpoint = {"every": 1, "export": False}
+    with serving(fake) as (url,):
+        settings: dict[str, Any] = {"servers": [url], "checkpoint": checkpoint, "steps": 6}
+        with pytest.raises(StopError):
+            train(make_config(tmp_path / "run", model_folder, staleness=3, **settings), on_step=stop_after(2))
+        taken.clear()
+        notes: list[str] = []
+        train(make_config(tmp_path / "run", model_folder, staleness=1, **settings), on_note=notes.append)
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == list(range(6))
+    assert sum(line["groups_dropped"] for line in found[2:]) > 0
+    assert all(line["version_age_max"] <= 1 for line in found[3:])
+    assert all(len(written) == SAMPLES for _, written in taken.values())
+    assert any("rollout.staleness" in note for note in notes)
+
+
+def test_stored_responses_come_back() -> None:
+    def response(tokens: list[int], versions: list[int], *, ended: bool) -> Response:
+        return Response(
+            tokens=np.array(tokens),
+            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
+            ended=ended,
+            version=versions[0],
+            versions=np.array(versions),
+        )
+
+    there = [
+        Stored(3, 1, response([5, 6, 0], [1, 1, 2], ended=True), 0.25),
+        Stored(3, 0, response([7], [2], ended=False), None),
+    ]
+    found = stored_responses(stored_state(there))
+    assert [(one.batch, one.number, one.reward, one.response.ended) for one in found] == [
+        (3, 0, None, False),
+        (3, 1, 0.25, True),
+    ]
+    assert found[1].response.tokens.tolist() == [5, 6, 0]
+    assert found[1].response.token_versions.tolist() == [1, 1, 2]
+    assert found[1].response.logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert stored_responses(stored_state([])) == []
