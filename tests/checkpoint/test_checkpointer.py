@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from padfree.checkpoint import checkpointer as checkpoint
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError, write_safetensors
-from padfree.distributed.collectives import PeerLostError
+from padfree.distributed.peers import PeerLostError
 from tests.ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-import padfree.distributed.collectives as collectives
+import padfree.distributed.peers as peers
 from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError
@@ -312,7 +312,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     launched.terminate()
     output = launched.communicate(timeout=120)[0]
     assert (tmp_path / "killed").exists()
-    assert "rank 0: a peer is gone or stuck" in output, output
+    assert "rank 0: rank 1 is gone, stuck or cut off" in output, output
     assert "stopped by a signal after" in output, output
     step = int(output.split("stopped by a signal after ")[1].split()[0])
     assert 4 <= step < 8
@@ -328,7 +328,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
 def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
     """Leave behind what this rank ended with, and when."""
-    collectives.PATIENCE = 1.0
+    peers.PATIENCE = 1.0
 
     def make(groups: Any) -> list[Sample]:
         if rank == 1 and how == "reward":
@@ -366,7 +366,7 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
         ("reward", ["stopped, because rank 1 failed: reward: mine:score raised", "ValueError reward: mine:score"]),
         ("bug", ["stopped, because rank 1 failed: KeyError: 'missing'", "KeyError 'missing'"]),
         ("disk", ["ValueError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
-        ("kill", ["PeerLostError rank 0: a peer is gone or stuck; look at what the other ranks logged", None]),
+        ("kill", ["PeerLostError rank 0: rank 1 is gone, stuck or cut off; look at what was logged there (", None]),
         ("stuck", ["stopped, because rank 1 failed: ZeroDivisionError: division by zero", "ZeroDivisionError"]),
     ],
 )

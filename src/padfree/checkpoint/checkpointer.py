@@ -74,7 +74,7 @@ from padfree.checkpoint.manifest import (
     state_tensors,
 )
 from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimizer
-from padfree.distributed.collectives import watching
+from padfree.distributed.peers import watching
 from padfree.model.export import sync
 from padfree.model.load import local_part, local_region
 

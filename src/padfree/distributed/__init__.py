@@ -1,16 +1,8 @@
-"""Processes, their groups, and moving rows between them."""
+"""Processes, their groups, moving rows between them, and what they do when one is lost."""
 
-from padfree.distributed.collectives import (
-    PeerLostError,
-    Ring,
-    all_gather_rows,
-    exchange_rows,
-    failing_together,
-    raise_together,
-    reduce_scatter_rows,
-    watching,
-)
+from padfree.distributed.collectives import Ring, all_gather_rows, exchange_rows, reduce_scatter_rows
 from padfree.distributed.mesh import Axis, Mesh, distributed, init_distributed, make_mesh
+from padfree.distributed.peers import PeerLostError, failing_together, raise_together, watching
 
 __all__ = [
     "Axis",

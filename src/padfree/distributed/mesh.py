@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from padfree.distributed.collectives import PeerLostError, failing_together
+from padfree.distributed.peers import PeerLostError, failing_together
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds."""

@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,6 +42,9 @@ from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
 """Sections that every `config.json` of a run has had."""
+
+SHOWN_SECONDS = 20.0
+"""Seconds until a host must see what another one has written to a folder that they share."""
 
 LOCK_SECONDS = 1.0
 """Seconds to wait for the lock: a process that was killed just now may take a moment to end."""
@@ -153,8 +157,10 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
         except ValueError as caught:
             error = str(caught)
     raise_together(error)
+    identity = _from_first(identity)
     try:
-        yield _from_first(identity)
+        raise_together(_not_shared(Path(config.run.folder), identity))
+        yield identity
     finally:
         if lock is not None:
             with suppress(OSError):
@@ -246,6 +252,19 @@ def _from_first(identity: Identity | None) -> Identity:
     dist.all_gather_object(told, identity)
     found: Identity = told[0]
     return found
+
+
+def _not_shared(folder: Path, identity: Identity) -> str | None:
+    """What to say if the first rank's folder is not this rank's: they are on hosts that have disks of their own."""
+    deadline = time.monotonic() + SHOWN_SECONDS
+    while (_read(folder / MARKER) or {}).get("run") != identity.run:
+        if time.monotonic() > deadline:
+            return (
+                f"run.folder: {folder} on {socket.gethostname()} is not the folder of rank 0, whose {MARKER} is not there; "
+                "give a folder that all hosts share"
+            )
+        time.sleep(0.1)
+    return None
 
 
 @contextmanager

@@ -1,0 +1,118 @@
+"""Hosts for tests on one machine: network namespaces on a bridge.
+
+    host-1   eth0 10.213.N.1 --+
+    host-2   eth0 10.213.N.2 --+-- bridge
+    host-3   eth0 10.213.N.3 --+
+
+Each host has an address, a name and a hosts file of its own, and reaches the others through its one link. Processes on
+different hosts share the disk, unless a folder is made a host's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    name: str
+    namespace: str
+    address: str
+    link: str  # its end at the bridge
+
+    def start(
+        self, command: Sequence[str], *, output: Path, env: Mapping[str, str], own_folder: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """A process on this host. `own_folder` is empty there at first, and nobody else sees what is written to it."""
+        mount = f"mount -t tmpfs own {own_folder} && " if own_folder else ""
+        inside = ["unshare", "--uts", "--mount", "sh", "-c", f'hostname {self.name} && {mount}exec "$@"', "sh"]
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace, *inside, *command],
+                cwd=ROOT,
+                env={**os.environ, **env},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes at once."""
+        for process in _ip("netns", "pids", self.namespace).split():
+            try:
+                os.kill(int(process), number)
+            except ProcessLookupError:
+                continue
+
+    def cut_off(self) -> None:
+        _ip("link", "set", self.link, "down")
+
+    def connect(self) -> None:
+        _ip("link", "set", self.link, "up")
+
+
+def no_hosts_reason() -> str | None:
+    """Why hosts cannot be made here."""
+    if sys.platform != "linux" or shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "needs Linux with iproute2 and unshare"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"padfree-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode == 0:
+        made = subprocess.run(
+            ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "true"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        _ip("netns", "del", name)
+    return f"network namespaces cannot be made: {made.stderr.strip()}" if made.returncode else None
+
+
+@contextmanager
+def connected_hosts(count: int) -> Iterator[list[Host]]:
+    tag = os.getpid() % 250
+    bridge = f"pf{tag}"
+    hosts = [
+        Host(name=f"host-{n}", namespace=f"padfree{tag}-{n}", address=f"10.213.{tag}.{n}", link=f"pf{tag}h{n}")
+        for n in range(1, count + 1)
+    ]
+    table = "".join(f"{host.address} {host.name}\n" for host in hosts)
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for host in hosts:
+            files = Path("/etc/netns") / host.namespace  # `ip netns exec` shows them in /etc
+            files.mkdir(parents=True, exist_ok=True)
+            (files / "hosts").write_text("127.0.0.1 localhost\n" + table)
+            _ip("netns", "add", host.namespace)
+            _ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            _ip("link", "set", host.link, "master", bridge, "up")
+            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", host.namespace, "link", "set", device, "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            for arguments in (("netns", "pids", host.namespace), ("netns", "del", host.namespace)):
+                done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+                for process in done.stdout.split():
+                    os.kill(int(process), signal.SIGKILL)
+            shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout

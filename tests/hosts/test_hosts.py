@@ -1,0 +1,161 @@
+"""Runs over several hosts: the numbers of one process, what is said when a host is lost, and going on afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import decoders
+from transformers import AutoTokenizer
+
+from padfree.config import config_from_dict
+from padfree.train.run import train
+from tests.hosts.network import Host, connected_hosts, no_hosts_reason
+from tests.models import save_with_tokenizer
+from tests.train.loop_cases import lines
+
+LIMIT = 400.0
+"""Seconds for processes that start and end by themselves, on a machine with other things to do."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    if reason := no_hosts_reason():
+        pytest.skip(reason)
+    with connected_hosts(3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def settings(folder: Path, model: Path, kind: str, **sections: Any) -> dict[str, Any]:
+    rows = [{"prompt": f"{a}+{'1' * b}=", "response": str(a + b)} for a in range(4) for b in range(1, 5)]
+    data = folder.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "data": {"path": [str(data)], "epochs": None},
+        "batch": {"samples": 8, "max_tokens": 40},
+        "optimizer": {"lr": 2e-3, "eps": 1e-3},
+        "run": {"folder": str(folder), "steps": 3, "device": "cpu", "timeout": 120.0},
+    }
+    if kind == "rl":
+        reward = "tests.hosts.worker:share_of_digits"
+        values["rollout"] = {"reward": reward, "group": 2, "max_new_tokens": 6, "batch": 5}
+        values["loss"] = {"kind": "clip", "temperature": 0.8}
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return values
+
+
+def start(
+    hosts: Sequence[Host],
+    runs: list[dict[str, Any]],
+    folder: Path,
+    *,
+    processes: int = 2,
+    restarts: int = 0,
+    step_seconds: float = 0.0,
+    own_folder: Path | None = None,
+    among: Sequence[Host] | None = None,
+) -> list[subprocess.Popen[bytes]]:
+    """torchrun on each of these hosts, which meet at the first one of `among`, all hosts of the run."""
+    among = among or hosts
+    (folder / "runs.json").write_text(json.dumps(runs))
+    launch = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(among))),
+        *("--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--rdzv-id", folder.name),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{among[0].name}:29500"),
+        *("-m", "tests.hosts.worker", str(folder / "runs.json")),
+    ]
+    env = {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": "1",
+        "PADFREE_CACHE": str(folder / "cache"),
+        "STEP_SECONDS": str(step_seconds),
+    }
+    return [
+        host.start(launch, output=folder / f"{host.name}.log", env=env, own_folder=own_folder) for host in hosts
+    ]
+
+
+def said(folder: Path) -> str:
+    return "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("host-*.log")))
+
+
+def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, *, code: int = 0) -> str:
+    """Wait for them; what they and their workers printed."""
+    deadline = time.monotonic() + LIMIT
+    try:
+        for process in processes:
+            found = process.wait(timeout=max(deadline - time.monotonic(), 1.0))
+            assert (found == 0) == (code == 0), said(folder)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"did not end within {LIMIT} s\n{said(folder)}") from None
+    return said(folder)
+
+
+def assert_same_run(folder: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    found = lines(folder)
+    assert len(found) == len(lines(expected))
+    for line, other in zip(found, lines(expected), strict=True):
+        assert line == pytest.approx(other, rel=10 * tolerance, abs=tolerance)
+    weights, others = (load_file(path / "model" / "model.safetensors") for path in (folder, expected))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance)
+
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "data": {},
+    "context inside a host": {"context": 2},
+    "context over hosts": {"context": 4},
+    "weights on each host": {"replicate": 2},
+    "both": {"replicate": 2, "context": 2},
+}
+
+
+def test_two_hosts_train_as_one_process_does(hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:
+    """And checkpoints that both have written are gone on with by one and by three hosts."""
+    runs = []
+    for kind in ("sft", "rl"):
+        train(config_from_dict(settings(tmp_path / f"{kind} alone", model_folder, kind, run={"steps": 5})))
+        for name, parallel in LAYOUTS.items():
+            runs.append(settings(tmp_path / f"{kind} {name}", model_folder, kind, parallel=parallel))
+    more = {"steps": 5}
+    finish(start(hosts[:2], runs, tmp_path), tmp_path)
+    for kind in ("sft", "rl"):
+        for name in LAYOUTS:
+            assert [line["loss"] for line in lines(tmp_path / f"{kind} {name}")] == pytest.approx(
+                [line["loss"] for line in lines(tmp_path / f"{kind} alone")][:3], rel=1e-5, abs=1e-6
+            ), (kind, name)
+    elsewhere = {"one": "data", "three": "both"}
+    resumed = [
+        settings(tmp_path / f"{kind} {elsewhere['one']}", model_folder, kind, run=more) for kind in ("sft", "rl")
+    ]
+    for run in resumed:
+        train(config_from_dict(run))
+    third = [settings(tmp_path / f"{kind} both", model_folder, kind, run=more) for kind in ("sft", "rl")]
+    finish(start(hosts, third, tmp_path, processes=1), tmp_path)
+    for kind in ("sft", "rl"):
+        for name in elsewhere.values():
+            assert_same_run(tmp_path / f"{kind} {name}", tmp_path / f"{kind} alone")
