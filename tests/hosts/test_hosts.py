@@ -92,6 +92,7 @@ def start(
         "OMP_NUM_THREADS": "1",
         "PADFREE_CACHE": str(folder / "cache"),
         "STEP_SECONDS": str(step_seconds),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a host that comes back is told no address
     }
     return [
         host.start(launch, output=folder / f"{host.name}.log", env=env, own_folder=own_folder) for host in hosts
@@ -159,3 +160,82 @@ def test_two_hosts_train_as_one_process_does(hosts: list[Host], model_folder: Pa
     for kind in ("sft", "rl"):
         for name in elsewhere.values():
             assert_same_run(tmp_path / f"{kind} {name}", tmp_path / f"{kind} alone")
+
+
+def test_a_folder_that_hosts_do_not_share_is_refused(hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    run = settings(tmp_path / "own" / "run", model_folder, "sft")
+    data = tmp_path / "rows.jsonl"
+    (own / "rows.jsonl").rename(data)
+    run["data"]["path"] = [str(data)]
+    output = finish(start(hosts[:2], [run], tmp_path, processes=1, own_folder=own), tmp_path, code=1)
+    line = f"run.folder: {own / 'run'} on host-2 is not the folder of rank 0"
+    assert output.count(f"rank 0 ended: {line}") == 1, output
+    assert output.count(f"rank 1 ended: {line}") == 1, output
+
+
+def wait_for_steps(folder: Path, count: int, processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+    deadline, metrics = time.monotonic() + LIMIT, folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        assert time.monotonic() < deadline, said(logs)
+        assert all(process.poll() is None for process in processes), said(logs)
+        time.sleep(0.1)
+
+
+def test_short_outages_do_no_harm_and_a_lost_host_may_come_back(
+    hosts: list[Host], model_folder: Path, tmp_path: Path
+) -> None:
+    """A link that is down and a host that is stopped for 5 s; then a host whose processes are all killed."""
+    first, second = hosts[:2]
+    run = settings(
+        tmp_path / "run", model_folder, "sft", checkpoint={"every": 2}, run={"steps": 14, "timeout": 60.0}
+    )
+    alone = settings(tmp_path / "alone", model_folder, "sft", run={"steps": 14})
+    train(config_from_dict(alone))
+    started = start([first, second], [run], tmp_path, processes=1, restarts=2, step_seconds=0.5)
+    wait_for_steps(tmp_path / "run", 2, started, tmp_path)
+    second.cut_off()
+    time.sleep(5)
+    second.connect()
+    wait_for_steps(tmp_path / "run", 4, started, tmp_path)
+    second.signal(signal.SIGSTOP)
+    time.sleep(5)
+    second.signal(signal.SIGCONT)
+    wait_for_steps(tmp_path / "run", 7, started, tmp_path)
+    assert "ended" not in said(tmp_path)
+    second.signal(signal.SIGKILL)
+    started[1].wait()
+    again = start([second], [run], tmp_path, processes=1, restarts=2, step_seconds=0.5, among=[first, second])
+    output = finish([started[0], *again], tmp_path)
+    assert "rank 0 ended: rank 0 on host-1: rank 1 on host-2 is gone, stuck or cut off" in output, output
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.parametrize("how", ["cut off", "stopped", "first host killed"])
+def test_a_host_that_stays_away_is_named(how: str, hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:
+    first, second = hosts[:2]
+    run = settings(tmp_path / "run", model_folder, "sft", run={"steps": 1000, "timeout": 8.0})
+    started = start([first, second], [run], tmp_path, step_seconds=0.2)
+    wait_for_steps(tmp_path / "run", 2, started, tmp_path)
+    if how == "cut off":
+        second.cut_off()
+    elif how == "stopped":
+        second.signal(signal.SIGSTOP)
+    else:
+        first.signal(signal.SIGKILL)
+    stays = started[1] if how == "first host killed" else started[0]
+    finish([stays], tmp_path, code=1)
+    if how == "cut off":
+        finish(started, tmp_path, code=1)
+    output = said(tmp_path)
+    for host in hosts[:2]:
+        host.connect()
+        host.signal(signal.SIGKILL)
+    if how != "first host killed":
+        for rank in (0, 1):
+            assert f"rank {rank} ended: rank {rank} on host-1: ranks 2 and 3 on host-2 are gone, stuck or" in output, output
+    if how != "stopped":
+        for rank in (2, 3):
+            line = "ranks 0 and 1 on host-1, where the store of the run is, cannot be reached"
+            assert f"rank {rank} ended: rank {rank} on host-2: {line}" in output, output

@@ -44,6 +44,9 @@ _SIGNS_OF_LOSS = ("by peer", "timed out", "timeout", "broken pipe", "connection 
 class PeerLostError(RuntimeError):
     """Another process of the group ended, or did not answer within the timeout of the group."""
 
+    searched = False
+    """Whether it is already known who is lost, as far as it can be."""
+
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
@@ -88,6 +91,8 @@ def failing_together() -> Iterator[None]:
         yield
     except Exception as error:
         listener.left.set()
+        if isinstance(error, PeerLostError) and error.searched:
+            raise  # of a block inside
         line = " ".join(str(error).split())
         with sigterm_ignored():
             if not _is_loss(error):
@@ -96,10 +101,10 @@ def failing_together() -> Iterator[None]:
                 time.sleep(LINGER)  # the store may be this process's; the others must hear of it before it is gone
                 raise
             listener.heard.wait(LINGER)
-            if listener.cause is not None:
-                raise PeerLostError(listener.cause) from None
-            lost = _lost(listener.silent_ranks(), hosts)
-        raise PeerLostError(f"{_named([rank], hosts)}: {lost} ({line[:200]})") from None
+            lost = None if listener.cause else _lost(listener.silent_ranks(), hosts)
+        found = PeerLostError(listener.cause or f"{_named([rank], hosts)}: {lost} ({line[:200]})")
+        found.searched = True
+        raise found from None
     finally:
         listener.leave()
 
