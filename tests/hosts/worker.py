@@ -1,6 +1,6 @@
 """What torchrun starts on the hosts of the tests.
 
-    python -m tests.hosts.worker FILE     trains with each of the settings in the file, one after the other
+python -m tests.hosts.worker FILE     trains with each of the settings in the file, one after the other
 """
 
 from __future__ import annotations

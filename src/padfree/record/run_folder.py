@@ -260,8 +260,8 @@ def _not_shared(folder: Path, identity: Identity) -> str | None:
     while (_read(folder / MARKER) or {}).get("run") != identity.run:
         if time.monotonic() > deadline:
             return (
-                f"run.folder: {folder} on {socket.gethostname()} is not the folder of rank 0, whose {MARKER} is not there; "
-                "give a folder that all hosts share"
+                f"run.folder: {folder} on {socket.gethostname()} is not the folder of rank 0, whose {MARKER} is not "
+                "there; give a folder that all hosts share"
             )
         time.sleep(0.1)
     return None
