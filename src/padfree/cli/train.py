@@ -161,8 +161,13 @@ def summary(metrics: Mapping[str, Any]) -> str:
         parts.append(f"reward {metrics['reward']:.3f}")
     if "groups_without_signal" in metrics:
         parts.append(f"no signal {metrics['groups_without_signal']}/{metrics['groups']}")
-    if "seconds/sampling" in metrics:
+    if "version_age" in metrics:
+        waited = metrics.get("seconds/waiting", 0.0)
+        parts.append(f"age {metrics['version_age']:.1f}  ahead {metrics['queue_finished']:.0f}  waited {waited:.1f} s")
+    elif "seconds/sampling" in metrics:
         parts.append(f"sampling {metrics['seconds/sampling']:.1f} s")
+    if "groups_asked" in metrics:
+        parts.append(f"asked {metrics['groups_asked']:.0f} groups")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in metrics:
         parts.append(f"mfu {metrics['mfu']:.1%}")

@@ -95,6 +95,34 @@ GROUPS: Mapping[str, Sequence[Panel]] = {
             {"response_length": "mean", "response_length_min": "shortest", "response_length_max": "longest"},
         ),
         Panel("Responses cut before their end", "share of responses", {"response_cut": "share"}),
+        Panel(
+            "Responses near the end of their room",
+            "share of responses, reward",
+            {"overlong_share": "share", "overlong_penalty": "mean penalty"},
+        ),
+        Panel(
+            "Groups asked for",
+            "groups",
+            {"groups_asked": "all", "groups_equal": "equal rewards", "groups_surplus": "no room"},
+        ),
+    ),
+    "Servers and queue": (
+        Panel(
+            "Age of the policy that wrote the tokens",
+            "optimizer steps",
+            {"version_age": "mean", "version_age_max": "oldest"},
+        ),
+        Panel(
+            "Groups ahead of training",
+            "groups",
+            {"queue_finished": "finished", "queue_unfinished": "unfinished", "groups_dropped": "dropped"},
+        ),
+        Panel(
+            "Log-probabilities of trainer and server after an exchange",
+            "difference",
+            {"sampler/canary_difference": "mean", "sampler/canary_largest": "largest"},
+            log=True,
+        ),
     ),
     "Speed and memory": (
         Panel("Tokens per second", "tokens/s", {"tokens_per_second": "tokens/s"}, always=True),

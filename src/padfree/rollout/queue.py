@@ -199,9 +199,14 @@ class AheadWriter(RolloutWriter):
             self._change.notify_all()
 
     def _wait(self, queued: _Queued) -> None:
-        """Until this rank's responses are there, or something must be done about it."""
-        with self._change:
-            while queued.missing and self._error() is None and not self.sampler.stuck:
+        """Until this rank's responses are there, or something must be done about it.
+
+        The sampler is not asked under the lock: its threads may hold one of their own when they come for ours.
+        """
+        while not self.sampler.stuck:
+            with self._change:
+                if not queued.missing or self._error() is not None:
+                    return
                 self._change.wait(POLL)
 
     def _error(self) -> str | None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,10 +21,12 @@ from transformers import AutoModelForCausalLM
 
 from padfree.batch import Sample
 from padfree.rollout.base import Response
+from padfree.rollout.noise import response_keys
 from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
 from padfree.rollout.writer import Written
 from padfree.train.run import train
-from tests.rollout.vllm.test_run import SAMPLES, fake_of, lines, make_config, model_folder
+from tests.rollout.vllm.test_keeper import wait_until
+from tests.rollout.vllm.test_run import ROOT, SAMPLES, fake_of, lines, make_config, model_folder
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
 
 __all__ = ["model_folder"]  # a fixture
@@ -127,12 +134,31 @@ def test_without_staleness_nothing_changes(model_folder: Path, tmp_path: Path) -
     assert found[0] == found[1]
 
 
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[Stored]:
+    """What the last checkpoint had."""
+    found: list[Stored] = []
+    restore = AheadWriter.restore
+
+    def record(writer: AheadWriter, extra: Mapping[str, Any]) -> None:
+        restore(writer, extra)
+        found.extend(writer._restored.values())
+
+    monkeypatch.setattr(AheadWriter, "restore", record)
+    return found
+
+
 class StopError(Exception):
     pass
 
 
-def stop_after(step: int) -> Any:
+def stop_after(step: int, *, idle: FakeVllm | None = None) -> Any:
+    """Break the run off in this step; before the checkpoint of the one before it the server is to be `idle`."""
+
     def on_step(metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == step - 1 and idle is not None:
+            wait_until(lambda: idle.at_once == 0)
+            time.sleep(0.3)  # the last rewards
         if metrics["step"] == step:
             raise StopError
 
@@ -145,7 +171,9 @@ def asked_of(fake: FakeVllm) -> Counter[int]:
 
 
 @pytest.mark.parametrize("filtered", ["none", "equal"])
-def test_a_resumed_run_goes_on_with_its_queue(filtered: str, model_folder: Path, tmp_path: Path, taken: Any) -> None:
+def test_a_resumed_run_goes_on_with_its_queue(
+    filtered: str, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
+) -> None:
     """Broken off after three steps, with a checkpoint after each: nothing the checkpoint has is sampled again."""
     fake = fake_of(model_folder)
     settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 6}
@@ -154,20 +182,18 @@ def test_a_resumed_run_goes_on_with_its_queue(filtered: str, model_folder: Path,
             tmp_path / "run", model_folder, servers=[url], checkpoint={"every": 1, "export": False}, **settings
         )
         with pytest.raises(StopError):
-            train(config, on_step=stop_after(3))
-        extra = stored_of(tmp_path / "run")
-        assert {one.batch for one in extra} <= {4, 5}
-        finished = {(one.batch, one.number) for one in extra if one.reward is not None}
-        assert finished
-        before = {batch: parts for batch, parts in taken.items() if batch <= 3}
+            train(config, on_step=stop_after(3, idle=fake if filtered == "none" else None))
+        assert restored == []
         fake.completed.clear()
         train(config)
+    assert {one.batch for one in restored} <= {4, 5}
+    finished = {(one.batch, one.number) for one in restored if one.reward is not None}
+    assert finished or filtered != "none"
     again = asked_of(fake)
     assert max(again.values()) == 1
     assert len(again) <= 3 * SAMPLES * (3 if filtered == "equal" else 1) - len(finished)
     assert sorted(taken) == [1, 2, 3, 4, 5, 6]
-    assert before.keys() == {1, 2, 3}
-    stored = {(one.batch, one.number): one for one in extra}
+    stored = {(one.batch, one.number): one for one in restored}
     for batch in (4, 5):
         for one in taken[batch][1]:
             kept = stored.get((batch, one.number))
@@ -179,15 +205,58 @@ def test_a_resumed_run_goes_on_with_its_queue(filtered: str, model_folder: Path,
     assert all(line["groups_dropped"] == 0 for line in found)
 
 
-def stored_of(run: Path) -> list[Stored]:
-    from padfree.checkpoint.checkpointer import Checkpointer
-    from padfree.distributed import distributed
+PROGRAM = """
+import json, os, signal, sys
+from padfree.config import config_from_dict
+from padfree.train import engine, run
+begin = engine.Engine.begin
+def killed(self, prepared, *, step, **rest):
+    pending = begin(self, prepared, step=step, **rest)
+    if step == 2 and sys.argv[2] == "update":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pending
+engine.Engine.begin = killed
+run.train(config_from_dict(json.loads(sys.argv[1])))
+"""
 
-    with distributed(device="cpu"):
-        checkpointer = Checkpointer(run / "checkpoints", keep_last=2)
-        newest = checkpointer.agreed_latest()
-        assert newest is not None
-        return stored_responses(checkpointer.extra(newest))
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["sampling", "exchange", "update"])
+def test_a_run_that_was_killed_goes_on(
+    moment: str, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
+) -> None:
+    """By -9, with a checkpoint after every step: what the checkpoint has is not sampled again, and all is trained."""
+    fake = fake_of(model_folder)
+    moments = {
+        "sampling": lambda: len(asked_of(fake)) >= 3 * SAMPLES + 5,
+        "exchange": lambda: fake.calls.count("/update_weights") >= 3,
+        "update": lambda: False,
+    }
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    with serving(fake) as (url,):
+        config = make_config(
+            tmp_path / "run",
+            model_folder,
+            servers=[url],
+            checkpoint={"every": 1, "export": False},
+            staleness=2,
+            steps=5,
+        )
+        told = [sys.executable, "-c", PROGRAM, json.dumps(config.to_dict()), moment]
+        run = subprocess.Popen(told, env=environment)
+        wait_until(lambda: run.poll() is not None or moments[moment](), 300.0)
+        run.kill()
+        assert run.wait() == -signal.SIGKILL
+        fake.completed.clear()
+        train(config)
+    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(5))
+    assert set(taken) >= {4, 5}
+    assert all([one.number for one in written] == list(range(SAMPLES)) for _, written in taken.values())
+    again = asked_of(fake)
+    assert max(again.values()) == 1
+    for one in restored:
+        key = int(response_keys(0, one.batch, np.array([one.number]))[0]) & ((1 << 63) - 1)
+        assert key not in again, "it goes on from its last token, if it goes on at all"
 
 
 def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Path, taken: Any) -> None:

@@ -45,7 +45,7 @@ class FakeVllm:
         self.token_seconds = 0.0  # and each of its tokens
         self.completed: list[dict[str, Any]] = []
         self.calls: list[str] = []
-        self.most_at_once = self._at_once = 0
+        self.most_at_once = self.at_once = 0
         self._lock, self._compute = threading.Lock(), threading.Lock()
         self._group: Any = None
         self._updating = False
@@ -60,13 +60,13 @@ class FakeVllm:
             return 404, {"detail": "Not Found"}
         if path == "/v1/completions":
             with self._lock:
-                self._at_once += 1
-                self.most_at_once = max(self.most_at_once, self._at_once)
+                self.at_once += 1
+                self.most_at_once = max(self.most_at_once, self.at_once)
             try:
                 return self._complete(body)
             finally:
                 with self._lock:
-                    self._at_once -= 1
+                    self.at_once -= 1
         routes = {
             "/health": dict,
             "/weight_info": lambda: {"weight_version": "77" if self.fault == "version" else self.version},

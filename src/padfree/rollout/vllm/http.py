@@ -85,6 +85,11 @@ class Server:
         with self._connected(timeout) as connection:
             return self._call(connection, method, path, body, cure)
 
+    def tell(self, path: str, body: Any, *, cure: str) -> None:
+        """Post to a route that answers with a sentence."""
+        with self._connected() as connection:
+            self._answer(connection, "POST", path, body, cure)
+
     def version(self, *, timeout: float | None = None) -> str:
         """Which weights the server says it has."""
         with self._connected(timeout) as connection:
@@ -181,6 +186,16 @@ class Server:
     def _call(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None, cure: str = START
     ) -> dict[str, Any]:
+        content = self._answer(connection, method, path, body, cure)
+        try:
+            answer = json.loads(content) if content else {}
+        except ValueError:
+            raise self._lost(f"{path} answered what is no JSON ({content[:80]!r})") from None
+        if not isinstance(answer, dict):
+            raise self._lost(f"{path} answered {type(answer).__name__} in place of a JSON object")
+        return answer
+
+    def _answer(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any, cure: str) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:
@@ -202,13 +217,7 @@ class Server:
                 f"rollout.servers: {self.url} refused {path} ({reply.status}: {_message(content)}); start it for the "
                 "model and the lengths of this run"
             )
-        try:
-            answer = json.loads(content) if content else {}
-        except ValueError:
-            raise self._lost(f"{path} answered what is no JSON ({content[:80]!r})") from None
-        if not isinstance(answer, dict):
-            raise self._lost(f"{path} answered {type(answer).__name__} in place of a JSON object")
-        return answer
+        return content
 
     def _version(self, connection: http.client.HTTPConnection) -> str:
         answer = self._call(connection, "GET", "/weight_info")

@@ -147,7 +147,10 @@ class VllmSampler:
                 "exchange_seconds": self._exchanges.get("exchange_seconds", 0.0) + seconds,
                 "exchange_bytes": self._exchanges.get("exchange_bytes", 0.0) + sent,
             }
-            ready = self._checked([server for server in self.servers if server.url not in failed])
+            lost: dict[str, str] = {}
+            ready = self._checked([server for server in self.servers if server.url not in failed], lost)
+            late = self._first and not ready and time.monotonic() > deadline
+            raise_together(self._nobody({**failed, **lost}) if late else None, self.mesh.loss.group)
         self._exchanges["servers"] = float(len(ready))
         self._pool.reset(ready)
 
@@ -160,11 +163,14 @@ class VllmSampler:
             if len(lines) < len(self.servers):
                 return None
             if time.monotonic() > deadline:
-                return (
-                    f"{next(iter(lines.values()))}, and no server took the weights for {self.config.rollout.timeout:g} "
-                    "s; see that one runs, or raise rollout.timeout"
-                )
+                return self._nobody({server.url: line for server, line in lines.items()})
             time.sleep(1.0)
+
+    def _nobody(self, lines: Mapping[str, str]) -> str:
+        return (
+            f"{next(iter(lines.values()))}, and no server took the weights for {self.config.rollout.timeout:g} s; see "
+            "that one runs, or raise rollout.timeout"
+        )
 
     def _handed_over(self) -> tuple[dict[str, str], int]:
         """On rank 0 a line by address for each server that did not take the weights, and bytes; every rank calls it."""
@@ -253,21 +259,21 @@ class VllmSampler:
         server.call("POST", "/resume")  # adapters can be added while it runs; nothing of the last version may
         known = [entry["id"] for entry in server.call("GET", "/v1/models")["data"]]
         if name in known:
-            server.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, cure=LORA)
-        server.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, cure=LORA)
+            server.tell("/v1/unload_lora_adapter", {"lora_name": name}, cure=LORA)
+        server.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, cure=LORA)
         for other in known:
             if other.startswith(f"{self._model}-step-") and other != name:
-                server.call("POST", "/v1/unload_lora_adapter", {"lora_name": other}, cure=LORA)
+                server.tell("/v1/unload_lora_adapter", {"lora_name": other}, cure=LORA)
         server.call("POST", "/update_weight_version", {"new_version": str(self._version)})
 
     def _name(self, version: int) -> str:
         """What the server calls the policy."""
         return f"{self._model}-step-{version}" if self.config.lora.rank else self._model
 
-    def _checked(self, servers: Sequence[Server]) -> list[Server]:
+    def _checked(self, servers: Sequence[Server], lost: dict[str, str]) -> list[Server]:
         """The canary: those of the servers whose log-probabilities are the trainer's. Every rank calls it.
 
-        One that is lost meanwhile is none of them; one that has other weights ends the run.
+        One that is lost meanwhile is none of them, and rank 0 notes why; one that has other weights ends the run.
         """
         temperature = self.config.loss.temperature
         rows: dict[str, list[tuple[list[int], list[float]]]] = {}
@@ -284,7 +290,7 @@ class VllmSampler:
 
         if self._first:
             try:
-                each(servers, score)
+                lost |= {server.url: line for server, line in each(servers, score).items()}
             except ValueError as wrong:
                 error = str(wrong)
         raise_together(error, self.mesh.loss.group)
