@@ -247,6 +247,7 @@ def test_a_run_that_was_killed_goes_on(
         wait_until(lambda: run.poll() is not None or moments[moment](), 300.0)
         run.kill()
         assert run.wait() == -signal.SIGKILL
+        wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
         fake.completed.clear()
         train(config)
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(5))

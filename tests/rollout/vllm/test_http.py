@@ -82,6 +82,14 @@ def test_a_server_that_hangs_refuses_or_has_restarted() -> None:
         complete(url)
 
 
+def test_a_route_that_answers_with_a_sentence() -> None:
+    """As those for adapters do."""
+    with serving(FakeVllm()) as (url,):
+        Server(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, cure="enable it")
+        with pytest.raises(ValueError, match="has no route /v1/load_lora_adapter; enable it"):
+            Server(url, 5.0).tell("/v1/load_lora_adapter", {}, cure="enable it")
+
+
 def test_what_only_the_user_can_cure() -> None:
     with (
         serving(given("3")) as (url,),

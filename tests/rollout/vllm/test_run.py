@@ -158,6 +158,22 @@ def test_the_canary_stops_a_run_whose_server_keeps_its_weights(model_folder: Pat
     assert [line["step"] for line in lines(tmp_path / "run")] == [0], "the first weights are those it had"
 
 
+class NeverScores(FakeVllm):
+    """Takes weights, and answers nothing from then on."""
+
+    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.fault = "500"
+        return super()._finish(body)
+
+
+def test_weights_that_no_server_takes_end_the_run_after_the_timeout(model_folder: Path, tmp_path: Path) -> None:
+    plain = fake_of(model_folder)
+    fake = NeverScores(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    line = r"/v1/completions answered 500 .*, and no server took the weights for 2 s; see that one runs"
+    with serving(fake) as (url,), pytest.raises(ValueError, match=line):
+        train(make_config(tmp_path / "run", model_folder, servers=[url], timeout=2.0))
+
+
 def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
     fake = fake_of(model_folder)
     fake.answer("/pause", {})

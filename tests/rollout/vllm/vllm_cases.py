@@ -82,6 +82,7 @@ class FakeVllm:
                 }
             },
             "/tokenize": lambda: {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]},
+            "/v1/unload_lora_adapter": lambda: "Success: LoRA adapter removed successfully.",
             "/pause": lambda: self._pause(True),
             "/resume": lambda: self._pause(False),
             "/is_paused": lambda: {"is_paused": self.paused},

@@ -293,6 +293,8 @@ class StandingWork(_Work):
             state.server.hang_up()
 
     def _keep(self, number: int, response: Response) -> None:
+        if self.ended.is_set():
+            return  # whoever asked is gone
         request = self._requests[number]
         self._on_response(number, response)
         if response.is_whole(request.room):
