@@ -138,7 +138,7 @@ def chunk_of(module: nn.Module) -> int | None:
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """The same row with segments of at most `chunk` tokens: positions restart in each sample, so chunks begin with it."""
+    """The same row in segments of at most `chunk` tokens; positions restart in each sample, so chunks begin with it."""
     if context.layout is not None:
         raise ValueError(
             f"attention_chunk_size: {chunk} in {name}, with a sample of {context.segments.max_seqlen} tokens over "

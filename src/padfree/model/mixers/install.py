@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.batch import AttnContext
+from padfree.cp import from_whole_segments, to_whole_segments
 from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.find import bound
@@ -130,6 +131,9 @@ def _holds_tensors(value: Any) -> bool:
 def _on_whole_segments(call: Any, rows: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
     """[T/world, ...] of each -> [T/world, D']; the pad gives zeros."""
     segments = context.segments
+    if context.layout is not None:
+        moved = [to_whole_segments(row, context) for row in rows]
+        return from_whole_segments(by_segment(call, [row for row, _ in moved], moved[0][1]), context)
     if order is not None:
         inverse = torch.argsort(order)
         rows = [row.index_select(0, inverse) for row in rows]

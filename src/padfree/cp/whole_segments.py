@@ -1,0 +1,171 @@
+"""Whole segments on one rank each, for what cannot be computed on parts of a segment, and back.
+
+    row         0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | pad         T tokens over 2 ranks
+    layout      rank 0: 0 0 0  2 2 2 2      rank 1: 0 0 1 1 1 3 3 p     as attention wants them, T/world each
+    here        rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment where most room is left
+
+Longest first, each segment goes to the rank with the fewest tokens so far, and of these to the one that holds the most
+of it already. The pad stays where it is. A segment that is longer than a rank's share T/world would leave the others
+waiting, and is refused.
+
+Bytes that a rank sends for values of `width` numbers a token, there and back:
+
+    forward     (tokens it holds of segments that others get + tokens it was sent) · width · element size
+    backward    the same
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from padfree.arrays import concatenated_ranges
+from padfree.batch import AttnContext, Layout, Segments
+from padfree.cp.context_plan import ContextPlan
+from padfree.cp.layout import document_index
+from padfree.cp.ranges import Indices, to_device
+from padfree.cp.shard import need_group
+from padfree.distributed import exchange_rows
+
+
+def assign_segments(layout: Layout, segments: Segments) -> Indices:
+    """[B] the rank that gets each sample; refused where one is longer than a share."""
+    lengths = segments.lengths[: segments.num_samples]
+    share = layout.num_tokens // layout.world
+    if lengths.max(initial=0) > share:
+        raise ValueError(
+            f"parallel.context: a sample of {lengths.max()} tokens is longer than a rank's share, {share} of "
+            f"{layout.num_tokens} tokens over {layout.world} ranks, and layers that carry a state need whole samples; "
+            "use fewer context ranks, more tokens a micro-batch, or shorter samples"
+        )
+    held = np.zeros((len(lengths), layout.world), dtype=np.int64)
+    for rank in range(layout.world):
+        document = document_index(layout.starts[rank], segments.offsets)
+        real = document < len(lengths)
+        np.add.at(held[:, rank], document[real], (layout.ends[rank] - layout.starts[rank])[real])
+    ranks = np.zeros(len(lengths), dtype=np.int64)
+    loads = np.zeros(layout.world, dtype=np.int64)
+    for sample in np.argsort(-lengths, kind="stable"):
+        fewest = np.flatnonzero(loads == loads.min())
+        ranks[sample] = fewest[np.argmax(held[sample, fewest])]
+        loads[ranks[sample]] += lengths[sample]
+    return ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Moves:
+    """What one rank sends and gets. Index arithmetic on the host; nothing here communicates."""
+
+    lengths: tuple[int, ...]  # of the segments that this rank gets, in row order
+    leaving: Indices  # places among its own tokens, those for rank 0 first
+    arriving: Indices  # place among the tokens of its segments of each token that comes, those from rank 0 first
+    send: tuple[int, ...]  # [world] tokens to each rank
+    receive: tuple[int, ...]  # [world] tokens from each rank
+
+
+def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
+    ranks = assign_segments(layout, segments)
+    goal = np.full(layout.num_tokens, -1, dtype=np.int64)
+    real = int(segments.offsets[segments.num_samples])
+    goal[:real] = np.repeat(ranks, segments.lengths[: segments.num_samples])
+    held = [concatenated_ranges(starts, ends - starts) for starts, ends in zip(layout.starts, layout.ends, strict=True)]
+    mine = np.flatnonzero(goal == rank)
+    place = np.full(layout.num_tokens, -1, dtype=np.int64)
+    place[mine] = np.arange(len(mine))
+    leaving = [np.flatnonzero(goal[held[rank]] == other) for other in range(layout.world)]
+    arriving = [place[tokens[goal[tokens] == rank]] for tokens in held]
+    return Moves(
+        lengths=tuple(segments.lengths[: segments.num_samples][ranks == rank].tolist()),
+        leaving=np.concatenate(leaving),
+        arriving=np.concatenate(arriving),
+        send=tuple(len(places) for places in leaving),
+        receive=tuple(len(places) for places in arriving),
+    )
+
+
+def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
+    """[world] what each rank sends to others in a forward pass of one mixer, [T, width] in and out; backward the same."""
+    sent = np.zeros(layout.world, dtype=np.int64)
+    for rank in range(layout.world):
+        moves = plan_moves(layout, segments, rank)
+        sent[rank] = sum(moves.send) - moves.send[rank] + sum(moves.receive) - moves.receive[rank]
+    return sent * width * element_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Prepared:
+    moves: Moves
+    leaving: Tensor
+    arriving: Tensor
+    in_place: Tensor  # [tokens of its segments] which arriving token each is
+
+
+def _prepared(context: AttnContext) -> _Prepared:
+    plan = context.plan
+    assert isinstance(plan, ContextPlan)
+
+    def prepare() -> _Prepared:
+        moves = plan_moves(plan.layout, plan.segments, plan.rank)
+        return _Prepared(
+            moves=moves,
+            leaving=to_device(moves.leaving, plan.device),
+            arriving=to_device(moves.arriving, plan.device),
+            in_place=to_device(np.argsort(moves.arriving), plan.device),
+        )
+
+    return plan.prepared("whole segments", prepare)
+
+
+def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
+    """[T/world, ...] -> the tokens of this rank's segments in row order, and the lengths of these; differentiable."""
+    prepared = _prepared(context)
+    moved: Tensor = _ToSegments.apply(values, prepared, need_group(context))  # type: ignore[no-untyped-call]
+    return moved, prepared.moves.lengths
+
+
+def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
+    """The transpose: back to [T/world, ...]; the pad gets zeros."""
+    prepared = _prepared(context)
+    share = context.segments.num_tokens // context.world
+    back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]
+    return back
+
+
+def _gathered(values: Tensor, prepared: _Prepared, group: ProcessGroup) -> Tensor:
+    moves = prepared.moves
+    arrived = exchange_rows(values.index_select(0, prepared.leaving), moves.send, moves.receive, group)
+    return arrived.index_select(0, prepared.in_place)
+
+
+def _returned(values: Tensor, prepared: _Prepared, group: ProcessGroup, share: int) -> Tensor:
+    moves = prepared.moves
+    arrived = exchange_rows(values.index_select(0, prepared.arriving), moves.receive, moves.send, group)
+    whole = values.new_zeros(share, *values.shape[1:])
+    return whole.index_copy_(0, prepared.leaving, arrived)
+
+
+class _ToSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, prepared: _Prepared, group: ProcessGroup) -> Tensor:
+        ctx.prepared, ctx.group, ctx.share = prepared, group, len(values)
+        return _gathered(values, prepared, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _returned(gradient, ctx.prepared, ctx.group, ctx.share), None, None
+
+
+class _FromSegments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, prepared: _Prepared, group: ProcessGroup, share: int) -> Tensor:
+        ctx.prepared, ctx.group = prepared, group
+        return _returned(values, prepared, group, share)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(gradient, ctx.prepared, ctx.group), None, None, None
