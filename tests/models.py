@@ -349,7 +349,8 @@ ARCHITECTURES |= {
 
 MIXERS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid_mamba", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba", "zamba2",
+    "lfm2_moe", "mamba", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zamba",
+    "zamba2",
 )  # fmt: skip
 """Architectures with layers that carry a state along the sequence."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import MambaConfig
+from transformers import RwkvConfig
 
 from padfree.batch import PackedBatch, Sample
 from padfree.check import CheckReport, check_model, random_samples
@@ -159,7 +159,7 @@ def test_what_is_refused() -> None:
         (config, {"dtype": torch.float16}, "dtype: torch.float16; choose one of"),
         (config, {"backend": "magic"}, "backend: 'magic'; choose auto"),
         (config, {"context": 2}, "does not divide 1 processes"),
-        (MambaConfig(num_hidden_layers=1), {}, "model: MambaForCausalLM cannot be trained packed"),
+        (RwkvConfig(num_hidden_layers=1), {}, "model: RwkvForCausalLM cannot be trained packed"),
         ("no/where/at/all", {}, "model: no/where/at/all does not exist"),
     ):
         with pytest.raises(ValueError, match=message) as caught:

@@ -16,7 +16,7 @@ from padfree.batch import AttnContext, PackedBatch
 from padfree.cp import shard
 from padfree.model import TESTED, attach, interface
 from tests.models import ARCHITECTURES, MIXERS, VOCABULARY, build, row
-from tests.rounding import assert_same_but_for_rounding, in_float64, largest_difference
+from tests.rounding import assert_same_but_for_rounding, in_float64, largest_difference, noise_of
 
 LENGTHS = [19, 1, 12, 7]
 
@@ -55,7 +55,8 @@ def test_packed_equals_one_at_a_time(name: str) -> None:
     assert_same_but_for_rounding(gradients(model), expected_gradients, wide_gradients)
     if name in MIXERS:
         assert largest_difference({"logits": logits[:real]}, {"logits": expected_logits})[0] < 1e-5
-        assert largest_difference(gradients(model), expected_gradients)[0] < 1e-5
+        noise = noise_of(expected_gradients, wide_gradients)  # of Zamba 1e-5 by itself
+        assert largest_difference(gradients(model), expected_gradients)[0] < max(1e-5, 2 * noise)
 
 
 def test_the_list_of_tested_architectures_is_the_tested_list() -> None:

@@ -89,7 +89,7 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """[world] what each rank sends to others in a forward pass of one mixer, [T, width] in and out; backward the same."""
+    """[world] what each rank sends in a forward pass of one mixer, [T, width] in and out; in backward the same."""
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):
         moves = plan_moves(layout, segments, rank)

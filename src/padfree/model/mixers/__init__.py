@@ -3,12 +3,12 @@
 mixer              what is known of a mixer, and what a kind is
 find               which modules are mixers, found on the probe's small copy
 by_segment         the way that is right everywhere: the module's own forward on each segment
-install            that forward in front of the module's own
+forward            that forward in front of the module's own
 kinds              gated_delta, mamba2, mamba1, short_convolution, lightning, other: one file each
 """
 
 from padfree.model.mixers.find import find_mixers
-from padfree.model.mixers.install import install, installed
+from padfree.model.mixers.forward import install, installed
 from padfree.model.mixers.kinds import KINDS, kind_of
 from padfree.model.mixers.mixer import Mixer, MixerKind
 

@@ -27,7 +27,8 @@ def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor],
         if length:
             members.setdefault(length, []).append(segment)
     if not members:
-        result = call([value.new_zeros(1, 1, *value.shape[1:]) for value in values])
+        # Sums of nothing, not zeros from nowhere: the backward pass must come by here on every rank.
+        result = call([value.sum(0, dtype=value.dtype)[None, None] for value in values])
         return (result * 0)[0, :0] + result.sum() * 0
     pieces = [torch.split(value, list(lengths)) for value in values]
     results: list[Tensor | None] = [None] * len(lengths)

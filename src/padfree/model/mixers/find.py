@@ -52,11 +52,8 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
         if not _attends(module, attending) and _mixes(module, calls[module])
     }
     inner = [module for module in mixing if not any(part in mixing for part in module.modules() if part is not module)]
-    outer = [
-        module
-        for module in mixing
-        if not any(module in set(other.modules()) for other in mixing if other is not module)
-    ]
+    below = {part for module in mixing for part in module.modules() if part is not module}
+    outer = [module for module in mixing if module not in below]
     choices = []
     for modules in (inner, outer):
         mixers = {_described(module, calls, layers, base_of(model)) for module in modules}
@@ -123,7 +120,7 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """The result [1, T, D'] of a call: it, or the first of a tuple. What else is there (states, weights) layers drop."""
+    """The result [1, T, D'] of a call: it, or the first of a tuple, of which layers drop the others."""
     if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == (1, NUM_TOKENS):
@@ -185,7 +182,7 @@ def _has_context(call: _Call) -> bool:
 
 
 def _read_token_arguments(module: nn.Module, call: _Call, hidden: str) -> Iterator[str]:
-    """Parameters whose values belong to tokens and that the result depends on: a layer passes on many that it ignores."""
+    """Parameters whose values belong to tokens and that the result depends on; many are passed on and ignored."""
     output = _first_tensor(call.output)
     assert output is not None
     for name, value in call.arguments.items():

@@ -27,16 +27,13 @@ def matches(module: nn.Module) -> bool:
 
 def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
     """Heads, d_k, d_v. Names differ from model to model; the convolutions' channels are those of q, k and v."""
-    heads = next(
-        (
-            int(number)
-            for name in ("num_v_heads", "num_heads")
-            if isinstance(number := getattr(module, name, None), int)
-        ),
-        1,
-    )
-    d_v = next((int(n) for name in ("head_v_dim", "head_dim") if isinstance(n := getattr(module, name, None), int)), 0)
-    d_k = next((int(n) for name in ("head_k_dim", "head_dim") if isinstance(n := getattr(module, name, None), int)), 0)
+
+    def number(*names: str) -> int:
+        found = (getattr(module, name, None) for name in names)
+        return next((each for each in found if isinstance(each, int)), 0)
+
+    heads = number("num_v_heads", "num_heads") or 1
+    d_k, d_v = number("head_k_dim", "head_dim"), number("head_v_dim", "head_dim")
     if not d_k or not d_v:
         d_k = d_v = max(1, convolution_width(module) // (3 * heads))
     return heads, d_k, d_v

@@ -1,6 +1,6 @@
 """Mamba-2: Granite 4, Bamba, Nemotron-H, Falcon-H1, Zamba2.
 
-    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t         S is [N, P] a head, A a number
+    S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t       S is [N, P] a head, A a number
 
 with a short convolution on x, B and C before it. Fast way: mamba-ssm and causal-conv1d read the sequence of each token,
 `seq_idx`.

@@ -38,7 +38,7 @@ class MixerKind:
     name: str
     matches: Callable[[nn.Module], bool]
     state_flops: Callable[[nn.Module], int]
-    """FLOPs a token of a forward pass, besides those of its weights in linear layers: state updates and convolutions."""
+    """FLOPs a token of a forward pass besides those of linear layers: state updates and convolutions."""
     state_width: Callable[[nn.Module], int]
     """Values a token that a backward pass needs, besides what goes into its linear layers."""
     packages: tuple[str, ...] = ()  # all of these, for the fast way
