@@ -122,7 +122,23 @@ def one_by_one(*calls: Mistake) -> Mistake:
 
 SERVED = 'rollout.launch.command=["vllm", "serve"]'
 
+HELD_OUT = "eval.path=test.jsonl"
+
 CASES["config"] = [
+    ("eval.every", changed(HELD_OUT, "eval.every=0"), "eval.every=10"),
+    ("eval.path", changed("eval.every=5"), HELD_OUT),
+    ("eval.path", changed(HELD_OUT, recipe="rl"), "rollout.reward=exact_match"),
+    ("eval.draws", changed(HELD_OUT, "eval.draws=2", recipe="rl-local"), "eval.greedy=false"),
+    ("eval.reward", changed(HELD_OUT, "eval.reward=exact_match"), "-eval.reward"),
+    ("checkpoint.best", changed("checkpoint.best=eval/loss"), HELD_OUT),
+    ("checkpoint.best", changed(HELD_OUT, "checkpoint.best=loss"), "checkpoint.best=eval/loss"),
+    ("checkpoint.better", changed("checkpoint.better=lowest"), "-checkpoint.better"),
+    ("batch.samples", changed("batch.samples=7", recipe="dpo"), "batch.samples=8"),
+    ("data.loss_on", changed("data.loss_on=all", recipe="dpo"), "-data.loss_on"),
+    ("reference.refresh", changed("reference.path=m", "reference.refresh=2", recipe="dpo"), "-reference.refresh"),
+    ("reference.path", changed("reference.path=m", "loss.dpo.variant=simpo", recipe="dpo"), "-reference.path"),
+    ("loss.dpo.gamma", changed("loss.dpo.gamma=1", recipe="dpo"), "-loss.dpo.gamma"),
+    ("loss.dpo.label_smoothing", changed("loss.dpo.label_smoothing=0.6", recipe="dpo"), "loss.dpo.label_smoothing=0.1"),
     ("config", lambda folder: load_config(folder / "nowhere.toml"), lambda folder: load_config(RECIPES / "sft.toml")),
     (
         "config",

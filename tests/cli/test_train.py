@@ -35,6 +35,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     questions = [{"question": row["prompt"], "answer": f"#### {row['response']}"} for row in rows]
     (folder / "rl-local.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "9"} for row in rows]
+    (folder / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
     short = {"rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"]}
     return {
@@ -44,7 +46,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
             "run.device=cpu",
         ]
-        for name in ("sft", "rl", "rl-local")
+        for name in ("sft", "rl", "rl-local", "dpo")
     }
 
 
@@ -70,8 +72,7 @@ NEEDS_SERVERS = ["rl-vllm"]  # run in tests/rollout/vllm
 def test_every_recipe_is_tried_and_named_after_its_command(overrides: dict[str, list[str]]) -> None:
     assert sorted([*overrides, *NEEDS_SERVERS]) == NAMES
     for name in NAMES:
-        kind = load_config(RECIPES / f"{name}.toml").loss.kind
-        assert name.partition("-")[0] == ("sft" if kind == "sft" else "rl")
+        assert name.partition("-")[0] == load_config(RECIPES / f"{name}.toml").loss.command
 
 
 def test_every_setting_is_in_the_docs() -> None:
@@ -95,7 +96,7 @@ def test_a_recipe_runs_and_exports(
     shown = capsys.readouterr().out
     assert "step 1  loss" in shown
     assert "done after 2 steps" in shown
-    assert ("reward" in shown) == (name != "sft")
+    assert ("reward" in shown) == name.startswith("rl")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1]
     AutoModelForCausalLM.from_pretrained(run / "model")

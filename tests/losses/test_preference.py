@@ -60,6 +60,65 @@ def test_dpo_against_the_loop(settings: DPOSettings, rng: np.random.Generator) -
         assert float(count) == 3
 
 
+def slow_variant(inputs: LossInputs, settings: DPOSettings) -> torch.Tensor:
+    """By formula, a pair at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    values = []
+    for sample in by_sample(inputs):
+        tokens = sample["logprobs"] - (sample["ref_logprobs"] if settings.needs_reference else 0.0)
+        values.append(tokens.sum() / max(len(tokens), 1) if settings.means else tokens.sum())
+    beta, smoothing = settings.beta, settings.label_smoothing
+    for weight, (chosen, rejected) in zip(WEIGHTS, ANSWERED.tolist(), strict=True):
+        x, y = values[chosen], values[rejected]
+        if settings.variant == "hinge":
+            loss = torch.relu(1 - beta * (x - y))
+        elif settings.variant == "ipo":
+            loss = (x - y - 1 / (2 * beta)) ** 2
+        elif settings.variant == "orpo":
+            odds = (x - y) - (torch.log1p(-torch.exp(x)) - torch.log1p(-torch.exp(y)))
+            loss = -x - beta * logsigmoid(odds)
+        else:
+            d = beta * (x - y) - settings.gamma
+            loss = -(1 - smoothing) * logsigmoid(d) - smoothing * logsigmoid(-d)
+        total = total + weight * loss
+    return total
+
+
+ANSWERED = torch.tensor([[0, 1], [4, 2], [5, 1]])
+"""Pairs whose answers all have tokens: an empty one has no odds."""
+
+VARIANTS = [
+    DPOSettings(normalise=True),
+    DPOSettings(variant="hinge", beta=0.7),
+    DPOSettings(variant="ipo"),
+    DPOSettings(variant="ipo", beta=0.4, normalise=False),
+    DPOSettings(variant="simpo", beta=2.0, gamma=0.5, label_smoothing=0.1),
+    DPOSettings(variant="orpo", beta=0.3),
+]
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_variants_against_their_formulas_whole_and_shared(settings: DPOSettings, rng: np.random.Generator) -> None:
+    inputs = random_inputs(rng, lengths=LENGTHS)
+    ours, (logprobs,) = with_grad(inputs, "logprobs")
+    theirs, (expected_logprobs,) = with_grad(inputs, "logprobs")
+    output, expected = dpo_loss(ours, settings, ANSWERED, WEIGHTS), slow_variant(theirs, settings)
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    expected.backward()
+    whole = torch.where(inputs.mask, expected_logprobs.grad, 0.0)
+    torch.testing.assert_close(logprobs.grad, whole)
+    held = torch.rand(len(inputs.mask)) < 0.4
+    shares = [rows(inputs, held.nonzero()[:, 0]), rows(inputs, (~held).nonzero()[:, 0])]
+    losses, grads, _ = in_turns(
+        lambda share, reduce: dpo_loss(share, settings, ANSWERED, WEIGHTS, reduce=reduce),
+        [with_grad(s, "logprobs") for s in shares],
+    )
+    torch.testing.assert_close(sum(losses), output.loss.detach())
+    torch.testing.assert_close(grads[0], whole[held])
+    torch.testing.assert_close(grads[1], whole[~held])
+
+
 def test_dpo_shared_by_two_ranks(rng: np.random.Generator) -> None:
     inputs = random_inputs(rng, lengths=LENGTHS)
     settings = DPOSettings(beta=0.7, label_smoothing=0.1)

@@ -107,6 +107,7 @@ class Checkpointer:
         self._world = dist.get_world_size() if several else 1
         # Its own group: the thread's messages must not mix with those of a training step.
         self._group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
+        self.kept: Path | None = None  # a checkpoint that stays, however old it becomes
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._fingerprints: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
@@ -258,8 +259,9 @@ class Checkpointer:
         write_text(self.folder / f"{LATEST}.new", final.name)
         (self.folder / f"{LATEST}.new").replace(self.folder / LATEST)
         sync(self.folder)
-        for path in self._complete()[: -self.keep_last]:
-            if path != final:
+        kept = self.kept
+        for path in [path for path in self._complete() if path != kept][: -self.keep_last]:
+            if path not in (final, kept):
                 removing = path.with_name(f"{path.name}.removing")
                 path.rename(removing)
                 shutil.rmtree(removing)
@@ -379,6 +381,11 @@ def complete_in(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
     return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was saved after."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def latest_in(folder: Path) -> Path | None:

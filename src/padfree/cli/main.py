@@ -18,8 +18,10 @@ from padfree.warning import PadfreeWarning
 COMMANDS = {
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
     "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model; a few minutes on a CPU"),
+    "eval": ("padfree.cli.eval", "measure a model on held-out data, as a recipe's [eval] says"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
+    "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
     "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
     "rl": ("padfree.cli.train", "update a policy on rollout files, or on responses it writes itself (rollout.reward)"),
 }

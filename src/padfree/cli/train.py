@@ -210,6 +210,7 @@ def description(config: Config) -> Iterator[str]:
         max_tokens=config.batch.max_tokens * context,
         cost=cost,
         overlong=config.batch.overlong,
+        groups=[number for number, group in enumerate(groups) for _ in group] if config.loss.command == "dpo" else None,
     )
     sampled = config.rollout.reward is not None
     lengths_of_rows = {

@@ -22,12 +22,23 @@ RunOverlong = Literal["error", "alone"]
 PackOverlong = Literal["error", "truncate", "drop", "alone"]
 
 # loss
-LOSSES_WITH_COMMAND = ("sft",)  # kinds of loss that have a command of their own; all others are of `padfree rl`
+LOSSES_WITH_COMMAND = ("sft", "dpo")  # kinds of loss that have a command of their own; all others are of `padfree rl`
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"]
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 OldPolicy = Literal["trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 SequenceStatistic = Literal["mean", "sum", "token"]
+
+# eval, checkpoint
+Better = Literal["auto", "lowest", "highest"]
+EVAL_METRICS = {
+    "sft": ("loss", "perplexity", "accuracy"),
+    "dpo": ("loss", "accuracy", "margin"),
+    "rl": ("reward", "pass@1", "pass@k", "response_length"),
+}
+"""What an evaluation measures, by command."""
+LOWER_IS_BETTER = ("loss", "perplexity", "response_length")
 
 # rollout
 SAMPLING_ENGINES = ("in_process", "vllm")  # or the user's own as module:function

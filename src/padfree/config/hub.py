@@ -33,9 +33,10 @@ def check_names(config: Config) -> None:
         check_name(config.model.tokenizer, "model.tokenizer")
     if config.reference.path is not None:
         check_name(config.reference.path, "reference.path")
-    for name in config.data.path:
-        if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
-            raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
+    for part, names in (("data", config.data.path), ("eval.path", config.eval.path)):
+        for name in names:
+            if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
+                raise ValueError(f"{part}: {name} does not exist; give a file, a folder or a Hub id")
 
 
 def shortened(name: str) -> str:

@@ -20,6 +20,7 @@ from padfree.config.loss_settings import (
     ClipSettings,
     Correction,
     CustomObjective,
+    DPOSettings,
     GSPOSettings,
     IcePopSettings,
     Objective,
@@ -54,6 +55,7 @@ class LossConfig:
     clip: ClipSettings = field(default_factory=ClipSettings)
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
+    dpo: DPOSettings = field(default_factory=DPOSettings)
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicy = "trainer"
     corrections: tuple[str, ...] = ()  # names of those below
@@ -73,10 +75,12 @@ class LossConfig:
         """The command that runs this kind of loss, which decides what its data are."""
         return self.kind if self.kind in LOSSES_WITH_COMMAND else "rl"
 
-    def settings(self) -> SFTSettings | PolicySettings:
+    def settings(self) -> SFTSettings | DPOSettings | PolicySettings:
         """The loss as `padfree.losses` computes it."""
         if self.kind == "sft":
             return SFTSettings()
+        if self.kind == "dpo":
+            return self.dpo
         return PolicySettings(
             objective=self._objective(),
             old_policy=self.old_policy,
@@ -106,8 +110,11 @@ class LossConfig:
         self._check_weights()
         self._check_bounds()
         self._check_corrections()
-        if self.kind == "sft":
-            self._check_sft()
+        if self.command != "rl":
+            self._check_without_rollouts()
+        if self.kind != "dpo":
+            unset = self.dpo == DPOSettings()
+            need(unset, "loss.dpo", "set", f"leave it out, loss.kind {self.kind!r} has no such settings")
         self.settings()  # has rules of its own
 
     def _check_kind(self) -> None:
@@ -147,8 +154,9 @@ class LossConfig:
                 asked = value == entry.default or name in names
                 need(asked, f"loss.{name}.{entry.name}", value, f"leave it out, or add {name!r} to loss.corrections")
 
-    def _check_sft(self) -> None:
+    def _check_without_rollouts(self) -> None:
         """Nothing of RL may be set and then not be used."""
+        name_of = self.kind.upper()
         for name, unset in (
             ("advantage", "grpo"),
             ("old_policy", "trainer"),
@@ -157,9 +165,14 @@ class LossConfig:
             ("entropy_coefficient", 0.0),
         ):
             value = getattr(self, name)
-            need(value == unset, f"loss.{name}", value, "leave it out, SFT has no such term")
-        need(self.weights != "group-mean", "loss.weights", self.weights, "choose another, SFT has no groups")
-        need(self.epochs == self.mini_batches == 1, "loss.epochs", self.epochs, "leave it out, SFT has data.epochs")
+            need(value == unset, f"loss.{name}", value, f"leave it out, {name_of} has no such term")
+        need(self.weights != "group-mean", "loss.weights", self.weights, f"choose another, {name_of} has no groups")
+        need(
+            self.epochs == self.mini_batches == 1,
+            "loss.epochs",
+            self.epochs,
+            f"leave it out, {name_of} has data.epochs",
+        )
 
 
 Table = TypeVar("Table", Objective, Correction)

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from padfree.config.choices import KLEstimator, OldPolicy, SequenceStatistic
+from padfree.config.choices import KLEstimator, OldPolicy, PreferenceLoss, SequenceStatistic
 from padfree.config.rules import check_choice, need
 
 SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
@@ -256,13 +256,35 @@ class ValueSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DPOSettings:
-    """Direct preference optimisation; `label_smoothing` is the assumed share of wrong labels."""
+    """Direct preference optimisation and its relatives; `padfree.losses.preference` has the formulas.
 
+    `label_smoothing` is the assumed share of wrong labels, `gamma` the margin that SimPO asks for. `normalise`: means
+    over the tokens of an answer instead of sums; None: as each loss was made, means for ipo, simpo and orpo.
+    """
+
+    variant: PreferenceLoss = "sigmoid"
     beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
     label_smoothing: float = number(0.0, 0.0, math.nextafter(0.5, 0.0), "give 0 up to, but not including, 0.5")
+    gamma: float = number(0.0, 0.0, LARGEST, "give 0 or more")
+    normalise: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "")
+        check_choice("loss.dpo.variant", self.variant, PreferenceLoss)
+        _check_numbers(self, "loss.dpo.")
+        smoothed = self.variant in ("sigmoid", "simpo")
+        cure = f"leave it out, the variant {self.variant!r} has none"
+        need(smoothed or not self.label_smoothing, "loss.dpo.label_smoothing", self.label_smoothing, cure)
+        need(self.variant == "simpo" or not self.gamma, "loss.dpo.gamma", self.gamma, cure)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether answers are compared with what a reference model thinks of them."""
+        return self.variant in ("sigmoid", "hinge", "ipo")
+
+    @property
+    def means(self) -> bool:
+        """`normalise`, decided."""
+        return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os.path import expanduser
 from typing import Any, Literal
 
 from padfree.config.choices import (
+    EVAL_METRICS,
     SAMPLING_ENGINES,
+    Better,
     CheckpointingOrAuto,
     CompilerOrAuto,
     ComputeDtype,
@@ -226,6 +228,35 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Held-out data: `path` as in `data`, whose other settings hold here too. Without it nothing is evaluated."""
+
+    path: tuple[str, ...] = ()
+    split: str = "test"  # of a Hub id
+    every: int | None = None  # steps; None: at the start and at the end only
+    start: bool = True  # before the first step, too
+    samples: int | None = None  # the first so many; None: all
+    # Of responses that are sampled
+    reward: str | None = None  # None: rollout.reward
+    greedy: bool = True  # the likeliest token at every place; false: drawn at loss.temperature
+    draws: int = 1  # responses to a prompt
+    passes: float = 1.0  # a response with this reward or more is right
+
+    def __post_init__(self) -> None:
+        _expand(self, "path")
+        need(all(self.path), "eval.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
+        need(bool(self.split), "eval.split", self.split, "give a name, such as test")
+        for name in ("every", "samples", "draws"):
+            value = getattr(self, name)
+            need(value is None or value >= 1, f"eval.{name}", value, "give 1 or more")
+        cure = "set eval.greedy=false, the likeliest response is always the same"
+        need(self.draws == 1 or not self.greedy, "eval.draws", self.draws, cure)
+        need(math.isfinite(self.passes), "eval.passes", self.passes, "give a finite number")
+        used = bool(self.path) or (self.every is None and self.reward is None)
+        need(used, "eval.path", list(self.path), "give held-out files, eval.every and eval.reward are about them")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
     """A step's global batch: a number of `samples`, or at most so many `tokens`; `max_tokens` is one device's cap."""
 
@@ -320,10 +351,14 @@ class CheckpointConfig:
     resume: bool = True  # from the newest in the run folder, if there is one
     export: bool = True
     export_dtype: ExportDtype = "base"  # of the exported weights; base: model's
+    best: str | None = None  # a metric of the evaluations, such as eval/loss; its best checkpoint is kept and exported
+    better: Better = "auto"  # auto: lowest for losses, perplexity and lengths
 
     def __post_init__(self) -> None:
         need(self.every is None or self.every >= 1, "checkpoint.every", self.every, "give 1 or more")
         need(self.keep >= 1, "checkpoint.keep", self.keep, "give 1 or more")
+        unused = self.better != "auto" and self.best is None
+        need(not unused, "checkpoint.better", self.better, "leave it out, or set checkpoint.best")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,6 +414,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
+    eval: EvalConfig = EvalConfig()
 
     def __post_init__(self) -> None:
         endless = self.data.epochs is None and self.run.steps is None
@@ -399,10 +435,57 @@ class Config:
             all_turns = self.data.loss_on == "assistant"
             cure = "leave it out, what is trained on in RL is the response"
             need(all_turns, "data.loss_on", self.data.loss_on, cure)
-        used = self.reference.path is None or self.loss.kl_coefficient > 0
+        if self.loss.command == "dpo":
+            self._check_pairs()
+        used = self.reference.path is None or self.loss.kl_coefficient > 0 or self.loss.command == "dpo"
         need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
         if self.rollout.reward is not None:
             self._check_rollouts(self.rollout.reward)
+        self._check_eval()
+
+    def _check_pairs(self) -> None:
+        """Of data in pairs. A reference that is not named is the model that the run begins with."""
+        samples = self.batch.samples
+        cure = "give an even number, it counts answers, two of a pair"
+        need(samples is None or samples % 2 == 0, "batch.samples", samples, cure)
+        loss_on = self.data.loss_on
+        need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is compared are the answers")
+        need(self.loss.weights == "token-mean", "loss.weights", self.loss.weights, "leave it out, pairs weigh the same")
+        cap = self.eval.samples
+        need(cap is None or cap % 2 == 0, "eval.samples", cap, "give an even number, it counts answers, two of a pair")
+        refresh, path = self.reference.refresh, self.reference.path
+        need(refresh is None, "reference.refresh", refresh, "leave it out, the reference of DPO stays what it is")
+        if not self.loss.dpo.needs_reference:
+            cure = f"leave it out, loss.dpo.variant {self.loss.dpo.variant!r} has no reference"
+            need(path is None, "reference.path", path, cure)
+        elif path is None:
+            cure = "give it, a model that begins with random weights is no reference"
+            need(self.model.init == "weights", "reference.path", path, cure)
+            object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
+
+    def _check_eval(self) -> None:
+        """Of evaluations, and of the checkpoint that they choose."""
+        command, sampled = self.loss.command, self.rollout.reward is not None
+        if self.eval.path and command == "rl":
+            cure = "set rollout.reward, responses to held-out prompts come from the sampler of the run"
+            need(sampled, "eval.path", list(self.eval.path), cure)
+            stale = self.rollout.staleness
+            cure = (
+                "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler is busy with batches ahead"
+            )
+            need(stale == 0, "rollout.staleness", stale, cure)
+        for name, unset in (("reward", None), ("greedy", True), ("draws", 1), ("passes", 1.0)):
+            value = getattr(self.eval, name)
+            need(sampled or value == unset, f"eval.{name}", value, "leave it out, nothing is sampled in this run")
+        best = self.checkpoint.best
+        if best is None:
+            return
+        need(bool(self.eval.path), "checkpoint.best", best, "set eval.path to held-out data, it is measured there")
+        known = [f"eval/{name}" for name in EVAL_METRICS[command]]
+        if command == "rl" and self.eval.draws == 1:
+            known.remove("eval/pass@k")
+        right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
+        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or of one source: eval/FILE/NAME")
 
     def _check_rollouts(self, reward: str) -> None:
         """Of responses that are written in the run."""

@@ -13,8 +13,8 @@ rollouts    read_rollouts: rollout files to samples
 rewards     built-in rewards and the user's own
 """
 
-from padfree.data.dataset import TokenizedDataset
-from padfree.data.prepare import Progress, load_sft
+from padfree.data.dataset import PairDataset, TokenizedDataset
+from padfree.data.prepare import Progress, load_pairs, load_sft
 from padfree.data.records import DataReport, SkippedRow
 from padfree.data.rewards import (
     Reward,
@@ -30,6 +30,7 @@ from padfree.data.store import default_cache_folder
 
 __all__ = [
     "DataReport",
+    "PairDataset",
     "Progress",
     "Reward",
     "RewardFunction",
@@ -41,6 +42,7 @@ __all__ = [
     "check_reward_name",
     "default_cache_folder",
     "exact_match",
+    "load_pairs",
     "load_reward",
     "load_sft",
     "number_after_hashes",

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import index as as_index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ SCANNED_TOKENS = 1 << 22
 
 class TokenizedDataset:
     """The samples of one cache folder; `report` says what became of every row."""
+
+    samples_per_row: ClassVar[int] = 1
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
         check_max_length(max_length)
@@ -60,7 +63,7 @@ class TokenizedDataset:
         truncated, dropped = self._limit()
         self.report = DataReport(
             num_rows=sum(int(file["rows"]) for file in self._files),
-            num_samples=len(self.lengths),
+            num_samples=len(self.lengths) // self.samples_per_row,
             num_tokens=int(self.lengths.sum()),
             rows_per_file={file["name"]: int(file["rows"]) for file in self._files},
             skipped=tuple(read_skipped(self.folder)),
@@ -92,12 +95,18 @@ class TokenizedDataset:
             else:
                 nothing = ", and nothing to train on before it" if self.overlong == "truncate" else ""
                 dropped.append(self._note(place, reason + nothing))
-        self._kept = np.flatnonzero(keep)
+        self._kept = np.flatnonzero(self._kept_together(keep, truncated, dropped))
         if len(over) and not len(self._kept):
             longest = self.lengths.max()
             raise ValueError(f"data.max_length: {self.max_length} leaves no sample; set data.max_length={longest}")
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
+
+    def _kept_together(
+        self, keep: NDArray[np.bool_], truncated: list[SkippedRow], dropped: list[SkippedRow]
+    ) -> NDArray[np.bool_]:
+        """Which places stay, where some stay only with others."""
+        return keep
 
     def _note(self, place: int, reason: str) -> SkippedRow:
         file, line = self._rows[place]
@@ -153,8 +162,39 @@ class TokenizedDataset:
         return (self[index] for index in range(len(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.folder, self.max_length, self.overlong)
+        return _reopened, (type(self), self.folder, self.max_length, self.overlong)
 
 
-def _reopened(folder: Path, max_length: int | None, overlong: Overlong) -> TokenizedDataset:
-    return TokenizedDataset(folder, max_length=max_length, overlong=overlong)
+class PairDataset(TokenizedDataset):
+    """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
+
+    `group` names the pair, and `reward` is 1 for the chosen answer and 0 for the other. `report` counts pairs.
+    """
+
+    samples_per_row: ClassVar[int] = 2
+
+    def _kept_together(
+        self, keep: NDArray[np.bool_], truncated: list[SkippedRow], dropped: list[SkippedRow]
+    ) -> NDArray[np.bool_]:
+        both = np.repeat(keep.reshape(-1, 2).all(1), 2)
+        gone = {(row.file, row.line): row for row in reversed(dropped)}
+        dropped[:] = gone.values()  # a row is dropped once, for its first answer that is too long
+        cut = {(row.file, row.line): row for row in reversed(truncated)}
+        truncated[:] = [row for place, row in cut.items() if place not in gone]
+        return both
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        sample = super().__getitem__(index)
+        chosen = as_index(index) % 2 == 0
+        return replace(
+            sample,
+            uid=f"{sample.uid} {'chosen' if chosen else 'rejected'}",
+            group=sample.uid,
+            reward=float(chosen),
+        )
+
+
+def _reopened(
+    kind: type[TokenizedDataset], folder: Path, max_length: int | None, overlong: Overlong
+) -> TokenizedDataset:
+    return kind(folder, max_length=max_length, overlong=overlong)

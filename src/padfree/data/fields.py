@@ -58,6 +58,7 @@ class Fields:
         return self.columns[field]
 
 
+PAIR_SCHEMA = Schema(kinds={"preference": ("prompt", "chosen", "rejected")}, optional=("tools",))
 SFT_SCHEMA = Schema(kinds=SFT_KINDS, optional=SFT_OPTIONAL)
 
 

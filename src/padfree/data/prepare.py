@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.data.chat import chat_renderer, check_messages, prompt_messages
-from padfree.data.dataset import TokenizedDataset
-from padfree.data.encode import Encoder, Passage, Piece
-from padfree.data.fields import SFT_SCHEMA, Fields, check_mapping, resolve
+from padfree.data.dataset import PairDataset, TokenizedDataset
+from padfree.data.encode import Encoded, Encoder, Passage, Piece
+from padfree.data.fields import PAIR_SCHEMA, SFT_SCHEMA, Fields, Schema, check_mapping, resolve
 from padfree.data.records import RowError, SkippedRow, bad_row, items, string
 from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package, record_of
@@ -69,6 +69,8 @@ class TokenizedChunk(NamedTuple):
 class RowTokenizer:
     """A tokenizer and settings: chunks to tokens. It is pickled and sent to the processes."""
 
+    samples_per_row = 1
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings) -> None:
         self._settings = settings
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos)
@@ -87,27 +89,33 @@ class RowTokenizer:
             try:
                 row = record_of(record)
                 assert fields is not None
-                passages.append(self._passage(row, fields))
-                lines.append(line)
+                found = self._passages(row, fields)
+                passages += found
+                lines += [line] * len(found)
             except RowError as error:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(error)))
-        samples = []
-        for line, encoded in zip(lines, self._encoder.encode(passages), strict=True):
-            if isinstance(encoded, RowError):
-                skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(encoded)))
-            elif not encoded.loss_mask[1:].any():
-                reason = f"{len(encoded.tokens)} tokens and none to train on; expected a token with another before it"
+        samples: list[tuple[Encoded, int]] = []
+        encoded = self._encoder.encode(passages)
+        size = self.samples_per_row
+        for first in range(0, len(encoded), size):
+            whole, line = encoded[first : first + size], lines[first]
+            reason = next((problem for one in whole if (problem := _problem(one)) is not None), None)
+            if reason is not None:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=reason))
             else:
-                samples.append((encoded, line))
+                samples += [(one, line) for one in whole if isinstance(one, Encoded)]
         nothing = np.empty(0, dtype=np.int32)
         return TokenizedChunk(
-            tokens=np.concatenate([nothing, *(encoded.tokens for encoded, _ in samples)]),
-            mask=np.concatenate([nothing.astype(np.bool_), *(encoded.loss_mask for encoded, _ in samples)]),
-            lengths=np.array([len(encoded.tokens) for encoded, _ in samples], dtype=np.int64),
+            tokens=np.concatenate([nothing, *(one.tokens for one, _ in samples)]),
+            mask=np.concatenate([nothing.astype(np.bool_), *(one.loss_mask for one, _ in samples)]),
+            lengths=np.array([len(one.tokens) for one, _ in samples], dtype=np.int64),
             lines=np.array([line for _, line in samples], dtype=np.int64),
             skipped=sorted(skipped, key=lambda row: row.line),
         )
+
+    def _passages(self, row: dict[str, Any], fields: Fields) -> list[Passage]:
+        """Those of the samples that a row makes: always `samples_per_row`."""
+        return [self._passage(row, fields)]
 
     def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
         loss_on = self._settings.loss_on
@@ -129,6 +137,60 @@ class RowTokenizer:
         return Passage.of_spans(*self._chat.trained_spans(messages, tools, loss_on))
 
 
+def _problem(encoded: Encoded | RowError) -> str | None:
+    """Why there is no sample; None: there is one."""
+    if isinstance(encoded, RowError):
+        return str(encoded)
+    if not encoded.loss_mask[1:].any():
+        return f"{len(encoded.tokens)} tokens and none to train on; expected a token with another before it"
+    return None
+
+
+class PairTokenizer(RowTokenizer):
+    """Rows of `prompt`, `chosen` and `rejected` to two samples each: the prompt with either answer, which is trained.
+
+    An answer is a text, or the messages that follow the prompt.
+    """
+
+    samples_per_row = 2
+
+    def _passages(self, row: dict[str, Any], fields: Fields) -> list[Passage]:
+        return [self._answered(row, fields, answer) for answer in ("chosen", "rejected")]
+
+    def _answered(self, row: dict[str, Any], fields: Fields, answer: str) -> Passage:
+        column = fields[answer]
+        if self._chat is None:
+            return Passage(pieces=(Piece(string(row, fields["prompt"]), False), Piece(string(row, column), True)))
+        prompt = prompt_messages(row, fields["prompt"])
+        if isinstance(row.get(column), list):
+            follow = check_messages(row[column], column)
+            if follow[: len(prompt)] == prompt and len(follow) > len(prompt):
+                follow = follow[len(prompt) :]  # whole conversations, the prompt among them
+        else:
+            follow = [{"role": "assistant", "content": string(row, column)}]
+        if follow[-1]["role"] != "assistant":
+            raise RowError(f"{column}[{len(follow) - 1}].role is not 'assistant'; expected the answer to end with it")
+        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
+        return Passage.of_spans(*self._chat.trained_spans([*prompt, *follow], tools, "last"))
+
+
+def load_pairs(
+    data: str | Path | Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SFTDataSettings | None = None,
+    *,
+    cache: str | Path | None = None,
+    num_workers: int | None = None,
+    progress: bool | Progress = False,
+) -> PairDataset:
+    """Preference pairs, as `load_sft` loads samples: `prompt`, `chosen` and `rejected` of each row."""
+    settings = settings or SFTDataSettings()
+    found = _tokenised(
+        data, PairTokenizer(tokenizer, settings), PAIR_SCHEMA, tokenizer, settings, cache, num_workers, progress
+    )
+    return PairDataset(found, max_length=settings.max_length, overlong=settings.overlong)
+
+
 def load_sft(
     data: str | Path | Iterable[str | Path],
     tokenizer: PreTrainedTokenizerBase,
@@ -145,21 +207,40 @@ def load_sft(
     function. Processes import the script that started them, so this call belongs under `if __name__ == "__main__":`.
     """
     settings = settings or SFTDataSettings()
-    check_mapping(settings.columns, SFT_SCHEMA)
+    found = _tokenised(
+        data, RowTokenizer(tokenizer, settings), SFT_SCHEMA, tokenizer, settings, cache, num_workers, progress
+    )
+    return TokenizedDataset(found, max_length=settings.max_length, overlong=settings.overlong)
+
+
+def _tokenised(
+    data: str | Path | Iterable[str | Path],
+    tokenize: RowTokenizer,
+    schema: Schema,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SFTDataSettings,
+    cache: str | Path | None,
+    num_workers: int | None,
+    progress: bool | Progress,
+) -> Path:
+    """The folder of the cache that has these data."""
+    check_mapping(settings.columns, schema)
     if num_workers is not None and num_workers < 0:
         raise ValueError(f"num_workers: {num_workers}; give 0 or more")
     sources = open_sources(data, split=settings.split, subset=settings.subset)
     folder = Path(cache) if cache is not None else default_cache_folder()
     identity = _identity(sources, tokenizer, settings, folder)
+    if schema is not SFT_SCHEMA:
+        identity["kinds"] = list(schema.kinds)
 
     def build(beside: Path) -> None:
-        _build(beside, sources, tokenizer, settings, identity, num_workers, progress)
+        _build(beside, sources, tokenize, schema, settings, identity, num_workers, progress)
 
     found = find_or_build(folder, hash_of(identity)[:32], build, intact=is_whole)
     if settings.on_bad_row == "error" and (skipped := read_skipped(found)):
         units = {file["name"]: file["unit"] for file in read_metadata(found)["files"]}
         raise bad_row(skipped[0], units[skipped[0].file])
-    return TokenizedDataset(found, max_length=settings.max_length, overlong=settings.overlong)
+    return found
 
 
 def _identity(
@@ -188,14 +269,14 @@ def _identity(
 def _build(
     folder: Path,
     sources: list[RecordSource],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenize: RowTokenizer,
+    schema: Schema,
     settings: SFTDataSettings,
     identity: dict[str, Any],
     num_workers: int | None,
     progress: bool | Progress,
 ) -> None:
-    tokenize = RowTokenizer(tokenizer, settings)
-    fields = [_fields_of(source, settings, tokenize.renders_chat) for source in sources]
+    fields = [_fields_of(source, settings, tokenize.renders_chat, schema) for source in sources]
     total = sum(source.size for source in sources)
     tasks = (
         (number, chunk, found)
@@ -232,11 +313,11 @@ def _build(
         writer.finish({**identity, "files": files})
 
 
-def _fields_of(source: RecordSource, settings: SFTDataSettings, renders_chat: bool) -> Fields | None:
+def _fields_of(source: RecordSource, settings: SFTDataSettings, renders_chat: bool, schema: Schema) -> Fields | None:
     columns = source.columns()
     if columns is None:
         return None
-    fields = resolve(columns, settings.columns, SFT_SCHEMA, source.name)
+    fields = resolve(columns, settings.columns, schema, source.name)
     if fields.kind == "messages" and not renders_chat:
         raise ValueError(
             f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} has "

@@ -4,10 +4,17 @@
     pairs      [[0, 1], [3, 2]]            [P, 2] (chosen, rejected): sample indices of this row
     weights    [½, ½]                      [P] 1 / number of pairs in the global batch, say
 
-    DPO             x = Σ over the answer of (log π - log π_ref)      d = beta · (x_chosen - x_rejected)
-    reward model    x = score of the last token of the sample        d = x_chosen - x_rejected - margin
-
-    loss of a pair  -(1 - ε) log σ(d) - ε log σ(-d)                  ε: label_smoothing, 0 for a reward model
+    x of an answer      sigmoid, hinge, ipo   Σ over its tokens of (log π - log π_ref), or their mean (`normalise`)
+                        simpo, orpo           the mean of log π, or the sum
+                        reward model          score of the last token of the sample
+    loss of a pair      with Δ = x_chosen - x_rejected and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), ε: label_smoothing
+                        sigmoid               l(beta · Δ)
+                        hinge                 max(0, 1 - beta · Δ)
+                        ipo                   (Δ - 1 / (2 beta))²
+                        simpo                 l(beta · Δ - gamma)
+                        orpo                  -x_chosen - beta · log σ(odds(x_chosen) - odds(x_rejected))
+                                              odds(x) = x - log(1 - exp x)
+                        reward model          -log σ(Δ - margin)
 
 Under context parallelism a rank holds some tokens of a pair. `reduce` adds up what the pair's loss is made of; each
 rank then returns its share of the loss (its part of the pair's tokens), with exactly the gradient of the whole loss for
@@ -17,7 +24,8 @@ Both answers of a pair must be on one row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,10 +45,45 @@ def dpo_loss(
 ) -> LossOutput:
     """Direct preference optimisation: the weighted sum over the pairs, or this rank's share of it."""
     logprobs = inputs.need("logprobs", "the DPO loss")
-    margins = logprobs - inputs.need("ref_logprobs", "the DPO loss")
-    local = settings.beta * segment_sum(margins, inputs.sample_index, inputs.num_samples)
+    values = logprobs
+    if settings.needs_reference:
+        values = logprobs - inputs.need("ref_logprobs", "the DPO loss")
+    local = segment_sum(values, inputs.sample_index, inputs.num_samples)
     held = segment_sum(inputs.mask, inputs.sample_index, inputs.num_samples)
-    return _pair_loss(local, held, pairs, pair_weights, settings.label_smoothing, 0.0, logprobs.dtype, reduce)
+    return _pair_loss(
+        local, held, pairs, pair_weights, partial(_preference, settings), inputs.sample_index, logprobs.dtype, reduce,
+        means=settings.means, shown=settings.beta,
+    )  # fmt: skip
+
+
+def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[P] losses of pairs, and their slopes in the x of the chosen and of the rejected answer."""
+    beta, smoothing = settings.beta, settings.label_smoothing
+    difference = chosen - rejected
+    if settings.variant == "hinge":
+        losses = (1.0 - beta * difference).clamp(min=0.0)
+        slope = torch.where(losses > 0, -beta, 0.0).to(losses)
+        return losses, slope, -slope
+    if settings.variant == "ipo":
+        distance = difference - 0.5 / beta
+        return distance.square(), 2.0 * distance, -2.0 * distance
+    if settings.variant == "orpo":
+        # log(1 - exp x) by expm1, which keeps its digits where x is close to 0
+        odds = difference - torch.log(-torch.expm1(chosen)) + torch.log(-torch.expm1(rejected))
+        slope = -beta * torch.sigmoid(-odds)
+        losses = beta * softplus(-odds) - chosen
+        # the slope of odds(x) is 1 / (1 - exp x)
+        return losses, slope / -torch.expm1(chosen) - 1.0, -slope / -torch.expm1(rejected)
+    logits = beta * difference - settings.gamma
+    losses = (1.0 - smoothing) * softplus(-logits) + smoothing * softplus(logits)
+    slope = beta * (smoothing - torch.sigmoid(-logits))
+    return losses, slope, -slope
+
+
+def _bradley_terry(margin: float, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    difference = chosen - rejected - margin
+    slope = -torch.sigmoid(-difference)
+    return softplus(-difference), slope, -slope
 
 
 def reward_model_loss(
@@ -59,7 +102,8 @@ def reward_model_loss(
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
     local = segment_sum(torch.where(ends, scores, 0.0), sample_index, num_samples)
     held = segment_sum(ends, sample_index, num_samples)
-    return _pair_loss(local, held, pairs, pair_weights, 0.0, settings.margin, scores.dtype, reduce)
+    loss = partial(_bradley_terry, settings.margin)
+    return _pair_loss(local, held, pairs, pair_weights, loss, sample_index, scores.dtype, reduce)
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
@@ -97,34 +141,46 @@ def _pair_loss(
     held: Tensor,
     pairs: Tensor,
     pair_weights: Tensor,
-    smoothing: float,
-    margin: float,
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    sample_index: Tensor,
     dtype: torch.dtype,
     reduce: Reduce,
+    *,
+    means: bool = False,
+    shown: float = 1.0,
 ) -> LossOutput:
-    """`local` [B] is this rank's part of what is compared, `held` [B] how many of the tokens it is made of are here."""
+    """`local` [B] is this rank's part of what is compared, `held` [B] how many of the tokens it is made of are here.
+
+    Statistics of x are shown times `shown`.
+    """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
         raise ValueError(
             f"pairs: shape {tuple(pairs.shape)} for {len(pair_weights)} pair_weights; give (chosen, rejected) for each"
         )
     totals, all_held = reduce(torch.stack([local.detach(), held], dim=1)).unbind(1)
+    if means:
+        sizes = all_held.clamp(min=1.0)
+        local, totals = local / sizes, totals / sizes
     chosen, rejected = pairs.unbind(1)
     share = (held[chosen] + held[rejected]) / (all_held[chosen] + all_held[rejected]).clamp(min=1.0)
-    difference = totals[chosen] - totals[rejected] - margin
-    losses = (1.0 - smoothing) * softplus(-difference) + smoothing * softplus(difference)
-    slopes = smoothing - torch.sigmoid(-difference)
-    part = local[chosen] - local[rejected]
+    losses, slopes, rejected_slopes = loss(totals[chosen], totals[rejected])
+    here, there = local[chosen], local[rejected]
     # The value is this rank's share; the gradient is that of the whole loss in the tokens that are here.
-    attached = share * losses + slopes * (part - part.detach())
+    attached = share * losses + slopes * (here - here.detach()) + rejected_slopes * (there - there.detach())
+    difference = shown * (totals[chosen] - totals[rejected])
     count = share.sum()
+    shown_values = {
+        "pair_loss": share * losses,
+        "accuracy": share * (difference > 0),
+        "margin": share * difference,
+        "chosen": share * shown * totals[chosen],
+        "rejected": share * shown * totals[rejected],
+    }
+    blamed = torch.zeros_like(totals).index_add(0, pairs.flatten(), (pair_weights * losses).repeat_interleave(2))
     return LossOutput(
         loss=(pair_weights * attached).sum().to(dtype),
-        statistics={
-            "pair_loss": ((share * losses).sum(), count),
-            "accuracy": ((share * (difference > 0)).sum(), count),
-            "margin": ((share * difference).sum(), count),
-            "chosen": ((share * totals[chosen]).sum(), count),
-            "rejected": ((share * totals[rejected]).sum(), count),
-        },
+        token_losses=spread(blamed, sample_index).to(dtype),
+        statistics={name: (values.sum(), count) for name, values in shown_values.items()},
+        pair_statistics={**shown_values, "count": share},
     )

@@ -115,6 +115,7 @@ class LossOutput:
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted, without gradient; None where pairs, not tokens, have losses
     statistics: Statistics = field(default_factory=dict)
+    pair_statistics: dict[str, Tensor] | None = None  # [P] float64, of losses of pairs: this rank's share, and `count`
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:

@@ -102,7 +102,7 @@ def sft_steps(lengths: Lengths, config: Config) -> StepLengths:
 
 
 def rollout_steps(samples: Any, config: Config) -> StepLengths:
-    """The updates of one pass over the rollouts: whole groups, `loss.epochs` times, in `loss.mini_batches` parts."""
+    """The updates of one pass over rollouts, or over pairs: whole groups, `loss.epochs` times, in parts."""
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
     for number, groups in enumerate(make_batcher(once, samples), start=1):

@@ -5,12 +5,14 @@ run.lock                 locked by the process that writes
 run.holder.json          which process that is
 config.json              the settings
 metrics.jsonl            one line a step
+evaluation.jsonl         one line an evaluation; its `step` is the number of steps made before it
 events.jsonl             starts, settled settings, resumes, compilations, ends
 rows.jsonl               rows of the data that were skipped, dropped or cut
 rollouts.jsonl           a few responses of each batch that was sampled
 nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number
 checkpoints/step-*       what can be resumed from
 model/                   the trained model, exported
+model-best/              the one of the best evaluation (`checkpoint.best`)
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from __future__ import annotations
 MARKER, LOCK, HOLDER = "run.json", "run.lock", "run.holder.json"
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.jsonl"
 EVENTS = "events.jsonl"
 ROWS = "rows.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
-CHECKPOINTS, MODEL = "checkpoints", "model"
+CHECKPOINTS, MODEL, BEST_MODEL = "checkpoints", "model", "model-best"

@@ -17,10 +17,11 @@ from padfree.record.files import METRICS
 
 
 class MetricsFile:
-    """`metrics.jsonl` in the run folder; ranks other than the first write nothing."""
+    """`metrics.jsonl` in the run folder, or another file like it; ranks other than the first write nothing."""
 
-    def __init__(self, folder: Path, *, rank: int, step: int = 0) -> None:
-        self.path = folder / METRICS
+    def __init__(self, folder: Path, *, rank: int, step: int = 0, name: str = METRICS) -> None:
+        """Lines of `step` and of later ones are dropped."""
+        self.path = folder / name
         self._writes = rank == 0
         if self._writes:
             folder.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,8 @@
     a stacked panel            bars upon each other, a colour a metric; more runs: a figure a run
 
 A series of more than 200 values is drawn faint with its running mean above it. A metric that no panel names has one of
-its own, under "Statistics of the loss" (their names begin with `loss/`) or "Other". A metric that never changes in any
-run is a row of a table, unless its panel is `always` drawn.
+its own, under "Statistics of the loss" (their names begin with `loss/`), "Evaluation" (`eval/`) or "Other". A metric
+that never changes in any run is a row of a table, unless its panel is `always` drawn.
 """
 
 from __future__ import annotations
@@ -68,11 +68,27 @@ GROUPS: Mapping[str, Sequence[Panel]] = {
         ),
     ),
     "Learning": (
-        Panel("Loss", "loss", {"loss": "loss"}, always=True),
-        Panel("Reward", "reward", {"reward": "mean", "reward_min": "least", "reward_max": "greatest"}, always=True),
+        Panel("Loss", "loss", {"loss": "loss", "eval/loss": "held-out"}, always=True),
+        Panel(
+            "Reward",
+            "reward",
+            {"reward": "mean", "reward_min": "least", "reward_max": "greatest", "eval/reward": "held-out"},
+            always=True,
+        ),
         Panel("Reward, standard deviation in the batch", "reward", {"reward_std": "standard deviation"}),
         Panel("Gradient norm before clipping", "norm", {"gradient_norm": "norm"}, always=True, log=True),
         Panel("Learning rate", "learning rate", {"lr": "learning rate"}),
+    ),
+    "Evaluation": (
+        Panel("Held-out perplexity", "perplexity", {"eval/perplexity": "perplexity"}, always=True, log=True),
+        Panel("Held-out accuracy", "share", {"eval/accuracy": "accuracy"}, always=True),
+        Panel(
+            "Right responses to held-out prompts",
+            "share",
+            {"eval/pass@1": "pass@1", "eval/pass@k": "pass@k"},
+            always=True,
+        ),
+        Panel("Length of held-out responses", "tokens", {"eval/response_length": "mean"}, always=True),
     ),
     "Policy": (
         Panel("KL to the reference", "nats a token", {"loss/kl": "KL"}),
@@ -152,10 +168,12 @@ def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
     known = {name for group in GROUPS.values() for panel in group for name in panel.metrics}
     unknown = [name for name in names if name not in known]
     statistics = [Panel(name.removeprefix("loss/"), "mean", {name: name}) for name in unknown if _is_statistic(name)]
-    others = [Panel(name, "value", {name: name}) for name in unknown if not _is_statistic(name)]
+    held_out = [Panel(name.removeprefix("eval/"), "value", {name: name}) for name in unknown if _is_held_out(name)]
+    others = [Panel(name, "value", {name: name}) for name in unknown if not (_is_statistic(name) or _is_held_out(name))]
     found: dict[str, list[Panel]] = {}
     constant: list[str] = []
-    for heading, group in [*GROUPS.items(), ("Statistics of the loss", statistics), ("Other", others)]:
+    named = {**GROUPS, "Evaluation": (*GROUPS["Evaluation"], *held_out)}
+    for heading, group in [*named.items(), ("Statistics of the loss", statistics), ("Other", others)]:
         for panel in group:
             there = [name for name in panel.metrics if name in names]
             if not there:
@@ -304,6 +322,10 @@ def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
 
 def _is_statistic(name: str) -> bool:
     return name.startswith("loss/")
+
+
+def _is_held_out(name: str) -> bool:
+    return name.startswith("eval/")
 
 
 def _is_constant(series: Series) -> bool:

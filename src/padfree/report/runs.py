@@ -1,6 +1,7 @@
 """A run folder as it lies on disk, also one that was killed or that still runs.
 
     metrics.jsonl             one object a step; a name that only some steps have is a shorter series
+    evaluation.jsonl          the same for evaluations
     config.json               the settings
     events.jsonl              starts, resumes, stops
     rows.jsonl                rows of the data that were skipped, dropped or cut
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.record.files import CHECKPOINTS, CONFIG, EVENTS, METRICS, NONFINITE, ROWS
+from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION, EVENTS, METRICS, NONFINITE, ROWS
 
 Record = dict[str, Any]
 
@@ -91,6 +92,8 @@ def read_run(folder: Path, name: str) -> Run:
         raise ValueError(f"RUN: {folder}: {what}; give the run.folder of a run that has begun")
     notes: list[str] = []
     num_steps, metrics = _read_metrics(path, notes)
+    if (folder / EVALUATION).is_file():
+        metrics |= _read_metrics(folder / EVALUATION, notes)[1]
     return Run(
         name=name,
         folder=folder,

@@ -44,7 +44,7 @@ class SamplingRequest:
 
     tokens: NDArray[np.integer[Any]]  # [n] of the prompt
     room: int
-    key: int  # of `noise.response_keys`; the seed where a server draws
+    key: int  # of `noise.response_keys`; the seed where a server draws. 0 (`noise.GREEDY`): the likeliest tokens
     begun: Response | None = None  # what was written already, by weights that were exchanged meanwhile
 
 

@@ -7,6 +7,8 @@ There is no state that is used up. A response gets the same noise whoever writes
 and on a GPU, in the first run and in a resumed one. Two programs whose logits differ by rounding draw the same token
 unless the two best sums are that close together.
 
+`GREEDY` is the key of a response without noise: the likeliest token at every position.
+
 The hash is splitmix64 (`padfree.arrays`), here on the device as well.
 """
 
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import SPLITMIX64, splitmix64
+
+GREEDY = 0
+"""The key of a response that is not drawn; a hash is this number once in 2**64 times."""
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -40,7 +45,7 @@ def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tenso
     tokens = torch.arange(vocabulary, dtype=torch.int64, device=keys.device)
     bits = _shifted(_mixed_on_device(at_position[:, None] ^ tokens), 32)  # [R, V] of 0 to 2**32 - 1
     uniform = (bits.double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform)).float()
+    return torch.where((keys == GREEDY)[:, None], 0.0, -torch.log(-torch.log(uniform)).float())
 
 
 def _mixed_on_device(values: Tensor) -> Tensor:

@@ -23,11 +23,13 @@ from torch import Tensor
 from padfree.arrays import SPLITMIX64
 from padfree.batch import LmHead
 from padfree.rollout.draw import Drawn
+from padfree.rollout.noise import GREEDY
 
 BLOCK = 2048
 """Tokens of the vocabulary for one program."""
 
 _INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
+GREEDY_KEY = tl.constexpr(GREEDY)
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def _noise(key, position, token):
     at_position = _mixed((key ^ position).to(tl.uint64))
     bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
-    return -(tl.log(-tl.log(uniform)).to(tl.float32))
+    return tl.where(key == GREEDY_KEY, 0.0, -(tl.log(-tl.log(uniform)).to(tl.float32)))
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.sections import RolloutConfig
-from padfree.data import load_reward
+from padfree.data import Reward, load_reward
 from padfree.distributed import Mesh, watching
 from padfree.record.files import ROLLOUTS
 from padfree.rollout.base import Response, Sampler, SamplingRequest
@@ -88,6 +88,39 @@ class RolloutWriter:
             asked = candidates.more(signal)
         return self._finished(batch, candidates, signal, written)
 
+    def write(
+        self,
+        trained: PreTrainedModel,
+        groups: Sequence[Group],
+        *,
+        keys: NDArray[np.int64],
+        version: int,
+        reward: Reward | None = None,
+    ) -> list[Written]:
+        """One response with its reward for each prompt of the groups, drawn with the noise of its key, in order.
+
+        No part of a batch: for evaluations.
+        """
+        self.sampler.update_weights(trained, version)
+        prompts = [prompt for group in groups for prompt in group]
+        lengths = [(len(group), len(group[0].tokens)) for group in groups]
+        own = divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]
+        responses = self.sampler.sample(
+            [
+                SamplingRequest(tokens=prompts[number].tokens, room=prompts[number].room, key=int(keys[number]))
+                for number in own
+            ]
+        )
+        written: list[Written] = []
+        error = None
+        try:
+            for number, response in zip(own, responses, strict=True):
+                written.append(self._rewarded(number, response, prompts[number], reward))
+        except ValueError as caught:
+            error = str(caught)
+        found = self._gathered(written, error)
+        return [found[number] for number in range(len(prompts))]
+
     def metrics(self) -> Mapping[str, float]:
         """Of the last batch, as this rank saw it."""
         return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()} | self._batch_metrics
@@ -144,9 +177,9 @@ class RolloutWriter:
         self.timings["rewards"] += time.perf_counter() - begin
         return written, None
 
-    def _rewarded(self, number: int, response: Response, prompt: Prompt) -> Written:
+    def _rewarded(self, number: int, response: Response, prompt: Prompt, reward: Reward | None = None) -> Written:
         text = self._text_of(response)
-        return Written(number, response, text, self.reward(text, prompt.row, prompt.uid))
+        return Written(number, response, text, (reward or self.reward)(text, prompt.row, prompt.uid))
 
     def _gathered(self, written: list[Written], error: str | None) -> dict[int, Written]:
         """Those of all ranks, by number; an error of one rank is raised on all, so that nobody waits for it."""

@@ -49,9 +49,12 @@ from padfree.train.resume import check_newest
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement
 from padfree.train.training_data import (
+    GROUP_SIZES,
     Samples,
     TrainingData,
     check_rollouts,
+    held_out_config,
+    load_held_out,
     load_tokenizer,
     load_training_data,
     make_batcher,
@@ -64,6 +67,7 @@ class Decided:
 
     tokenizer: Any
     source: TrainingData
+    held_out: TrainingData | None  # of eval.path
     model: PreTrainedModel  # on the meta device
     notes: tuple[str, ...]
 
@@ -117,12 +121,15 @@ def _decided(
         stop_tokens(tokenizer, model)
     source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
     check_source(config, source, limits, tokenizer)
+    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
+    if held_out is not None:
+        check_held_out(config, held_out, limits, tokenizer, planned=planned)
     notes = [*_notes(config, source, limits, dry)]
     if not planned:
         check_lengths(config, source)
         if (note := check_rollouts(config, source)) is not None:
             notes.append(note)
-    return Decided(tokenizer=tokenizer, source=source, model=model, notes=tuple(notes))
+    return Decided(tokenizer=tokenizer, source=source, held_out=held_out, model=model, notes=tuple(notes))
 
 
 # Settings
@@ -143,6 +150,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     check_placement(config, device_type)
     if config.rollout.reward is not None:
         check_reward_name(config.rollout.reward)
+        check_reward_name(config.eval.reward or config.rollout.reward)
         check_engine_name(config.rollout.engine)
     if is_path(config.loss.kind):
         USER_OBJECTIVE.check(config.loss.kind)
@@ -200,7 +208,19 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 # Data
 
 
-def check_source(config: Config, source: TrainingData, limits: Limits, tokenizer: Any) -> None:
+def check_held_out(
+    config: Config, held_out: TrainingData, limits: Limits, tokenizer: Any, *, planned: bool = False
+) -> None:
+    """The same for `eval.path`."""
+    there = held_out_config(config)
+    check_source(there, held_out, limits, tokenizer, setting="eval.path")
+    if not planned:
+        check_lengths(there, held_out, budget=False)
+
+
+def check_source(
+    config: Config, source: TrainingData, limits: Limits, tokenizer: Any, *, setting: str = "data.path"
+) -> None:
     """Refuse data that the model cannot take or that lack what the loss needs."""
     sampled = config.rollout.reward is not None
     limit = limits.positions
@@ -211,7 +231,7 @@ def check_source(config: Config, source: TrainingData, limits: Limits, tokenizer
         source.samples,
         limits,
         place=source.place,
-        setting="data.path",
+        setting=setting,
         look_at_tokens=looked_at,
         vocabulary_cure="set model.tokenizer to the tokenizer of this model, or give rollouts in its token ids",
         positions_cure=f"set {shorter}data.max_length={limit} and data.overlong=truncate (or drop)",
@@ -226,30 +246,41 @@ def _largest_id(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
-def check_lengths(config: Config, source: TrainingData) -> None:
-    """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone."""
+def check_lengths(config: Config, source: TrainingData, *, budget: bool = True) -> None:
+    """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone.
+
+    Without `budget` there are no steps.
+    """
     batch, context = config.batch, config.parallel.context
     if batch.overlong != "error":
         return
-    lengths = lengths_of(source.samples)
+    size = GROUP_SIZES.get(config.loss.command, 1)
+    lengths = lengths_of(source.samples).reshape(-1, size).sum(1)  # samples of a pair are on one row
     longest = int(lengths.max(initial=0))
     if longest > batch.max_tokens * context:
-        _raise_over("batch.max_tokens", batch.max_tokens, context, lengths, source)
-    if batch.tokens is not None and longest > batch.tokens:
-        _raise_over("batch.tokens", batch.tokens, 1, lengths, source)
+        _raise_over("batch.max_tokens", batch.max_tokens, context, lengths, source, size)
+    if budget and batch.tokens is not None and longest > batch.tokens:
+        _raise_over("batch.tokens", batch.tokens, 1, lengths, source, size)
 
 
 def _raise_over(
-    setting: str, cap: int, context: int, lengths: np.ndarray[Any, np.dtype[np.int64]], source: TrainingData
+    setting: str,
+    cap: int,
+    context: int,
+    lengths: np.ndarray[Any, np.dtype[np.int64]],
+    source: TrainingData,
+    size: int,
 ) -> None:
     over = np.flatnonzero(lengths > cap * context)
     first, needed = int(over[0]), -(-int(lengths.max()) // context)
-    with_response = " with its response" if isinstance(source.samples[first], Prompt) else ""
+    with_response = " with its response" if isinstance(source.samples[first * size], Prompt) else ""
+    with_response = " in its two answers" if size > 1 else with_response
     shared = f" on each of {context} context ranks" if context > 1 else ""
     more = f", and {len(over) - 1} more are too long" if len(over) > 1 else ""
+    place, limit = source.place(first * size), cap * context // size
     raise ValueError(
-        f"{setting}: {cap}{shared}, but {source.place(first)} has {lengths[first]} tokens{with_response}{more}; set "
-        f"{setting}={needed}, or batch.overlong=alone, or data.max_length={cap * context} and data.overlong=truncate"
+        f"{setting}: {cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}; set "
+        f"{setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate"
     )
 
 
@@ -319,7 +350,7 @@ def count_steps(config: Config, samples: Samples, *, enough: int) -> int:
     """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
     epochs = config.data.epochs
     assert epochs is not None
-    if config.loss.command == "sft" and config.batch.samples is not None:
+    if config.loss.command != "rl" and config.batch.samples is not None:
         return -(-len(samples) // config.batch.samples) * epochs
     if config.batch.tokens is not None and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough:
         return enough  # no step has more tokens than its budget

@@ -33,6 +33,7 @@ from torch import Tensor
 from padfree.batch import Sample
 from padfree.head.budget import Memory
 from padfree.losses import (
+    DPOSettings,
     Statistics,
     TokenLossSettings,
     WeightMode,
@@ -46,7 +47,7 @@ from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
 from padfree.train.parallelize import inside
-from padfree.train.row_loss import RowLoss, TokenRowLoss
+from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
 
 
@@ -54,7 +55,7 @@ from padfree.train.scorer import Scorer
 class LossSettings:
     """The loss, and how its tokens are weighed."""
 
-    loss: TokenLossSettings
+    loss: TokenLossSettings | DPOSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     max_grad_norm: float | None = 1.0  # None: no clipping
@@ -139,7 +140,7 @@ class Engine:
     ) -> None:
         """`row_loss` is what is minimised; without one it is the loss of tokens that the settings name."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
-        self.row_loss: RowLoss = row_loss or token_row_loss(scorer, settings)
+        self.row_loss: RowLoss = row_loss or make_row_loss(scorer, settings)
         self.model, self.mesh = scorer.model, scorer.mesh
         self.clock = BusyClock.of(scorer.model, scorer.mesh)
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -175,7 +176,13 @@ class Engine:
 
         def lay_out(indices: Indices) -> MicroBatch:
             return make_micro_batch(
-                samples, indices, self.mesh, self.scorer.rows, weights=weights, old_logprobs=old_logprobs
+                samples,
+                indices,
+                self.mesh,
+                self.scorer.rows,
+                weights=weights,
+                old_logprobs=old_logprobs,
+                pair_weight=2.0 / len(samples) if self.row_loss.keeps_groups else None,
             )
 
         rows = LazyRows(plan.micro_batches[self.mesh.data.rank], lay_out)
@@ -242,9 +249,10 @@ class Engine:
         return numbers
 
 
-def token_row_loss(scorer: Scorer, settings: LossSettings) -> TokenRowLoss:
-    """The loss of tokens that these settings describe, as an engine of this scorer computes it."""
-    return TokenRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
+def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
+    """The loss that these settings describe, as an engine of this scorer computes it."""
+    kind = PairRowLoss if isinstance(settings.loss, DPOSettings) else TokenRowLoss
+    return kind(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
 
 
 class PendingStep:

@@ -24,27 +24,29 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from padfree.batch import Sample
-from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
+from padfree.config.choices import LOWER_IS_BETTER, Better
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import PolicySettings, needs_old_logprobs
 from padfree.record.events import Events, environment
-from padfree.record.files import CHECKPOINTS, CONFIG
+from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
 from padfree.rollout.queue import KEY as QUEUE
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, PreparedStep
+from padfree.train.evaluate import Evaluate
 from padfree.train.metrics import reward_metrics
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
@@ -103,13 +105,14 @@ class Loop:
         ahead: BatchesAhead | None = None,
         on_step: OnStep | None = None,
         on_note: OnNote | None = None,
+        evaluate: Evaluate | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
 
         `ahead` makes the samples in place of `make_samples`, from the same batcher.
         """
-        self.make_samples, self.ahead = make_samples, ahead
+        self.make_samples, self.ahead, self.evaluate = make_samples, ahead, evaluate
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_note = on_note
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
@@ -125,6 +128,8 @@ class Loop:
         self.begins_ahead = self.mesh.device.type == "cuda"  # elsewhere there is nothing to gain
         self._saved: Path | None = None
         self._saved_step = 0
+        self._evaluated: int | None = None  # the step of the last evaluation
+        self.best: Best | None = None
         self.checkpointer = Checkpointer(
             self.folder / CHECKPOINTS,
             keep_last=config.checkpoint.keep,
@@ -140,6 +145,12 @@ class Loop:
             self._resume(newest)
         with writing(self.folder):
             self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
+            self.evaluations = MetricsFile(
+                self.folder,
+                rank=self.mesh.loss.rank,
+                step=0 if newest is None else self.step + 1,
+                name=EVALUATION,
+            )
             if self.mesh.loss.rank == 0:
                 (self.folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
             self.events = Events(self.folder, rank=self.mesh.loss.rank)
@@ -181,6 +192,8 @@ class Loop:
             CompilerWatch(self._compiling) as compiler,
             _quiet_collector(self.mesh.device.type == "cuda"),
         ):
+            if self.step == 0 and self.config.eval.start:
+                self._evaluation()
             if self.ahead is not None and self._batch is not None:  # of the checkpoint
                 self.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
@@ -197,6 +210,8 @@ class Loop:
                     if self.reference is not None:
                         self.reference.after_batch(self.engine.model)
                 # While the device is at work on an update, what the ranks said when the one before it began must do.
+                if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
+                    self._evaluation()
                 stopped = self.updates.votes > 0 if self.updates.pending else agreed(signals.received, self.mesh)
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
@@ -204,6 +219,8 @@ class Loop:
             self.updates.finish()
             if self.step == 0:
                 raise ValueError("data.path: it gave no batch; give files with at least one sample")
+            if not stopped and self._evaluated != self.step:
+                self._evaluation()
             if self.step > self._saved_step:
                 self.save()
         self.events.write("stop" if stopped else "end", step=self.step)
@@ -212,6 +229,35 @@ class Loop:
     def _compiling(self) -> None:
         if self.on_note is not None:
             self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
+
+    # Evaluations
+
+    def _evaluation(self) -> None:
+        """Measure the present weights, write the numbers, and keep a checkpoint of them if they are the best so far."""
+        if self.evaluate is None:
+            return
+        self.updates.finish()
+        begin = time.perf_counter()
+        found = self.evaluate(self.step)
+        self._evaluated = self.step
+        line = {"step": self.step, **found, "seconds/evaluation": time.perf_counter() - begin}
+        with writing(self.folder):
+            self.evaluations.write(line)
+            self.trackers.log(self.step, line)
+        if self.on_note is not None:
+            numbers = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+            self.on_note(f"evaluation after {self.step} steps: {numbers}")
+        name = self.config.checkpoint.best
+        if name is None or self.step == 0:  # what the run began with is there already
+            return
+        if name not in found:
+            raise ValueError(f"checkpoint.best: {name!r} is not measured; give one of {', '.join(found)}")
+        if self.best is None or is_better(found[name], self.best.value, name, self.config.checkpoint.better):
+            self.best = Best(metric=name, value=found[name], step=self.step)
+            self.checkpointer.kept = None  # the one before may go, once this one is complete
+            self.save()
+            assert self._saved is not None
+            self.checkpointer.kept = self._saved
 
     # Updates
 
@@ -259,14 +305,14 @@ class Loop:
         parts = update_parts(len(batch), **self._minibatch_settings(number))
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
+            if self.reference is not None:
+                batch = self._with_reference(batch, times)
             return RolloutBatch(samples=batch, parts=parts)
         metrics = reward_metrics(batch, end_tokens=self.end_tokens)
         metrics |= signal_of(batch, self.config.loss.advantage).metrics() | dict(self.rollout_metrics())
         batch = with_advantages(batch, self.config.loss.advantage)
         if self.reference is not None:
-            with times.measure("reference"):
-                found = self.reference.logprobs(batch)
-            batch = [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
+            batch = self._with_reference(batch, times)
         old = None
         if needs_old_logprobs(settings):
             with times.measure("old_logprobs"):
@@ -279,6 +325,13 @@ class Loop:
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
+
+    def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
+        """The same samples with the reference's log-probabilities of their tokens."""
+        assert self.reference is not None
+        with times.measure("reference"):
+            found = self.reference.logprobs(batch)
+        return [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
 
     def _minibatch_settings(self, number: int) -> dict[str, int]:
         """What decides which samples of the batch with this number are in which of its updates."""
@@ -323,6 +376,8 @@ class Loop:
             extra |= self.ahead.state()
         if self._batch is not None:
             extra |= self._batch.state()
+        if self.best is not None:
+            extra["best"] = asdict(self.best)
         if self.reference is not None:
             extra["reference"] = self.reference.state_dict()
         self._saved = self.checkpointer.save(
@@ -378,10 +433,40 @@ class Loop:
             self.ahead.restore(extra)
         self.step = self._saved_step = int(extra["step"])
         self._saved = path
+        self._restore_best(extra.get("best"))
         if rank_state is None:  # another number of ranks: no rank's state is this one's
             torch.manual_seed(self.config.run.seed + self.step * self.mesh.loss.size + self.mesh.loss.rank)
         else:
             restore_random_state(rank_state)
+
+    def load_best(self) -> None:
+        """The weights of the best evaluation, in the place of the last ones. Nothing can be trained from there."""
+        assert self.checkpointer.kept is not None
+        self.checkpointer.load(self.checkpointer.kept, model=self.engine.model, optimizer=None)
+
+    def _restore_best(self, told: Mapping[str, Any] | None) -> None:
+        """The best evaluation so far, if it is of this metric and its checkpoint is still there."""
+        if told is None or told["metric"] != self.config.checkpoint.best:
+            return
+        best = Best(**told)
+        kept = [path for path in complete_in(self.checkpointer.folder) if step_of(path) == best.step]
+        if kept:
+            self.best, self.checkpointer.kept = best, kept[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The best evaluation so far, by `checkpoint.best`."""
+
+    metric: str
+    value: float
+    step: int
+
+
+def is_better(value: float, than: float, metric: str, better: Better) -> bool:
+    """Whether a value of a metric is better than another. What is no number is never better."""
+    lower = better == "lowest" or (better == "auto" and metric.rpartition("/")[2] in LOWER_IS_BETTER)
+    return value < than if lower else value > than
 
 
 def refusal(function: Callable[[Config], object], config: Config) -> str | None:

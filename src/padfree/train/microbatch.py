@@ -23,6 +23,7 @@ from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample, at_prediction
 from padfree.config.choices import LayoutKind
 from padfree.cp import shard
 from padfree.distributed import Mesh
+from padfree.losses import preference_pairs
 from padfree.packing import collate
 
 Floats = NDArray[np.floating[Any]]
@@ -45,6 +46,8 @@ class MicroBatch:
     num_labels: int  # of `local`
     old_logprobs: Tensor | None  # [T/cp]
     is_filler: bool
+    pairs: Tensor | None = None  # [P, 2] (chosen, rejected): places among the samples of the row
+    pair_weights: Tensor | None = None  # [P] float64
 
 
 def make_micro_batch(
@@ -55,8 +58,12 @@ def make_micro_batch(
     *,
     weights: Sequence[Floats] | None = None,
     old_logprobs: Sequence[Floats] | None = None,
+    pair_weight: float | None = None,
 ) -> MicroBatch:
-    """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens."""
+    """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens.
+
+    With `pair_weight`, what each pair weighs, its samples are pairs (`preference_pairs`).
+    """
     chosen = [samples[i] for i in indices]
     is_filler = not sum(len(sample) for sample in chosen)
     if is_filler:
@@ -86,8 +93,19 @@ def make_micro_batch(
         old_row = (old_row.pin_memory() if on_cuda else old_row).to(mesh.device, non_blocking=True)
         if local.context.layout is not None:
             old_row = old_row.index_select(0, local.context.plan.own)
+    pairs = pair_weights = None
+    if pair_weight is not None:
+        found = torch.from_numpy(preference_pairs([] if is_filler else packed.samples))
+        pairs = (found.pin_memory() if on_cuda else found).to(mesh.device, non_blocking=True)
+        pair_weights = torch.full((len(found),), pair_weight, dtype=torch.float64, device=mesh.device)
     return MicroBatch(
-        packed=packed, local=local, num_labels=_num_labels(packed, local), old_logprobs=old_row, is_filler=is_filler
+        packed=packed,
+        local=local,
+        num_labels=_num_labels(packed, local),
+        old_logprobs=old_row,
+        is_filler=is_filler,
+        pairs=pairs,
+        pair_weights=pair_weights,
     )
 
 

@@ -115,6 +115,7 @@ RULES: dict[str, Rule] = {
     "schedule": "may change",
     "parallel": "may change",
     "checkpoint": "may change",
+    "eval": "may change",
     "track": "may change",
     "run.steps": "may change",
     "run.seed": "must stay",

@@ -2,6 +2,7 @@
 
     RowLoss(model, batch) -> LossOutput         the one thing in which the ways of training differ inside a step
       TokenRowLoss      losses of tokens (SFT, policy losses), fused with the head where that can be
+      PairRowLoss       losses of pairs of answers (DPO and its relatives)
 
 `Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
 needs, a teacher or a head of its own, it is made with. What it needs of a row is in the `MicroBatch`.
@@ -20,10 +21,12 @@ from padfree.distributed import Mesh
 from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
 from padfree.losses import (
+    DPOSettings,
     LossInputs,
     LossOutput,
     TokenLossSettings,
     compute_loss,
+    dpo_loss,
     is_elementwise,
     make_token_loss,
     needs_entropy,
@@ -74,6 +77,30 @@ class TokenRowLoss:
                 inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=self._reduce_context
             )
         return LossOutput(loss=fused.loss, token_losses=output.token_losses, statistics=output.statistics)
+
+    def _reduce_context(self, values: Tensor) -> Tensor:
+        return sum_over_context(values, self.mesh)
+
+
+class PairRowLoss:
+    """Losses of pairs of answers. Both are on one row, and may lie on different context ranks."""
+
+    keeps_groups: ClassVar[bool] = True
+
+    def __init__(
+        self, settings: DPOSettings, mesh: Mesh, *, temperature: float = 1.0, memory: Memory = "speed"
+    ) -> None:
+        self.settings, self.mesh, self.temperature, self.memory = settings, mesh, temperature, memory
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+        assert batch.pairs is not None
+        assert batch.pair_weights is not None
+        scores = score(
+            hidden_states(model, batch.local), lm_head_of(model), batch.local.labels, temperature=self.temperature,
+            num_labels=batch.num_labels, memory=self.memory,
+        )  # fmt: skip
+        inputs = LossInputs.from_batch(batch.local, logprobs=scores.logprobs)
+        return dpo_loss(inputs, self.settings, batch.pairs, batch.pair_weights, reduce=self._reduce_context)
 
     def _reduce_context(self, values: Tensor) -> Tensor:
         return sum_over_context(values, self.mesh)

@@ -17,7 +17,7 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
-from padfree.record.files import MODEL, ROWS
+from padfree.record.files import BEST_MODEL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
@@ -28,13 +28,15 @@ from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
 from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
+from padfree.train.evaluate import make_evaluation
 from padfree.train.loop import Loop, OnNote, RunResult, refusal
 from padfree.train.masters import computing
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
+from padfree.train.rl.reference_model import Reference
 from padfree.train.settle import settle_on
 from padfree.train.setup import build_engine, build_reference, export, export_dtype
-from padfree.train.training_data import Samples, longest_of, make_batcher
+from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher
 from padfree.train.updates import OnStep
 
 
@@ -104,6 +106,7 @@ def _train(
             ahead=ahead,
             on_step=on_step,
             on_note=on_note,
+            evaluate=make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference)),
             data=data_record(source.samples),
         )
         if settled.reasons:
@@ -117,7 +120,43 @@ def _train(
         result = loop.run()
     if config.checkpoint.export and not result.stopped:
         export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
+        if loop.best is not None:
+            loop.load_best()
+            export(config, engine.model, loop.folder / BEST_MODEL, tokenizer, dtype=dtype)
     return result
+
+
+def evaluate(
+    config: Config, *, on_tokenising: Progress | None = None, on_note: OnNote | None = None
+) -> dict[str, float]:
+    """What `[eval]` measures, of the model at `model.path` as it is. Nothing is trained or written."""
+    if not config.eval.path:
+        raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
+    config = held_out_config(config)
+    with (
+        deterministic(config.run.deterministic),
+        distributed(device=config.run.device, timeout=config.run.timeout) as device,
+    ):
+        mesh = make_mesh(
+            device, context=config.parallel.context, replicate=config.parallel.replicate, timeout=config.run.timeout
+        )
+        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
+        settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples)))
+        if on_note is not None:
+            for line in settled.lines():
+                on_note(line)
+        engine = build_engine(settled.config, mesh)
+        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source.samples)
+        with nullcontext() if writer is None else closing(writer):
+            reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
+            measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference)
+            assert measure is not None
+            return measure(0)
+
+
+def _pair_reference(config: Config, reference: Reference | None) -> Reference | None:
+    """What held-out pairs are compared with; policies are evaluated without one."""
+    return reference if config.loss.command == "dpo" else None
 
 
 class _Sampling:

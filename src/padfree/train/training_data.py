@@ -8,7 +8,7 @@ Config -> load_tokenizer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from padfree.data import (
     RolloutDataSettings,
     SFTDataSettings,
     TokenizedDataset,
+    load_pairs,
     load_reward,
     load_sft,
     read_rollouts,
@@ -131,9 +132,41 @@ def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, impor
     )
 
 
+def _read_pairs(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
+    settings = SFTDataSettings(**text_settings(config.data))
+    found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress)
+    return TrainingData(samples=found, report=found.report, place=found.place)
+
+
 Reader = Callable[..., TrainingData]
-READERS: dict[str, Reader] = {"sft": _read_sft, "rl": _read_rl}
+READERS: dict[str, Reader] = {"sft": _read_sft, "rl": _read_rl, "dpo": _read_pairs}
 """What reads the data of each command: (config, tokenizer, progress=, import_reward=) -> TrainingData."""
+
+
+def load_held_out(
+    config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
+) -> TrainingData | None:
+    """What `eval.path` holds, read as the run's own data are; None: nothing."""
+    settings = config.eval
+    if not settings.path:
+        return None
+    there = held_out_config(config)
+    try:
+        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward)
+    except ValueError as error:
+        raise ValueError(f"eval.path: {str(error).removeprefix('data: ')}") from error
+    return found if settings.samples is None else replace(found, samples=_first(found.samples, settings.samples))
+
+
+def held_out_config(config: Config) -> Config:
+    """The settings of the run with held-out data in the place of its own."""
+    data = replace(config.data, path=config.eval.path, split=config.eval.split)
+    reward = config.eval.reward or config.rollout.reward
+    return replace(config, data=data, rollout=replace(config.rollout, reward=reward))
+
+
+def _first(samples: Samples, count: int) -> Samples:
+    return [samples[index] for index in range(min(count, len(samples)))]
 
 
 def longest_of(samples: Samples) -> int:
@@ -187,7 +220,7 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
-GROUP_SIZES = {"sft": 1}
+GROUP_SIZES = {"sft": 1, "dpo": 2}
 """How many neighbouring samples of the data are one group, by command."""
 
 

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.noise import GREEDY
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
 NO_WEIGHTS = "default"
@@ -115,7 +116,7 @@ class Server:
             "stop_token_ids": list(drawing.stops),
             "cache_salt": f"{salt} {version}",
             "logprobs": 0,
-            **_plain_sampling(drawing.temperature),
+            **_plain_sampling(0.0 if request.key == GREEDY else drawing.temperature),
         }
         with self._connected() as connection:
             self._need_version(connection, version)

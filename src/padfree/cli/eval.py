@@ -1,0 +1,57 @@
+"""`padfree eval`: what a recipe's `[eval]` measures, of any model folder.
+
+padfree eval recipes/sft.toml model.path=runs/sft/model eval.path=test.jsonl
+padfree eval recipes/rl-local.toml model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.draws=8
+torchrun --nproc-per-node 8 -m padfree eval recipes/sft.toml model.path=my-model eval.path=test.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from padfree.cli.main import COMMANDS
+from padfree.config import load_config
+from padfree.config.hub import check_names
+from padfree.config.outputs import check_output
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = COMMANDS["eval"][1]
+    command = commands.add_parser(
+        "eval",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. Nothing is trained, and the run folder is not written to.",
+        epilog="example: padfree eval recipes/sft.toml model.path=runs/sft/model eval.path=test.jsonl",
+    )
+    command.add_argument("recipe", help="TOML file of the run, or of another with the same data and loss")
+    command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
+    command.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    config = load_config(settings.recipe, settings.overrides)
+    if not config.eval.path:
+        raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
+    first = int(os.environ.get("RANK", "0")) == 0
+    target = None if settings.json is None else Path(settings.json)
+    if target is not None and first:
+        check_output(target, "--json")
+    # The data that the recipe trains on need not be here.
+    check_names(replace(config, data=replace(config.data, path=config.eval.path)))
+
+    from padfree.train.run import evaluate
+
+    found = evaluate(config)
+    if not first:
+        return
+    width = max(map(len, found))
+    for name, value in found.items():
+        print(f"{name:<{width}}  {value:.6g}")
+    if target is not None:
+        about = {"model": config.model.path, "data": list(config.eval.path), **found}
+        target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

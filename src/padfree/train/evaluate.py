@@ -1,0 +1,244 @@
+"""What a run is measured on beside its training data: `[eval]`.
+
+    held-out samples   rows as in training, no gradient   sums of every sample, added up by source    HeldOut
+    held-out prompts   the sampler that trains, a reward  responses: reward, pass@1, pass@k, length   SampledResponses
+
+    {"eval/loss": 1.9, "eval/perplexity": 6.7, "eval/accuracy": 0.61}      and eval/FILE/loss, ... of several sources
+
+An evaluation changes nothing: no gradient, no weight, no place in the data, and the random state is put back. So a run
+ends with the same weights, to the bit, whether it is evaluated or not. Sums are float64 and divided once, by what was
+counted over all ranks, so that the layout does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import IGNORE, Sample
+from padfree.config import Config, EvalConfig
+from padfree.data import Reward, load_reward
+from padfree.head import matches, score
+from padfree.losses import segment_sum
+from padfree.model import hidden_states, lm_head_of
+from padfree.rollout import Prompt
+from padfree.rollout.noise import GREEDY, response_keys
+from padfree.rollout.writer import RolloutWriter, Written
+from padfree.train.determinism import random_state, restore_random_state
+from padfree.train.engine import Engine
+from padfree.train.masters import computing
+from padfree.train.microbatch import MicroBatch, make_micro_batch
+from padfree.train.parallelize import inside
+from padfree.train.rl.reference_model import Reference
+from padfree.train.row_loss import RowLoss
+from padfree.train.scorer import Scorer
+from padfree.train.training_data import TrainingData
+
+Evaluate = Callable[[int], dict[str, float]]
+"""Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
+
+EVALUATION = 1 << 62
+"""The number of the batch whose noise evaluations use: no training batch comes so far."""
+
+
+# Rows
+
+
+class RowMeasure(Protocol):
+    """Sums of each sample of a row, or this context rank's share of them."""
+
+    names: tuple[str, ...]
+    keeps_groups: bool
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """What is reported, from the means by name."""
+
+
+class TokenMeasure:
+    """Negative log-likelihood of the scored tokens, and how many of them are the likeliest ones."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    keeps_groups: ClassVar[bool] = False
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        local, head = batch.local, lm_head_of(model)
+        hidden = hidden_states(model, local)
+        scores = score(hidden, head, local.labels, temperature=self.temperature, num_labels=batch.num_labels)
+        sums = [local.labels != IGNORE, -scores.logprobs, matches(hidden, head, local.labels)]
+        return segment_sum(torch.stack([each.double() for each in sums], 1), local.sample_index, local.num_samples)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}  # what a float can hold
+
+
+class PairMeasure:
+    """The loss of each pair, and whether the chosen answer is ahead; counted with the chosen one's source."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    keeps_groups: ClassVar[bool] = True
+
+    def __init__(self, row_loss: RowLoss) -> None:
+        self.row_loss = row_loss
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        output = self.row_loss(model, batch)
+        assert output.pair_statistics is not None
+        assert batch.pairs is not None
+        shares = output.pair_statistics
+        values = torch.stack([shares[name] for name in ("count", "pair_loss", "accuracy", "margin")], 1)
+        return values.new_zeros(batch.local.num_samples, 4).index_add(0, batch.pairs[:, 0], values)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        return means
+
+
+MEASURES: dict[str, Callable[[Engine], RowMeasure]] = {
+    "sft": lambda engine: TokenMeasure(engine.scorer.temperature),
+    "dpo": lambda engine: PairMeasure(engine.row_loss),
+}
+"""What is measured on held-out samples, by command."""
+
+
+class HeldOut:
+    """Held-out samples, measured on rows that are laid out as in training."""
+
+    def __init__(self, scorer: Scorer, measure: RowMeasure, samples: Sequence[Sample]) -> None:
+        self.scorer, self.measure, self.samples = scorer, measure, samples
+        self.sources = sorted({str(sample.source) for sample in samples})
+        self._source = torch.tensor([self.sources.index(str(sample.source)) for sample in samples])
+        self._plan = scorer.plan(samples, keep_groups=measure.keeps_groups)
+
+    def __call__(self, step: int) -> dict[str, float]:
+        scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
+        totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
+        with undisturbed(scorer.model), computing(scorer.model):
+            for indices in self._plan.micro_batches[mesh.data.rank]:
+                pair_weight = 1.0 if measure.keeps_groups else None
+                batch = make_micro_batch(self.samples, indices, mesh, scorer.rows, pair_weight=pair_weight)
+                found = inside(scorer.model, measure, batch)
+                if not batch.is_filler:
+                    totals.index_add_(0, self._source[indices].to(mesh.device), found)
+        dist.all_reduce(totals, group=mesh.loss.group)
+        return by_source(dict(zip(self.sources, totals.tolist(), strict=True)), self._metrics)
+
+    def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        count = max(sums[0], 1.0)
+        means = {name: total / count for name, total in zip(self.measure.names, sums[1:], strict=True)}
+        return self.measure.metrics(means)
+
+
+def by_source(
+    rows: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
+) -> dict[str, float]:
+    """`eval/NAME` of the sums of all sources, and `eval/SOURCE/NAME` of each where there are several."""
+    total = [sum(column) for column in zip(*rows.values(), strict=True)]
+    found = {f"eval/{name}": value for name, value in metrics(total).items()}
+    for source, sums in rows.items() if len(rows) > 1 else ():
+        found |= {f"eval/{source}/{name}": value for name, value in metrics(sums).items()}
+    return found
+
+
+# Responses
+
+
+class SampledResponses:
+    """Held-out prompts, answered by the sampler that trains."""
+
+    def __init__(
+        self, writer: RolloutWriter, engine: Engine, prompts: Sequence[Prompt], settings: EvalConfig, seed: int
+    ) -> None:
+        self.writer, self.engine, self.settings = writer, engine, settings
+        self.groups = [(prompt,) * settings.draws for prompt in prompts]
+        self.reward: Reward | None = None if settings.reward is None else load_reward(settings.reward)
+        number = len(prompts) * settings.draws
+        self._keys = (
+            np.full(number, GREEDY, np.int64)
+            if settings.greedy
+            else response_keys(seed, EVALUATION, np.arange(number, dtype=np.int64))
+        )
+
+    def __call__(self, step: int) -> dict[str, float]:
+        with undisturbed(self.engine.model), computing(self.engine.model):
+            written = self.writer.write(
+                self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward
+            )
+        draws = self.settings.draws
+        rows: dict[str, list[float]] = {}
+        for number, group in enumerate(self.groups):
+            own = written[number * draws : (number + 1) * draws]
+            sums = rows.setdefault(group[0].source, [0.0] * 6)
+            for index, value in enumerate(self._sums(own)):
+                sums[index] += value
+        return by_source(rows, self._metrics)
+
+    def _sums(self, written: Sequence[Written]) -> list[float]:
+        """Of one prompt: 1, then sums over its responses, and whether any of them is right."""
+        right = [one.reward >= self.settings.passes for one in written]
+        return [
+            1.0,
+            sum(one.reward for one in written),
+            float(sum(right)),
+            float(any(right)),
+            float(sum(len(one.response.tokens) for one in written)),
+            float(sum(not one.response.ended for one in written)),
+        ]
+
+    def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        prompts, reward, right, any_right, tokens, cut = sums
+        draws = self.settings.draws
+        found = {"reward": reward / (prompts * draws), "pass@1": right / (prompts * draws)}
+        if draws > 1:
+            found["pass@k"] = any_right / prompts
+        return found | {"response_length": tokens / (prompts * draws), "response_cut": cut / (prompts * draws)}
+
+
+# Which of them
+
+
+def make_evaluation(
+    config: Config,
+    engine: Engine,
+    held_out: TrainingData | None,
+    writer: RolloutWriter | None,
+    reference: Reference | None = None,
+) -> Evaluate | None:
+    """What `[eval]` asks for; None: nothing."""
+    if held_out is None:
+        return None
+    samples = list(held_out.samples)
+    if writer is not None:
+        prompts = [sample for sample in samples if isinstance(sample, Prompt)]
+        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed)
+    rows = [sample for sample in samples if isinstance(sample, Sample)]
+    if reference is not None:  # which stays what it is, so that once is enough
+        found = reference.logprobs(rows)
+        rows = [replace(sample, ref_logprobs=values) for sample, values in zip(rows, found, strict=True)]
+    return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows)
+
+
+@contextmanager
+def undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """A block without gradients and dropout, after which the random state is what it was."""
+    state, training = random_state(), model.training
+    model.train(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        restore_random_state(state)
