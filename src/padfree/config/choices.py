@@ -29,6 +29,7 @@ PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 OldPolicy = Literal["trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 SequenceStatistic = Literal["mean", "sum", "token"]
+DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]
 
 # eval, checkpoint
 Better = Literal["auto", "lowest", "highest"]

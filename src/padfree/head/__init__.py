@@ -1,7 +1,17 @@
-"""Scores of labels from hidden states: log-probabilities and entropies without stored logits."""
+"""Scores of labels from hidden states: log-probabilities, entropies and divergences without stored logits."""
 
+from padfree.head.distillation import DistillationLoss, distillation_loss
 from padfree.head.fused import FusedLoss, TokenLoss, fused_loss
 from padfree.head.likeliest import matches
 from padfree.head.scores import Scores, score
 
-__all__ = ["FusedLoss", "Scores", "TokenLoss", "fused_loss", "matches", "score"]
+__all__ = [
+    "DistillationLoss",
+    "FusedLoss",
+    "Scores",
+    "TokenLoss",
+    "distillation_loss",
+    "fused_loss",
+    "matches",
+    "score",
+]

@@ -109,12 +109,14 @@ def plan_fused(
     budget: int,
     weight_gradient: bool,
     twice_bytes: int = TWICE_BYTES,
+    keep_all: bool = False,
 ) -> FusedPlan:
     """The cheapest plan within the budget; if none is, a row at a time.
 
     `logit_bytes`: of a kept logit. `row_bytes`: what else a row of a chunk takes. `sum_bytes`, `gradient_bytes`: of one
     number of a gradient while it is summed, and when it is returned. Where they are equal, the sums are the gradient.
     `twice_bytes`: how much more memory traffic, beside the matmul, a logit causes if it is computed twice.
+    `keep_all`: no logit is computed twice; chunks are smaller instead.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64
@@ -137,7 +139,7 @@ def plan_fused(
         cost = rewritten + again * num_rows * (multiplied + twice_bytes) + idle * vocabulary * multiplied
         return cost, FusedPlan(chunk_rows=chunk_rows, kept=kept, shared=shared)
 
-    if not own_sums:
+    if keep_all or not own_sums:
         return plan(vocabulary)[1]
     block = block_columns(vocabulary)
     return min((plan(kept) for kept in (*range(block, vocabulary, block), vocabulary)), key=lambda pair: pair[0])[1]

@@ -43,7 +43,7 @@ def chunked_gradients(
     is_whole = plan.kept == len(weight)
     grad_weight = weight.new_empty(weight.shape) if wants_weight else None
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
-    weight_sums = None if grad_weight is None else _WeightSums(grad_weight, plan, task)
+    weight_sums = None if grad_weight is None else WeightSums(grad_weight, plan, task)
     bias_sums = task.new_sums(plan.kept).zero_()
     # Summed over both ways in full precision; where there is only this way, rounded at once.
     exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
@@ -74,7 +74,7 @@ def chunked_gradients(
                 gradient[row:last_row],
             )
         if grad_hidden is not None:
-            _times_weight(task, gradient, grad_hidden[start:end])
+            times_weight(task, gradient, grad_hidden[start:end])
         if weight_sums is not None:
             weight_sums.add(gradient, hidden)
         if wants_bias:
@@ -117,7 +117,7 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
     )
 
 
-def _times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
+def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
     """out [C, D] = gradient [C, kept] @ weight [kept, D]."""
     kept = gradient.shape[1]
     # In one matmul, unless the weight must be made float32 for it.
@@ -126,7 +126,7 @@ def _times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
         matmul(gradient[:, start:end], task.weight_block(start, end), out, accumulate=start > 0)
 
 
-class _WeightSums:
+class WeightSums:
     """The weight gradient of columns [0, kept) while it is a sum over chunks."""
 
     def __init__(self, grad_weight: Tensor, plan: FusedPlan, task: ScoringTask) -> None:

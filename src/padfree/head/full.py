@@ -1,22 +1,36 @@
 """The definition of right: all logits at once, plain torch, differentiated by autograd.
 
     hidden [M, D], weight [V, D] -> logits [M, V] -> log-probability of the label [M], entropy [M]
+    the same of two models                        -> divergence [M] of one from the other
 
 Everything else in this folder computes the same numbers without the [M, V].
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from padfree.batch import LmHead
+from padfree.head.divergence import Divergence
 
 
 def full_scores(
     hidden: Tensor, head: LmHead, labels: Tensor, inverse_temperature: Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities [M] and entropies [M] of rows that all have a label; float32, or float64 for float64."""
+    log_p = full_log_softmax(hidden, head, inverse_temperature)
+    logprobs = log_p.gather(1, labels[:, None])[:, 0]
+    if not entropy:
+        return logprobs, None
+    # xlogy-like: an entry that does not exist (bias -inf) adds 0, not NaN
+    return logprobs, -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(1)
+
+
+def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
+    """[M, V]"""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
@@ -24,10 +38,30 @@ def full_scores(
     logits = logits * head.logit_scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    logits = logits * inverse_temperature[:, None]
-    log_p = logits.log_softmax(1)
-    logprobs = log_p.gather(1, labels[:, None])[:, 0]
-    if not entropy:
-        return logprobs, None
-    # xlogy-like: an entry that does not exist (bias -inf) adds 0, not NaN
-    return logprobs, -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(1)
+    return (logits * inverse_temperature[:, None]).log_softmax(1)
+
+
+def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
+    """[M] from log-probabilities [M, V] of both."""
+    if settings.top_k is not None and settings.top_k < student.shape[1]:
+        least = teacher.topk(settings.top_k, dim=1).values[:, -1:]
+        student, teacher = (_with_rest(log_p, teacher < least) for log_p in (student, teacher))
+    if settings.kind == "forward-kl":
+        return _kl(teacher, student)
+    if settings.kind == "reverse-kl":
+        return _kl(student, teacher)
+    beta = settings.beta
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """[M] Σ p (log p − log q); an entry that p does not have adds 0."""
+    there = log_p > -torch.inf
+    return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
+
+
+def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
+    """[M, V + 1]: entries of the rest become -inf, and one more holds what they have together."""
+    rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from padfree.batch import LmHead
 from padfree.head.budget import Memory
-from padfree.head.chunks import chunked_gradients
+from padfree.head.chunks import Gradients, chunked_gradients
 from padfree.head.elementwise import Softmax, Upstream
 from padfree.head.scores import Backend, Call, as_head, full_logits_scores, prepare
 from padfree.head.tiles import tiled_softmax
@@ -174,16 +174,21 @@ class _FusedLoss(torch.autograd.Function):
     def backward(
         ctx: Any, grad_loss: Tensor, *_: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        if ctx.gradients is None:
-            raise RuntimeError("fused_loss: backward a second time; give retain_graph=True the first time")
-        grad_hidden, grad_weight, grad_bias = ctx.gradients
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            grad_hidden, grad_weight, grad_bias = (
-                None if gradient is None else gradient.clone() for gradient in ctx.gradients
-            )
-        else:
-            ctx.gradients = None  # handed over, not copied: they can be larger than all else here together
-        for gradient in (grad_hidden, grad_weight, grad_bias):
-            if gradient is not None:
-                ctx.elementwise.scale_(gradient, grad_loss)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return (*hand_over(ctx, grad_loss, "fused_loss"), None, None)
+
+
+def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
+    """The gradients that forward left in `ctx`, times `grad_loss` []. `name`: of the function, for the message."""
+    if ctx.gradients is None:
+        raise RuntimeError(f"{name}: backward a second time; give retain_graph=True the first time")
+    grad_hidden, grad_weight, grad_bias = ctx.gradients
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        grad_hidden, grad_weight, grad_bias = (
+            None if gradient is None else gradient.clone() for gradient in ctx.gradients
+        )
+    else:
+        ctx.gradients = None  # handed over, not copied: they can be larger than all else here together
+    for gradient in (grad_hidden, grad_weight, grad_bias):
+        if gradient is not None:
+            ctx.elementwise.scale_(gradient, grad_loss)
+    return grad_hidden, grad_weight, grad_bias

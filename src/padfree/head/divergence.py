@@ -1,0 +1,206 @@
+"""How far two softmaxes of a row are apart, and the gradient of that, in plain torch; `triton_divergence` has kernels.
+
+    student   s = softmax(x)  [R, V]        x and y are logits with bias, scale, cap and temperature, as stored by
+    teacher   t = softmax(y)  [R, V]        `elementwise.reduce_tile`: x - peak of their block
+
+    forward-kl   KL(t | s) = Σ t log(t/s)                        by x_j    s_j − t_j
+    reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL)
+    jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
+
+Top-k. The k tokens that the teacher finds most probable stay what they are, and all others are one outcome, "the rest".
+Two distributions over k + 1 outcomes are compared then, so that the divergence is 0 only where they agree, is never more
+than that of all tokens, and probability that the student gives to the rest is not forgotten.
+
+    teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c: c is
+    student   .4 .2 | .3 .1                    .4 .2 .4         the same for all of them
+
+Tokens as probable as the k-th belong to the k, too, so that no order of tokens decides. Membership is a threshold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from padfree.config.choices import DivergenceKind
+from padfree.head.elementwise import FLOAT16_FLOOR, BlockedHead, Softmax
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """Which one, and over how many of the teacher's tokens."""
+
+    kind: DivergenceKind
+    beta: float  # the teacher's share in the mixture of jsd
+    top_k: int | None  # None: all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredLogits:
+    """The logits of R rows as they were stored, and what makes log-probabilities of them."""
+
+    below: Tensor  # [R, V] x - peak of the block
+    block_peak: Tensor  # [R, K]
+    softmax: Softmax  # [R]
+    block: int  # columns per block
+
+    def part(self, start: int, end: int) -> StoredLogits:
+        return StoredLogits(
+            below=self.below[start:end],
+            block_peak=self.block_peak[start:end],
+            softmax=self.softmax.part(start, end),
+            block=self.block,
+        )
+
+    def below_peak(self, start: int, end: int) -> Tensor:
+        """[R, W] x - peak of the row, of columns [start, end), which lie in one block."""
+        index = start // self.block
+        below = self.below[:, start:end].to(self.block_peak.dtype)
+        if self.below.dtype == torch.float16:
+            below = below.clamp(min=FLOAT16_FLOOR)
+        return below + (self.block_peak[:, index] - self.softmax.peak)[:, None]
+
+    def log_p(self, start: int, end: int) -> Tensor:
+        return self.below_peak(start, end) - self.softmax.log_total[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowDivergence:
+    """What a row's gradient needs to know of all its columns."""
+
+    value: Tensor  # [R] the divergence
+    mean: Tensor  # [R] what is subtracted from every log-ratio, so that the gradient adds up to 0
+    rest: Tensor | None  # [R] c of the rest's tokens
+    threshold: Tensor | None  # [R] tokens of the teacher with y - peak below it are the rest
+
+
+class DivergenceWork(Protocol):
+    """The elementwise work. Two modules have it: this one and `triton_divergence`."""
+
+    def divergence_sums(
+        self, student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
+    ) -> Tensor: ...
+
+    def divergence_gradient(
+        self,
+        student: StoredLogits,
+        teacher: StoredLogits,
+        settings: Divergence,
+        row: RowDivergence,
+        factor: Tensor,
+        head: BlockedHead,
+        inverse_temperature: Tensor,
+        out: Tensor,
+    ) -> None: ...
+
+
+def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
+    """[R] y - peak of the k-th most probable token of each row."""
+    vocabulary = teacher.below.shape[1]
+    whole = teacher.block_peak.new_empty(teacher.below.shape)
+    for start, end in _columns(vocabulary, teacher.block):
+        whole[:, start:end] = teacher.below_peak(start, end)
+    return whole.topk(min(k, vocabulary), dim=1, sorted=True).values[:, -1].contiguous()
+
+
+def row_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> RowDivergence:
+    """From what `divergence_sums` found: [4, R]."""
+    first, second, student_rest, teacher_rest = sums
+    rest = None
+    beta = settings.beta
+    if threshold is not None:
+        tiny = torch.finfo(sums.dtype).tiny  # an empty rest adds 0, and divides nothing by 0
+        s, t = student_rest.clamp(min=tiny), teacher_rest.clamp(min=tiny)
+        if settings.kind == "forward-kl":
+            first = first + t * (t / s).log()
+            rest = 1 - t / s
+        elif settings.kind == "reverse-kl":
+            ratio = (s / t).log()
+            first = first + s * ratio
+            rest = ratio - first
+        else:
+            mixed = beta * t + (1 - beta) * s
+            ratio = (s / mixed).log()
+            first, second = first + s * ratio, second + t * (t / mixed).log()
+            rest = (1 - beta) * (ratio - first)
+    value = (1 - beta) * first + beta * second if settings.kind == "jsd" else first
+    return RowDivergence(value=value, mean=first.contiguous(), rest=rest, threshold=threshold)
+
+
+def divergence_sums(
+    student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
+) -> Tensor:
+    """[4, R]: the terms of the divergence, of jsd KL(s | m) and KL(t | m); and what student and teacher give the rest.
+
+    With a threshold the terms are those of the k tokens alone.
+    """
+    vocabulary = student.below.shape[1]
+    sums = student.block_peak.new_zeros(4, len(student.below))
+    for start, end in _columns(vocabulary, min(student.block, teacher.block)):
+        below = teacher.below_peak(start, end)
+        log_s, log_t = student.log_p(start, end), below - teacher.softmax.log_total[:, None]
+        s, t = log_s.exp(), log_t.exp()
+        if threshold is not None:
+            is_rest = below < threshold[:, None]
+            sums[2] += torch.where(is_rest, s, 0.0).sum(1)
+            sums[3] += torch.where(is_rest, t, 0.0).sum(1)
+            s, t = s.masked_fill(is_rest, 0.0), t.masked_fill(is_rest, 0.0)
+        if settings.kind == "forward-kl":
+            sums[0] += (t * (log_t - log_s)).sum(1)
+        elif settings.kind == "reverse-kl":
+            sums[0] += (s * (log_s - log_t)).sum(1)
+        else:
+            log_m = _log_mixture(log_s, log_t, settings.beta)
+            sums[0] += (s * (log_s - log_m)).sum(1)
+            sums[1] += (t * (log_t - log_m)).sum(1)
+    return sums
+
+
+def divergence_gradient(
+    student: StoredLogits,
+    teacher: StoredLogits,
+    settings: Divergence,
+    row: RowDivergence,
+    factor: Tensor,
+    head: BlockedHead,
+    inverse_temperature: Tensor,
+    out: Tensor,
+) -> None:
+    """Write `factor` [R] times the gradient by the student's raw logits into `out` [R, V].
+
+    `out` may be the memory of what the student stored. `head` is the student's.
+    """
+    vocabulary = student.below.shape[1]
+    scale = (factor * inverse_temperature * head.logit_scale)[:, None]
+    for start, end in _columns(vocabulary, min(student.block, teacher.block)):
+        below = teacher.below_peak(start, end)
+        log_s, log_t = student.log_p(start, end), below - teacher.softmax.log_total[:, None]
+        s = log_s.exp()
+        if settings.kind == "forward-kl":
+            gradient = s - log_t.exp()
+        elif settings.kind == "reverse-kl":
+            gradient = s * ((log_s - log_t) - row.mean[:, None])
+        else:
+            log_m = _log_mixture(log_s, log_t, settings.beta)
+            gradient = (1 - settings.beta) * s * ((log_s - log_m) - row.mean[:, None])
+        if row.threshold is not None:
+            assert row.rest is not None
+            gradient = torch.where(below < row.threshold[:, None], s * row.rest[:, None], gradient)
+        gradient = gradient * scale
+        if head.softcap is not None:
+            logits = student.below_peak(start, end) + student.softmax.peak[:, None]
+            gradient = gradient * (1 - (logits / (inverse_temperature * head.softcap)[:, None]).square())
+        out[:, start:end] = gradient
+
+
+def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """log(βt + (1−β)s), also where both are too small to be numbers."""
+    tiny = torch.finfo(log_s.dtype).tiny
+    return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
+
+
+def _columns(vocabulary: int, block: int) -> list[tuple[int, int]]:
+    return [(start, min(start + block, vocabulary)) for start in range(0, vocabulary, block)]
