@@ -289,6 +289,16 @@ CASES["batch"] = [
     ("multiple", lambda folder: batch().padded_to_multiple(0), lambda folder: batch().padded_to_multiple(1)),
     ("values", lambda folder: batch().unpack(torch.zeros(3)), lambda folder: batch().unpack(torch.zeros(5))),
     (
+        "parents",
+        lambda folder: Segments.from_lengths([2, 1], parents=np.array([0, 0])),
+        lambda folder: Segments.from_lengths([2, 1], parents=np.array([-1, 0])),
+    ),
+    (
+        "parents",
+        lambda folder: Segments.from_lengths([2, 1], parents=np.array([-1])),
+        lambda folder: Segments.from_lengths([2, 1], parents=np.array([-1, 0])),
+    ),
+    (
         "reward",
         lambda folder: with_advantages([sample(group=0), sample(group=0)], "grpo"),
         lambda folder: with_advantages([sample(group=0, reward=1.0), sample(group=0, reward=0.0)], "grpo"),
@@ -334,6 +344,11 @@ CASES["packing"] = [
         lambda folder: balance([1, 2], 1, lengths=[3, 3], cap=6),
     ),
     ("samples", lambda folder: padfree.collate([]), lambda folder: padfree.collate([sample()])),
+    (
+        "share_prefixes",
+        lambda folder: padfree.collate([sample()], share_prefixes="always"),  # type: ignore[arg-type]
+        lambda folder: padfree.collate([sample()], share_prefixes="auto"),
+    ),
     ("multiple_of", lambda folder: pack([sample()], multiple_of=0), lambda folder: pack([sample()], multiple_of=1)),
     ("num_packs", lambda folder: pack([sample()], num_packs=0), lambda folder: pack([sample()], num_packs=1)),
     ("num_packs", lambda folder: pack([sample()], num_packs=2), lambda folder: pack([sample()], num_packs=1)),

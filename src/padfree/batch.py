@@ -14,6 +14,14 @@ when the batch is made (`at_predictions`): `labels[t]`, `weights[t]` and `rollou
 that position t predicts. From there on every per-token quantity is local, and splitting the token axis over devices is
 only a permutation. `at_tokens` is the way back.
 
+Samples may share prefixes (`Entries`). Then a row holds nodes, each token once, and what belongs to predictions has an
+axis of its own: [E], one entry for each (sample, position) that has a label, sample by sample.
+
+    row      input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
+             position_ids  [T]            0 1 2 | 3 4 | 3 4 5
+    entries  labels        [E]            a a | b b b                  of tokens that are trained: here the responses
+             rows          [E]            2 3 | 2 5 6                  the hidden state that predicts each
+
 Host arrays are numpy, device arrays are torch. Numbers a kernel launch needs on the host (`max_seqlen`, the
 offsets of the segments) are kept on the host from the start, so that nobody synchronises with the device for them.
 """
@@ -31,6 +39,7 @@ from torch import Tensor
 
 from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
 from padfree.config.choices import LayoutKind
+from padfree.nodes import check_parents, first_positions
 
 IGNORE = -100
 """The label of a position that is not scored."""
@@ -139,6 +148,7 @@ class Segments:
     """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
 
     Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0` the last one is the pad.
+    Where samples share prefixes the segments are nodes (`padfree.nodes`) and `num_samples` counts these.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -146,6 +156,7 @@ class Segments:
     max_seqlen: int
     pad_length: int = 0
     num_samples: int = 0
+    parents: NDArray[np.int64] | None = None  # [S] of nodes, -1 for a root; None: every segment is a sample
     longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host; made if it is not given
 
     def __post_init__(self) -> None:
@@ -157,16 +168,22 @@ class Segments:
         lengths: Sequence[int] | NDArray[np.integer[Any]],
         *,
         pad_length: int = 0,
+        parents: NDArray[np.integer[Any]] | None = None,
         device: torch.device | str | None = None,
     ) -> Segments:
-        """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`."""
+        """Segments of these lengths, and a pad behind them: `[5, 3]`, pad 3 -> cu_seqlens `0 5 8 11`.
+
+        `parents` [B] makes them nodes: `-1 0 0` hangs the second and the third on the first.
+        """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
             raise ValueError(f"lengths: {array.min()} among them; give lengths of 0 or more")
         need_whole("pad_length", pad_length, 0, "give 0 or more")
         num_samples = len(array)
+        nodes = None if parents is None else check_parents(parents, num_samples)
         if pad_length:
             array = np.append(array, pad_length)
+            nodes = None if nodes is None else np.append(nodes, -1)
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
@@ -177,6 +194,7 @@ class Segments:
             max_seqlen=int(array.max(initial=0)),
             pad_length=pad_length,
             num_samples=num_samples,
+            parents=nodes,
         )
 
     @property
@@ -192,13 +210,28 @@ class Segments:
         """[S] host lengths, the pad's among them."""
         return np.diff(self.offsets)
 
+    @property
+    def first_positions(self) -> NDArray[np.int64]:
+        """[S] the position of the first token of each segment: 0, or how many tokens a node's ancestors have."""
+        if self.parents is None:
+            return np.zeros(self.num_segments, dtype=np.int64)
+        return first_positions(self.parents, self.lengths)
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of the longest sample, or of the pad if that is longer."""
+        if self.parents is None:
+            return self.max_seqlen
+        return int((self.first_positions + self.lengths).max(initial=0))
+
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def with_pad(self, pad_length: int) -> Segments:
         """The same samples with a pad of this length (and no other) behind them."""
         samples = self.lengths[: self.num_samples]
-        return Segments.from_lengths(samples, pad_length=pad_length, device=self.cu_seqlens.device)
+        parents = None if self.parents is None else self.parents[: self.num_samples]
+        return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -230,29 +263,60 @@ class SampleInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Copies:
+    """Rows of a tensor [n, ...] that are taken any number of times, `tensor[index]`, and where the copies of each lie.
+
+    rows a b c, index 0 0 2 1 0  ->  a a c b a         places 0 1 4 3 2, begins 0 3 4 5: those of a, of b, of c
+    """
+
+    index: Tensor  # [m] int64
+    places: Tensor  # [m] int64
+    begins: Tensor  # [n + 1] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Entries:
+    """Which hidden state of a row predicts which token of which sample, where samples share prefixes. Host only.
+
+    There is an entry for each scored token of each sample, sample by sample: E in all.
+    """
+
+    rows: NDArray[np.int64]  # [E] the token of the row that predicts it
+    tokens: NDArray[np.int64]  # [E] the token that is predicted, in the samples laid end to end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
-    """Samples laid end to end on one token axis, ready for the device. Made by `padfree.pack`."""
+    """Samples laid end to end on one token axis, ready for the device. Made by `padfree.pack`.
+
+    With `entries` samples share prefixes: labels, weights, sample_index and rollout are [E] then.
+    """
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, restart at 0 in every segment
+    position_ids: Tensor  # [T] int64, restart at 0 in every segment; go on along the path of a node
     labels: Tensor  # [T] int64, shifted inside each sample; -100 where nothing is scored
     weights: Tensor  # [T] float32, 0 where the label is -100
     sample_index: Tensor  # [T] int32, the segment of each token; the pad's is num_samples
     segments: Segments
     rollout: Rollout | None = None
     samples: tuple[SampleInfo, ...] = ()
+    entries: Entries | None = None
 
-    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "labels", "weights", "sample_index")
+    ROW_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
+    LABEL_FIELDS: ClassVar[tuple[str, ...]] = ("labels", "weights", "sample_index")
+    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = (*ROW_FIELDS, *LABEL_FIELDS)
 
     def __post_init__(self) -> None:
         num_tokens = self.segments.num_tokens
         for field in self.TOKEN_FIELDS:
             shape = tuple(getattr(self, field).shape)
-            if shape != (num_tokens,):
+            if field in self.LABEL_FIELDS and self.entries is not None:
+                assert shape == (len(self.entries.rows),), field
+            elif shape != (num_tokens,):
                 raise ValueError(
                     f"{field}: shape {shape} for {num_tokens} tokens in segments; give one entry per token"
                 )
-        if len(self.samples) != self.segments.num_samples:
+        if self.entries is None and len(self.samples) != self.segments.num_samples:
             raise ValueError(
                 f"samples: {len(self.samples)} for {self.segments.num_samples} segments; give one entry per sample"
             )
@@ -264,7 +328,7 @@ class PackedBatch:
 
     @property
     def num_samples(self) -> int:
-        return self.segments.num_samples
+        return len(self.samples)
 
     @property
     def pad_length(self) -> int:
@@ -313,13 +377,14 @@ class PackedBatch:
         def lengthened(tensor: Tensor, value: int = 0) -> Tensor:
             return torch.cat([tensor[:real], tensor.new_full((pad,), value)])
 
-        padded: dict[str, Any] = {
-            field: lengthened(getattr(self, field), fill.get(field, 0)) for field in self.TOKEN_FIELDS
-        }
+        longer = self.TOKEN_FIELDS if self.entries is None else self.ROW_FIELDS  # a pad has no entries
+        padded: dict[str, Any] = {field: lengthened(getattr(self, field), fill.get(field, 0)) for field in longer}
         padded["position_ids"] = torch.cat(
             [self.position_ids[:real], torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)]
         )
-        rollout = None if self.rollout is None else self.rollout.map(lengthened)
+        rollout = self.rollout
+        if rollout is not None and self.entries is None:
+            rollout = rollout.map(lengthened)
         return replace(self, **padded, segments=self.segments.with_pad(pad), rollout=rollout)
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
@@ -329,14 +394,20 @@ class PackedBatch:
         return self.padded_to(-(-real // multiple) * multiple)
 
     def unpack(self, values: Tensor) -> list[Tensor]:
-        """Per-sample views of any [T, ...] tensor, the pad left out."""
+        """Per-sample views of any [T, ...] tensor, the pad left out.
+
+        Of a batch with `entries` any [E, ...] tensor, laid out as it would be without: 0 where there is no label.
+        """
         if not isinstance(values, Tensor):
             raise ValueError(f"values: {type(values).__name__}; give a tensor, such as torch.as_tensor(values)")
-        if values.shape[:1] != (self.num_tokens,):
+        expected = self.num_tokens if self.entries is None else len(self.entries.rows)
+        if values.shape[:1] != (expected,):
             shape = tuple(values.shape)
-            raise ValueError(
-                f"values: shape {shape} for {self.num_tokens} tokens; give one entry per token of the batch"
-            )
+            raise ValueError(f"values: shape {shape} for {expected} tokens; give one entry per token of the batch")
+        if self.entries is not None:
+            predictions = torch.from_numpy(self.entries.tokens - 1).to(values.device)
+            whole = values.new_zeros(sum(self.lengths), *values.shape[1:])
+            return list(torch.split(whole.index_copy(0, predictions, values), self.lengths))
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
@@ -344,6 +415,7 @@ class PackedBatch:
 
         Not every model does: `padfree.compat.hf.PackedCollator` tries it on a small copy.
         """
+        assert self.segments.parents is None, "transformers' own attention knows of no shared prefixes"
         return row_inputs(self.input_ids, self.position_ids, self.segments)
 
 
@@ -379,11 +451,24 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PathKeys:
+    """The keys of a row whose samples share prefixes: the tokens of each node's path, laid end to end.
+
+    nodes p p p | a a | b b b     keys p p p | p p p a a | p p p b b b
+    """
+
+    cu_seqlens: Tensor  # [S+1] int32
+    longest: Tensor  # [] tokens of the longest path, always on the host
+    tokens: Copies  # of the row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
     """What attention must know of a micro-batch. It travels as an argument of the model's forward, never as a global.
 
     `segments` are those of the whole row. Without a layout this process holds the whole row; with one it holds its
-    share, and `plan` is what `padfree.cp` prepared for it.
+    share, and `plan` is what `padfree.cp` prepared for it. `path_keys` are there if this process attends to the whole
+    of a row whose samples share prefixes.
     """
 
     segments: Segments
@@ -393,6 +478,7 @@ class AttnContext:
     rank: int = 0
     group: Any = None  # torch.distributed.ProcessGroup
     plan: Any = None  # padfree.cp's own preparation for (layout, rank)
+    path_keys: PathKeys | None = None
 
     @property
     def world(self) -> int:
@@ -400,8 +486,19 @@ class AttnContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalEntries:
+    """The entries that one context rank's tokens predict."""
+
+    numbers: NDArray[np.int64]  # [e] among those of the row
+    rows: Copies  # [e] of this rank's tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBatch:
-    """One context rank's tokens, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`."""
+    """One context rank's tokens, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`.
+
+    With `entries` labels, weights, sample_index and rollout are [e], as in `PackedBatch`.
+    """
 
     input_ids: Tensor  # [T/world]
     position_ids: Tensor
@@ -411,6 +508,7 @@ class LocalBatch:
     context: AttnContext
     rollout: Rollout | None = None
     samples: tuple[SampleInfo, ...] = ()
+    entries: LocalEntries | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -419,7 +517,7 @@ class LocalBatch:
     @property
     def num_samples(self) -> int:
         """B, of the whole row."""
-        return self.context.segments.num_samples
+        return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of an HF model that `padfree.attach` has prepared."""

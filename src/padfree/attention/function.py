@@ -229,6 +229,7 @@ def _checked_spec(
             raise ValueError(f"{name}: {segments.num_tokens} tokens for a tensor of {tokens}; they must be the same")
         if segments.cu_seqlens.device != q.device:
             raise ValueError(f"{name}: on {segments.cu_seqlens.device}, q on {q.device}; call .to({str(q.device)!r})")
+        assert segments.parents is None, "nodes see their ancestors: path_attention"
     return AttentionSpec(
         scale=q.shape[2] ** -0.5 if scale is None else scale, causal=causal, window=window, softcap=softcap
     )

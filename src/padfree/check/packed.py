@@ -8,6 +8,7 @@ every sample in a row alone    micro-batches of one sample
 a few rows                     micro-batches of about a third of the tokens
 reversed                       the order of the samples
 pad                            a tail of random tokens behind every row
+shared prefixes                what samples begin with is computed once (where they do begin alike)
 ring, headtail, ...            how context ranks divide a row and attend to it (more than one context rank)
 """
 
@@ -33,6 +34,7 @@ from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import clean_name, load_model
+from padfree.packing.collate import prefixes_of
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.microbatch import MicroBatch, RowSettings
 from padfree.train.optimizer import make_optimizer
@@ -63,6 +65,15 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
         Variation(name="every sample in a row alone", max_tokens=1),
         Variation(name="a few rows, samples reversed", max_tokens=-(-total // (3 * context)), reverse=True),
     ]
+    if prefixes_of(samples, True).is_shared:
+        found.append(
+            Variation(
+                name="shared prefixes",
+                max_tokens=total,
+                rows=RowSettings(share_prefixes=True),
+                may_be_refused=True,
+            )
+        )
     if context > 1:
         kinds: tuple[tuple[LayoutKind, str], ...] = (
             ("contiguous", "allgather"),

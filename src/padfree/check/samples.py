@@ -67,10 +67,17 @@ def spread(lengths: Any, count: int) -> list[int]:
 
 
 def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed: int = 0) -> list[Sample]:
-    """Random tokens, from `SHORTEST` to `longest` in even ratios, shuffled; the first third of each is not trained."""
+    """Random tokens, from `SHORTEST` to `longest` in even ratios, shuffled; the first third of each is not trained.
+
+    The last one begins as the one before it, so that there is a prefix to share.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.geomspace(min(SHORTEST, longest), longest, count).round().astype(np.int64))
+    tokens = [rng.integers(0, vocabulary, length) for length in lengths.tolist()]
+    if count > 1:
+        common = min(len(tokens[-1]), len(tokens[-2])) // 2
+        tokens[-1][:common] = tokens[-2][:common]
     return [
-        Sample(tokens=rng.integers(0, vocabulary, length), loss_mask=np.arange(length) >= length // 3, uid=index)
-        for index, length in enumerate(lengths.tolist())
+        Sample(tokens=each, loss_mask=np.arange(len(each)) >= len(each) // 3, uid=index)
+        for index, each in enumerate(tokens)
     ]

@@ -20,6 +20,7 @@ OnBadRow = Literal["error", "skip"]
 # batch
 RunOverlong = Literal["error", "alone"]
 PackOverlong = Literal["error", "truncate", "drop", "alone"]
+SharePrefixes = Literal["auto"] | bool
 
 # loss
 LOSSES_WITH_COMMAND = ("sft", "dpo")  # kinds of loss that have a command of their own; all others are of `padfree rl`

@@ -30,6 +30,7 @@ from padfree.config.choices import (
     RolloutFilter,
     RunOverlong,
     ScheduleKind,
+    SharePrefixes,
     WeightTransfer,
 )
 from padfree.config.functions import is_path
@@ -266,6 +267,7 @@ class BatchConfig:
     overlong: RunOverlong = "error"  # a sample longer than tokens or max_tokens
     buffer: int = 256  # samples that a token budget chooses from
     cost: str | None = None  # a file of `padfree plan --calibrate`; None: counted from the model's config
+    share_prefixes: SharePrefixes = "auto"  # what samples of a group begin with is computed once, where that pays
 
     def __post_init__(self) -> None:
         _expand(self, "cost")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from padfree.arrays import need_whole
 from padfree.attention import varlen_attention
+from padfree.attention.paths import path_attention
 from padfree.batch import AttnContext, Layout, Segments, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.context_plan import ContextPlan, Pieces
@@ -63,8 +64,10 @@ def attend(
             raise ValueError(f"{name}: shape {tuple(tensor.shape)} for {expected} local tokens; give one row per token")
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
-    if window is not None and window >= segments.max_seqlen:
+    if window is not None and window >= segments.num_positions:
         window = None  # no query has as many keys
+    if segments.parents is not None and not causal:
+        raise ValueError("causal: False for samples that share prefixes; make the row with share_prefixes=False")
     options: dict[str, Any] = {
         "causal": causal,
         "scale": scale,
@@ -73,6 +76,9 @@ def attend(
         "sinks": sinks,
         "backend": context.backend,
     }
+    if context.path_keys is not None and context.layout is None:
+        options.pop("causal")
+        return path_attention(q, k, v, segments, context.path_keys, **options)
     if context.layout is None:
         out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
         return out

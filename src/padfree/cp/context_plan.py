@@ -23,6 +23,7 @@ from padfree.arrays import concatenated_ranges
 from padfree.batch import Layout, Segments
 from padfree.cp.layout import document_index
 from padfree.cp.ranges import segments_of, to_device
+from padfree.nodes import paths
 
 Prepared = TypeVar("Prepared")
 
@@ -42,6 +43,9 @@ class Pieces:
         self.document = document_index(self.start, segments.offsets)
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
+        self.offsets = segments.offsets
+        # Where documents are nodes: those above each, which its queries see as well.
+        self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 
     def of(self, rank: int) -> slice:
         begin = int(self.counts[:rank].sum())

@@ -7,7 +7,8 @@
 Causal attention of a piece [a, b) of a document reads the document's keys [0, b), with a window of W the keys
 [a - W + 1, b) of them: nobody else's. So a rank does not need the keys of the whole packed row, only keys of the
 documents it shares with others. Who needs which keys follows from the layout: every rank knows what to send without
-being asked.
+being asked. Where samples share prefixes, documents are nodes, and a piece reads the keys of the nodes above it first:
+several ranges, of which a rank receives each key once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from padfree.arrays import concatenated_ranges
 from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
+from padfree.nodes import PathRanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,7 +56,7 @@ def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None =
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
     """[world, world] how many keys rank i receives from rank j."""
-    needs = _needs(pieces, *_key_ranges(pieces, causal, window))
+    needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
     return moved
@@ -63,12 +65,13 @@ def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = Non
 def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
     pieces, rank, world, device = plan.pieces, plan.rank, plan.world, plan.device
     share, mine = pieces.share, pieces.of(plan.rank)
-    begin, end = _key_ranges(pieces, causal, window)
-    needs = _needs(pieces, begin, end)
+    ranges = _key_ranges(pieces, causal, window)
+    needs = _needs(pieces, ranges)
     received = needs.of(needs.reader == rank, sort="owner")
     sent = needs.of(needs.owner == rank, sort="reader")
 
-    piece, begins, ends = _cut(pieces, begin[mine], end[mine])[1:]
+    own_ranges = (mine.start <= ranges.number) & (ranges.number < mine.stop)
+    piece, begins, ends = _cut(pieces, ranges.begin[own_ranges], ranges.end[own_ranges])[1:]
     own = pieces.rank[piece] == rank
     number = pieces.place[piece] + begins - pieces.start[piece] - rank * share  # in the pool, if it is an own key
     number[~own] = share + received.position(begins[~own])
@@ -85,7 +88,7 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
             np.concatenate([pieces.end[mine], received.end]),
         ),
         selection=select_ranges(number, number + ends - begins, (share, *receive), device),
-        segments=segments_of(end[mine] - begin[mine], device),
+        segments=segments_of(ranges.lengths(len(pieces.start))[mine], device),
         quiet=len(needs.reader) == 0,
         send=tuple(send),
         receive=tuple(receive),
@@ -98,13 +101,31 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
     )
 
 
-def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> tuple[Indices, Indices]:
-    """[P] the keys of each piece, as a range of the packed row."""
+def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
+    """The keys of each piece, as a range of the packed row; behind those of the nodes above, where there are any."""
+    every = np.arange(len(pieces.start))
     if not causal:
-        return pieces.document_start, pieces.document_end
-    if window is None:
-        return pieces.document_start, pieces.end
-    return np.maximum(pieces.document_start, pieces.start - window + 1), pieces.end
+        return PathRanges(every, pieces.document_start, pieces.document_end)
+    begin = pieces.document_start
+    if window is not None:
+        begin = np.maximum(begin, pieces.start - window + 1)
+    own = PathRanges(every, begin, pieces.end)
+    if pieces.ancestors is None:
+        return own
+    found: list[tuple[int, int, int]] = []
+    for number, node in enumerate(pieces.document.tolist()):
+        outside = None if window is None else int(pieces.start[number] - pieces.document_start[number]) - window + 1
+        above: list[tuple[int, int, int]] = []
+        for ancestor in reversed(pieces.ancestors[node]):
+            first, last = int(pieces.offsets[ancestor]), int(pieces.offsets[ancestor + 1])
+            if outside is not None:  # where the window begins, counted from the end of this ancestor
+                above.append((number, max(first, last + min(outside, 0)), last))
+                outside += last - first
+            else:
+                above.append((number, first, last))
+        found += [each for each in reversed(above) if each[1] < each[2]]
+        found.append((number, int(own.begin[number]), int(own.end[number])))
+    return PathRanges(*(np.array(column, dtype=np.int64) for column in zip(*found, strict=True)))
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
@@ -144,13 +165,16 @@ class _Needs(NamedTuple):
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]
 
 
-def _needs(pieces: Pieces, begin: Indices, end: Indices) -> _Needs:
-    # What the next piece of the same document on the same rank reads too is left to that one.
-    related = (pieces.rank[1:] == pieces.rank[:-1]) & (pieces.document[1:] == pieces.document[:-1])
-    end = end.copy()
-    end[:-1][related] = np.minimum(end[:-1], begin[1:])[related]
+def _needs(pieces: Pieces, ranges: PathRanges) -> _Needs:
+    # A rank receives a key once, however many of its pieces read it.
+    readers = pieces.rank[ranges.number]
+    order = np.lexsort([-ranges.end, ranges.begin, readers])
+    readers, begin, end = readers[order], ranges.begin[order].copy(), ranges.end[order]
+    row = int(pieces.offsets[-1])
+    covered = np.maximum.accumulate(end + readers * row)[:-1] - readers[1:] * row  # below 0 at another reader's first
+    begin[1:] = np.clip(covered, begin[1:], end[1:])
     number, piece, begin, end = _cut(pieces, begin, end)
-    reader, owner = pieces.rank[number], pieces.rank[piece]
+    reader, owner = readers[number], pieces.rank[piece]
     foreign = (reader != owner) & (begin < end)
     place = pieces.place[piece] + begin - pieces.start[piece]
     return _Needs(*(column[foreign] for column in (reader, owner, begin, end, place)))

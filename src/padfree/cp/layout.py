@@ -23,6 +23,9 @@ that short documents are dear. `modelled_cost` counts all that. Of the windows t
 work, cuts are few and near the heads of documents, and the last ones fall between tiles. Work has the last word: the
 rank that holds the head of a very long document reads the fewest keys, and is left the cheapest.
 
+Where samples share prefixes a document is a node. Its first query reads the keys of its ancestors as well: positions
+begin at their number, and all of the above holds with these.
+
 A rank holds its pieces in row order, but in `balanced` those that read keys of others come first, then the longest:
 kernels take segments in their order, and what starts last should not take long. So lie received keys and own ones
 nearly in the order in which the kernel wants them, too. The pieces of a document are always side by side.
@@ -81,7 +84,7 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
         starts = np.union1d(cuts, offsets[:-1][offsets[:-1] < num_tokens])
         owners = ranks[np.searchsorted(cuts, starts, side="right") - 1]
     else:
-        starts, owners = _balanced(offsets, world)
+        starts, owners = _balanced(segments, world)
     return _layout(kind, world, num_tokens, starts, owners, offsets)
 
 
@@ -112,7 +115,8 @@ def document_index(tokens: Indices, offsets: Indices) -> Indices:
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
     """The first and the end position of each piece inside its document."""
-    origin = segments.offsets[document_index(layout.starts[rank], segments.offsets)]
+    origins = segments.offsets[:-1] - segments.first_positions
+    origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
 
 
@@ -177,8 +181,9 @@ def _ranked(owners: Indices, document: Indices, first: Indices, end: Indices) ->
     return ranked
 
 
-def _balanced(offsets: Indices, world: int) -> tuple[Indices, Indices]:
+def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
     """Where the pieces start in the row, ascending, and who owns them."""
+    offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
     # Short documents stay mixed: what whole tiles add to them depends on their lengths. Long ones behind them, the
@@ -186,8 +191,8 @@ def _balanced(offsets: Indices, world: int) -> tuple[Indices, Indices]:
     order = np.argsort(np.where(lengths >= 4 * TILE, lengths, 0), kind="stable")
     order = order[lengths[order] > 0]
     start, length = offsets[order], lengths[order]
-    circles = _Circles(start, np.zeros_like(start), length, np.array([len(start)]), np.array([world]))
-    mean_work = float(_work(circles.first, length).sum()) / world
+    circles = _Circles(start, first[order], length, np.array([len(start)]), np.array([world]))
+    mean_work = float(_work(circles.first, circles.first + length).sum()) / world
     depth = (world - 1).bit_length()
     for level in range(1, depth + 1):
         most_work = (1 + TOLERANCE * level / depth) * mean_work

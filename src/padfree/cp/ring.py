@@ -7,6 +7,8 @@ Two pieces of a document never overlap, so that a query piece sees another rank'
 it lies before it. In step 0 a piece sees the pieces of its document that its own rank holds before it, and itself
 causally. A block holds the pieces of a document side by side, so that what a query piece sees of a block is one range
 of its keys. Queries that see nothing of a block are left out of its step, and a step that no query needs is skipped.
+Where samples share prefixes, documents are nodes, and a piece sees the pieces of the nodes above it wholly, too:
+several ranges of a block, its own node's the last.
 
 The softmax over all blocks comes from those of the blocks: with lse their log-sum-exp, in float32,
 
@@ -34,7 +36,7 @@ from padfree.arrays import concatenated_ranges
 from padfree.attention import apply_sinks, sinks_gradient, varlen_backward, varlen_forward
 from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan
-from padfree.cp.ranges import Selection, segments_of, select_ranges, to_device
+from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 from padfree.distributed import Ring
 
 
@@ -64,6 +66,9 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
     in_row_order = np.argsort(pieces.start[theirs])
     documents, starts = pieces.document[theirs][in_row_order], pieces.start[theirs][in_row_order]
+    if pieces.ancestors is not None:
+        assert causal
+        return _path_step(plan, distance, border, in_row_order)
     first = np.searchsorted(documents, document, side="left")
     if not causal:
         behind = np.searchsorted(documents, document, side="right")
@@ -82,6 +87,40 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
         segments_k=segments_of(end - begin, plan.device),
         keys=select_ranges(begin, end, [share], plan.device),
         causal=causal and distance == 0,
+    )
+
+
+def _path_step(plan: ContextPlan, distance: int, border: Indices, in_row_order: Indices) -> RingStep | None:
+    """`_ring_step` where documents are nodes: `border` are the places of the block's pieces."""
+    pieces, share = plan.pieces, plan.pieces.share
+    mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
+    assert pieces.ancestors is not None
+    starts, lengths = pieces.start[theirs][in_row_order], pieces.length[theirs]
+    number: list[int] = []
+    ranges: list[tuple[int, int]] = []
+    for query, (node, start) in enumerate(zip(pieces.document[mine].tolist(), pieces.start[mine], strict=True)):
+        # What lies between the beginning of an ancestor and its end, or this piece's own end (start, elsewhere).
+        seen = [(pieces.offsets[above], pieces.offsets[above + 1]) for above in pieces.ancestors[node]]
+        seen.append((pieces.offsets[node], start + (distance == 0)))
+        for begin, end in seen:
+            low, high = np.searchsorted(starts, [begin, end], side="left")
+            if low < high:
+                first, last = in_row_order[low], in_row_order[high - 1]
+                number.append(query)
+                ranges.append((int(border[first]), int(border[last] + lengths[last])))
+    if not ranges:
+        return None
+    begin, end = np.array(ranges, dtype=np.int64).T
+    counts = np.bincount(number, end - begin, minlength=mine.stop - mine.start).astype(np.int64)
+    seeing, length = counts > 0, pieces.length[mine]
+    place = np.cumsum(length) - length
+    queries = None if seeing.all() else to_device(concatenated_ranges(place[seeing], length[seeing]), plan.device)
+    return RingStep(
+        queries=queries,
+        segments_q=segments_of(length[seeing], plan.device),
+        segments_k=segments_of(counts[seeing], plan.device),
+        keys=select_ranges(begin, end, [share], plan.device),
+        causal=distance == 0,
     )
 
 

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from padfree.arrays import need_whole
-from padfree.batch import AttnContext, LocalBatch, PackedBatch, need_tensor
+from padfree.arrays import concatenated_ranges, need_whole
+from padfree.attention.copies import copies_of
+from padfree.attention.paths import prepare_path_keys
+from padfree.batch import AttnContext, LocalBatch, LocalEntries, PackedBatch, need_tensor
 from padfree.config.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
+from padfree.cp.ranges import to_device
 from padfree.cp.ring import prepare_steps
+from padfree.cp.ulysses import prepare_paths
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
 
 METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
@@ -58,7 +63,10 @@ def shard(
             "give the context group and its own rank and size"
         )
     if world == 1:
-        context = AttnContext(segments=batch.segments, backend=backend, method=method, group=group)
+        context = AttnContext(
+            segments=batch.segments, backend=backend, method=method, group=group,
+            path_keys=prepare_path_keys(batch.segments),
+        )  # fmt: skip
         return _local(batch, context, None)
     layout = make_layout(batch.segments, world, kind)
     plan = ContextPlan(layout, batch.segments, rank, batch.input_ids.device)
@@ -66,6 +74,8 @@ def shard(
         prepare_keys(plan)
     elif method == "ring":
         prepare_steps(plan)
+    elif method == "ulysses":
+        prepare_paths(plan)
     context = AttnContext(
         segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan
     )
@@ -73,15 +83,35 @@ def shard(
 
 
 def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> LocalBatch:
-    def mine(tensor: Tensor) -> Tensor:
-        return tensor if own is None else tensor.index_select(0, own)
+    def chosen(tensor: Tensor, index: Tensor | None) -> Tensor:
+        return tensor if index is None else tensor.index_select(0, index)
 
+    entries, labelled = None, own
+    if batch.entries is not None:
+        entries = _local_entries(batch, context)
+        labelled = None if own is None else to_device(entries.numbers, own.device)
     return LocalBatch(
-        **{field: mine(getattr(batch, field)) for field in PackedBatch.TOKEN_FIELDS},
+        **{field: chosen(getattr(batch, field), own) for field in PackedBatch.ROW_FIELDS},
+        **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
         context=context,
-        rollout=None if batch.rollout is None else batch.rollout.map(mine),
+        rollout=None if batch.rollout is None else batch.rollout.map(lambda values: chosen(values, labelled)),
         samples=batch.samples,
+        entries=entries,
     )
+
+
+def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
+    """The entries that this rank's tokens predict."""
+    assert batch.entries is not None
+    rows, device = batch.entries.rows, batch.input_ids.device
+    if context.layout is None:
+        return LocalEntries(numbers=np.arange(len(rows)), rows=copies_of(rows, batch.num_tokens, device))
+    share = batch.num_tokens // context.world
+    place = np.full(batch.num_tokens, -1)  # of this rank's tokens, where it holds them
+    starts, ends = context.layout.starts[context.rank], context.layout.ends[context.rank]
+    place[concatenated_ranges(starts, ends - starts)] = np.arange(share)
+    numbers = np.flatnonzero(place[rows] >= 0)
+    return LocalEntries(numbers=numbers, rows=copies_of(place[rows[numbers]], share, device))
 
 
 def gather_tokens(

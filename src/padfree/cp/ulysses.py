@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
+from padfree.attention.paths import path_attention, prepare_path_keys
+from padfree.batch import PathKeys
 from padfree.cp.context_plan import ContextPlan
 from padfree.distributed import exchange_rows
 
@@ -32,6 +34,11 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
             f"method: 'ulysses' on {world} context ranks with {num_key_heads} key heads; choose a number of ranks that "
             "divides them or is a multiple of them, or method='allgather'"
         )
+
+
+def prepare_paths(plan: ContextPlan) -> PathKeys | None:
+    """The keys of the nodes of the whole row, made once per micro-batch; None where nothing is shared."""
+    return plan.prepared("paths", lambda: prepare_path_keys(plan.segments))
 
 
 def attend_ulysses(
@@ -53,7 +60,13 @@ def attend_ulysses(
     q, k, v = _ToHeads.apply(plan, group, q, k, v)  # type: ignore[no-untyped-call]
     if sinks is not None:
         sinks = sinks.view(world, -1)[plan.rank]
-    out = varlen_attention(q, k, v, plan.segments, plan.segments, sinks=sinks, **options)
+    if plan.segments.parents is not None:
+        options.pop("causal")
+        keys = prepare_paths(plan)
+        assert keys is not None
+        out = path_attention(q, k, v, plan.segments, keys, sinks=sinks, **options)
+    else:
+        out = varlen_attention(q, k, v, plan.segments, plan.segments, sinks=sinks, **options)
     mine: Tensor = _ToTokens.apply(plan, group, out)  # type: ignore[no-untyped-call]
     return mine
 

@@ -5,8 +5,9 @@
     mfu = tflops_per_device / peak of the device        only where the peak is known and the model computes in bfloat16
 
 What is computed a second time (activation checkpointing, old and reference log-probabilities) is not counted, nor are
-pads: these are the FLOPs that training needs, not those that were spent. With adapters the weights below them are
-frozen, and a matmul with a frozen weight needs two thirds: no gradient of the weight.
+pads: these are the FLOPs that training needs, not those that were spent. A prefix that samples share counts once. With
+adapters the weights below them are frozen, and a matmul with a frozen weight needs two thirds: no gradient of the
+weight.
 """
 
 from __future__ import annotations
@@ -78,6 +79,14 @@ def frozen_flops(flops: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What samples share and is computed once: how much less there is of tokens, and of Σ n² over the samples."""
+
+    tokens: float
+    pairs: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
     """What a model's steps cost, and what the devices that share them could do."""
 
@@ -103,17 +112,22 @@ class Flops:
             peak=peak,
         )
 
-    def step(self, lengths: ArrayLike, num_labels: int) -> float:
+    def step(self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None) -> float:
         """FLOPs of a step over samples of these lengths, of whose tokens `num_labels` are scored."""
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()
-        return float(costs.sum() - self.head * (tokens - num_labels))
+        saved = 0.0
+        if shared is not None:  # the head scores entries, of which there are as many as without
+            saved = (self.cost.linear - self.head) * shared.tokens + self.cost.quadratic * shared.pairs
+        return float(costs.sum() - self.head * (tokens - num_labels) - saved)
 
-    def metrics(self, lengths: ArrayLike, num_labels: int, seconds: float) -> dict[str, float]:
+    def metrics(
+        self, lengths: ArrayLike, num_labels: int, seconds: float, shared: Shared | None = None
+    ) -> dict[str, float]:
         """`tflops_per_device`, and `mfu` where the peak is known."""
         if seconds <= 0:
             return {}
-        reached = self.step(lengths, num_labels) / seconds / self.devices / 1e12
+        reached = self.step(lengths, num_labels, shared) / seconds / self.devices / 1e12
         found = {"tflops_per_device": reached}
         if self.peak is not None:
             found["mfu"] = reached / self.peak

@@ -118,7 +118,7 @@ def estimate_memory(
         tokens=tokens,
         activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
-        working=_working(config, model, tokens, size, device_type),
+        working=_working(config, model, tokens, size, device_type, prompt_tokens),
         reference=reference,
         reference_offloaded=config.reference.offload,
         sampler=sampler,
@@ -194,7 +194,23 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
 # What is there for a moment
 
 
-def _working(config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str) -> int:
+def key_copies(config: Config, prompt_tokens: int) -> float:
+    """How many keys a row copies for each of its tokens where its samples share prefixes of so many tokens.
+
+    Of responses that the run writes: a group of G has the keys P + G (P + R) for P + G R tokens. Of others nobody knows
+    before they are compared; they are counted as if half of each sample were shared by eight.
+    """
+    if config.batch.share_prefixes is False or config.loss.kind == "sft":
+        return 0.0
+    group, prompt, response = 8, 1, 1
+    if config.rollout.reward is not None:
+        group, prompt, response = config.rollout.group, prompt_tokens, config.rollout.max_new_tokens
+    return (prompt + group * (prompt + response)) / (prompt + group * response)
+
+
+def _working(
+    config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str, prompt_tokens: int
+) -> int:
     sizes, parallel = ModelSizes.of(model.config), config.parallel
     layer = max(layer_bytes(model.config, each, size) for each in layers_of(model))
     inner = max(sizes.mlp, sizes.experts_per_token * sizes.expert_mlp)
@@ -203,9 +219,10 @@ def _working(config: Config, model: PreTrainedModel, tokens: int, size: int, dev
         backward += layer
     if parallel.context > 1:  # keys and values of the whole row, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * parallel.context
+    copied = 2 * size * (sizes.key + sizes.value) * key_copies(config, prompt_tokens)  # and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return max(
-        tokens * backward,
+        tokens * backward + int(tokens * copied),
         head_bytes(
             tokens,
             sizes.hidden,

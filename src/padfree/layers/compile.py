@@ -67,6 +67,10 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
         context = kwargs.get("attn_context")
         if context is not None:
             _mark(context.segments.cu_seqlens, 0)
+            if context.path_keys is not None:
+                tokens = context.path_keys.tokens
+                for tensor in (context.path_keys.cu_seqlens, tokens.index, tokens.places, tokens.begins):
+                    _mark(tensor, 0)
         return call(*args, **kwargs)
 
     return called

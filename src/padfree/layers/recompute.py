@@ -75,7 +75,8 @@ def mark_saved(graph: fx.Graph, kept: Kept) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return node.target in (torch.ops.padfree.self_attention, torch.ops.padfree.self_attention.default)
+    operators = (torch.ops.padfree.self_attention, torch.ops.padfree.path_attention)
+    return node.target in (*operators, *(each.default for each in operators))
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from padfree.attention.operator import self_attention
+from padfree.attention.paths import path_attention
 from padfree.batch import AttnContext, Segments
 from padfree.cp import attend
 
@@ -115,7 +116,12 @@ def attention(
     chunk = chunk_of(module)
     if chunk is not None and attn_context.segments.max_seqlen > chunk:
         attn_context = _chunked(attn_context, chunk, name)
-    if torch.compiler.is_compiling() and attn_context.layout is None and chunk is None:
+    if torch.compiler.is_compiling() and attn_context.layout is None and attn_context.path_keys is not None:
+        output = path_attention(
+            q, k, v, attn_context.segments, attn_context.path_keys, scale=scaling, window=sliding_window,
+            softcap=softcap, sinks=s_aux, backend=backend,
+        )  # fmt: skip
+    elif torch.compiler.is_compiling() and attn_context.layout is None and chunk is None:
         output = self_attention(
             q, k, v, attn_context.segments, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
             backend=backend,
@@ -206,7 +212,7 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         chosen = kwargs.get(argument)
         if getattr(config, argument, False) if chosen is None else chosen:
             raise ValueError(f"{argument}: True in the call of {name}; pass {argument}=False, a packed row has none")
-    check_positions(position_limit(config), context.segments.max_seqlen)
+    check_positions(position_limit(config), context.segments.num_positions)
 
 
 def _check_length(args: tuple[Any, ...], kwargs: dict[str, Any], context: AttnContext) -> None:

@@ -12,12 +12,15 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from padfree.attention.copies import take_copies
 from padfree.batch import LmHead, LocalBatch
 from padfree.model.interface import need_attached
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """[T/cp, D]: what the head of an attached model would score. Calls the base model's own forward.
+
+    Of a batch whose samples share prefixes [e, D]: one for each entry, a shared one as often as it is scored.
 
     Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.train.parallelize.inside` sees to that.
     """
@@ -29,7 +32,7 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     need_attached(base)
     hidden = base(**batch.model_inputs()).last_hidden_state
     assert isinstance(hidden, Tensor)
-    return hidden[0]
+    return hidden[0] if batch.entries is None else take_copies(hidden[0], batch.entries.rows)
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -16,6 +16,7 @@ list that was packed, so that results can always be put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.arrays import need_whole, number_array
+from padfree.arrays import concatenated_ranges, need_whole, number_array
 from padfree.batch import (
     IGNORE,
+    Entries,
     PackedBatch,
     Rollout,
     Sample,
@@ -34,8 +36,12 @@ from padfree.batch import (
     at_predictions,
     common_fields,
 )
+from padfree.config.choices import SharePrefixes
+from padfree.config.rules import need
 from padfree.packing.balance import balance
+from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
+from padfree.packing.prefixes import FREE, PrefixTree, find_prefixes
 
 Cost = Callable[[NDArray[Any]], NDArray[Any]]
 
@@ -97,12 +103,58 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
 
-def collate(samples: Sequence[Sample], *, weights: Sequence[NDArray[Any]] | None = None) -> PackedBatch:
-    """All of these samples in one pack, without a cap."""
+def collate(
+    samples: Sequence[Sample],
+    *,
+    weights: Sequence[NDArray[Any]] | None = None,
+    share_prefixes: SharePrefixes = False,
+    cost: CostModel | None = None,
+) -> PackedBatch:
+    """All of these samples in one pack, without a cap.
+
+    `share_prefixes`: tokens that samples have in common from the first on are there once (`Entries`); "auto" looks at
+    samples of the same `group` and shares where that pays, by this `cost`; True shares whatever is the same.
+    """
     packs = pack(samples, weights=weights)
     if not packs:
         raise ValueError("samples: empty list; give at least one sample")
-    return packs[0]
+    if share_prefixes is False:
+        return packs[0]
+    return with_shared_prefixes(packs[0], samples, prefixes_of(samples, share_prefixes, cost))
+
+
+def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
+    """What these samples share, as the setting wants it; roots only if it is False."""
+    known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
+    need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
+    tokens = [sample.tokens for sample in samples]
+    if share_prefixes is False:
+        return find_prefixes(tokens, [None] * len(samples))
+    always = share_prefixes is True
+    groups = [sample.group for sample in samples]
+    return find_prefixes(tokens, groups, cost=cost, overhead=FREE if always else None, across_groups=always)
+
+
+def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: PrefixTree) -> PackedBatch:
+    """The row of these samples with the nodes of `tree`; `batch` is the one without. The same if nothing is shared."""
+    if not tree.is_shared:
+        return batch
+    assert batch.entries is None
+    assert not batch.pad_length
+    # A scored token is predicted by the one before it in its sample.
+    predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
+    chosen = torch.from_numpy(predictions)
+    tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]
+    row_tokens = np.concatenate(tokens).astype(np.int64, copy=False)
+    return replace(
+        batch,
+        input_ids=torch.from_numpy(row_tokens),
+        position_ids=torch.from_numpy(concatenated_ranges(tree.begin, tree.lengths)),
+        **{field: getattr(batch, field)[chosen] for field in PackedBatch.LABEL_FIELDS},
+        segments=Segments.from_lengths(tree.lengths, parents=tree.parents),
+        rollout=None if batch.rollout is None else batch.rollout.map(lambda values: values[chosen]),
+        entries=Entries(rows=tree.token_rows()[predictions], tokens=predictions + 1),
+    )
 
 
 def _check_packable(

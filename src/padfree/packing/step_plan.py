@@ -24,12 +24,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from padfree.arrays import need_whole
+from padfree.arrays import need_whole, number_array
 from padfree.config.choices import PackOverlong
 from padfree.config.rules import check_choice
 from padfree.packing.balance import PartitionProblem, Parts, partition, sums
 from padfree.packing.cost import CostModel, Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
+from padfree.packing.prefixes import PrefixTree
 
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
@@ -52,6 +53,8 @@ class StepPlan:
     truncated: Indices  # samples cut to max_tokens
     dropped: Indices  # samples in no micro-batch
     alone: Indices  # samples longer than max_tokens, each the only one of its micro-batch
+    prefixes: PrefixTree | None = None  # what all samples share; None: nothing
+    computed: Indices | None = None  # [ranks, J] tokens of each micro-batch, shared ones once; None: all of them
 
     @property
     def ranks(self) -> int:
@@ -64,9 +67,20 @@ class StepPlan:
 
     @property
     def tokens(self) -> Indices:
-        """[ranks, J] tokens of each micro-batch."""
+        """[ranks, J] tokens of the samples of each micro-batch."""
         rows = [[self.lengths[batch].sum() for batch in row] for row in self.micro_batches]
         return np.array(rows, dtype=np.int64).reshape(self.ranks, self.num_micro_batches)
+
+    @property
+    def computed_tokens(self) -> Indices:
+        """[ranks, J] tokens that each micro-batch computes."""
+        return self.tokens if self.computed is None else self.computed
+
+    @property
+    def sharing(self) -> float:
+        """ρ: tokens of the samples over those that are computed."""
+        computed = int(self.computed_tokens.sum())
+        return int(self.tokens.sum()) / computed if computed else 1.0
 
     @property
     def step_cost(self) -> float:
@@ -81,7 +95,7 @@ class StepPlan:
     @property
     def fill(self) -> float:
         """Tokens over what the micro-batches could hold. Overlong samples on their own count up to max_tokens."""
-        held = np.minimum(self.tokens, self.max_tokens)
+        held = np.minimum(self.computed_tokens, self.max_tokens)
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
 
 
@@ -93,10 +107,12 @@ def plan_step(
     cost: CostModel | None = None,
     overlong: PackOverlong = "error",
     groups: Sequence[Hashable] | None = None,
+    costs: ArrayLike | None = None,
 ) -> StepPlan:
     """The plan of one step over samples of these `lengths` [n]. Without a cost model, tokens are what counts.
 
-    Samples of one of the `groups` [n] share a micro-batch, and are together what else a sample is here.
+    Samples of one of the `groups` [n] share a micro-batch, and are together what else a sample is here. `costs` [n] are
+    those of the samples, where they do not follow from the lengths.
 
     A sample longer than `max_tokens` is an error, or cut to it ("truncate"), left out ("drop"), or given a micro-batch
     of its own ("alone"); the plan lists such samples. No micro-batch is empty if there are as many samples as slots.
@@ -108,6 +124,10 @@ def plan_step(
     if not len(length):
         raise ValueError("lengths: no samples; give one or more for a step")
     model = cost or CostModel.tokens()
+    if costs is not None:
+        assert groups is None
+        given = number_array(costs, "costs").astype(np.float64)
+        return _plan(length, lambda left: np.where(left > 0, given, 0.0), model.constant, ranks, max_tokens, overlong)
     if groups is None:
         return _plan(length, model, model.constant, ranks, max_tokens, overlong)
     return _plan_groups(length, groups, model, ranks, max_tokens, overlong)

@@ -31,6 +31,7 @@ class RunPlan:
 
     lengths: Lengths
     over_budget: int  # samples longer than a step's token budget
+    shared_tokens: int | None  # that samples of a group share; None: not known of these data
     epoch: EpochPlan
     layout: LayoutKind
     balances: list[ContextBalance]  # of each kind, over some of the planned rows; none for one context rank
@@ -48,6 +49,11 @@ class RunPlan:
     def num_tokens(self) -> int:
         """Of one pass over the data."""
         return int(self.lengths.sum())
+
+    @property
+    def sharing(self) -> float | None:
+        """ρ: tokens of the samples over those that are computed where groups share their prefixes."""
+        return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
     def packed_cost(self) -> float:
@@ -81,6 +87,7 @@ class RunPlan:
                 "mean": float(self.lengths.mean()),
                 "longest": int(self.lengths.max()),
             },
+            "sharing": self.sharing,
             "row_tokens": shape.row_tokens,
             "overlong": int(np.count_nonzero(self.lengths > shape.row_tokens)),
             "over_budget": self.over_budget,
@@ -132,6 +139,12 @@ class RunPlan:
             f"data        {found['samples']:,} samples, {found['tokens']:,} tokens; lengths {length['shortest']:,} to "
             f"{length['longest']:,}, median {length['median']:,.0f}, mean {length['mean']:,.1f}"
         )
+        if self.shared_tokens is not None:
+            computed = self.num_tokens - self.shared_tokens
+            yield (
+                f"sharing     {found['sharing']:.2f} times fewer tokens if groups share prefixes: {computed:,} are "
+                "computed (batch.share_prefixes); the plan below counts all"
+            )
         limit = f"the {shape.row_tokens:,} tokens of a row"
         if shape.context > 1:
             limit += f" ({shape.context} x {shape.max_tokens:,})"
@@ -220,6 +233,7 @@ def make_plan(
     return RunPlan(
         lengths=data.lengths,
         over_budget=data.over_budget,
+        shared_tokens=data.shared_tokens,
         epoch=epoch,
         layout=layout,
         balances=[context_balance(rows, shape.context, kind) for kind in KINDS] if shape.context > 1 else [],

@@ -8,7 +8,7 @@ The order comes from `run.seed` as it does in training; a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import Progress
 from padfree.packing import TokenBudgetBatcher
+from padfree.packing.collate import prefixes_of
 from padfree.packing.epochs import shuffled
 from padfree.train.decide import decide
 from padfree.train.limits import lengths_of
@@ -35,6 +37,7 @@ class StepLengths:
     lengths: Lengths  # [n]
     steps: list[Lengths]
     over_budget: int = 0  # samples longer than `batch.tokens`, each a step of its own
+    shared_tokens: int | None = None  # of rollouts, those that need not be computed if groups share their prefixes
 
 
 def load_steps(
@@ -111,7 +114,14 @@ def rollout_steps(samples: Any, config: Config) -> StepLengths:
             len(batch), epochs=loss.epochs, mini_batches=loss.mini_batches, seed=config.run.seed, number=number
         )
         steps += [batch[part] for part in parts]
-    return StepLengths(lengths=_lengths(samples), steps=steps)
+    return StepLengths(lengths=_lengths(samples), steps=steps, shared_tokens=_shared_tokens(samples, config))
+
+
+def _shared_tokens(samples: Sequence[Sample], config: Config) -> int:
+    """As `batch.share_prefixes` would share them, all samples of a group being in one row."""
+    everything = [samples[index] for index in range(len(samples))]
+    tree = prefixes_of(everything, config.batch.share_prefixes)
+    return sum(map(len, everything)) - tree.num_tokens
 
 
 def _lengths(samples: Iterable[Sized]) -> Lengths:

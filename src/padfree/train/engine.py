@@ -183,6 +183,7 @@ class Engine:
                 weights=weights,
                 old_logprobs=old_logprobs,
                 pair_weight=2.0 / len(samples) if self.row_loss.keeps_groups else None,
+                prefixes=plan.prefixes,
             )
 
         rows = LazyRows(plan.micro_batches[self.mesh.data.rank], lay_out)
@@ -290,7 +291,7 @@ class PendingStep:
         names = sorted(self._sums.statistics)
         plan = self._prepared.plan
         num_tokens, context = int(plan.tokens.sum()), self._engine.mesh.context.size
-        computed = int((np.maximum(-(-plan.tokens // context), 1) * context).sum())
+        computed = int((np.maximum(-(-plan.computed_tokens // context), 1) * context).sum())
         return StepReport(
             loss=loss,
             gradient_norm=norm,
@@ -298,7 +299,7 @@ class PendingStep:
             num_samples=len(self._prepared.samples),
             num_tokens=num_tokens,
             num_labels=int(num_labels),
-            padding_share=1.0 - num_tokens / computed,
+            padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
             plan=plan,
             votes=int(votes),
             busy_seconds=() if self._marks is None else self._seconds(self._marks),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from padfree.batch import Sample
-from padfree.estimate.flops import Flops
+from padfree.estimate.flops import Flops, Shared
+from padfree.packing import CostModel, StepPlan
 from padfree.train.engine import StepReport
 
 
@@ -35,6 +36,7 @@ def step_metrics(
         "scored_tokens": report.num_labels,
         "seconds": seconds,
         "tokens_per_second": report.num_tokens / seconds if seconds > 0 else 0.0,
+        "computed_tokens": int(report.plan.computed_tokens.sum()),
         "micro_batches": report.plan.num_micro_batches,
         "fill": report.plan.fill,
         "imbalance": report.plan.imbalance,
@@ -44,10 +46,23 @@ def step_metrics(
     if sum(busy_seconds) > 0:
         found["imbalance_measured"] = max(busy_seconds) * len(busy_seconds) / sum(busy_seconds)
     if flops is not None:
-        found |= flops.metrics(report.plan.lengths, report.num_labels, seconds)
+        found |= flops.metrics(report.plan.lengths, report.num_labels, seconds, shared=_shared(report.plan))
     if memory_gib is not None:
         found["memory_gib"] = memory_gib
     return found
+
+
+def _shared(plan: StepPlan) -> Shared | None:
+    """Tokens and (query, key) pairs that the samples of each row share, and which are computed once."""
+    if plan.prefixes is None:
+        return None
+    tokens = pairs = 0.0
+    for row in plan.micro_batches:
+        for indices in row:
+            tree, lengths = plan.prefixes.restricted(indices), plan.lengths[indices].astype(float)
+            tokens += lengths.sum() - tree.num_tokens
+            pairs += (lengths**2).sum() - tree.cost(CostModel(linear=0.0, quadratic=1.0))
+    return Shared(tokens=tokens, pairs=pairs)
 
 
 def peak_memory_gib(device: torch.device) -> float:

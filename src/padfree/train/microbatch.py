@@ -20,21 +20,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample, at_predictions
-from padfree.config.choices import LayoutKind
+from padfree.config.choices import LayoutKind, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
 from padfree.losses import preference_pairs
-from padfree.packing import collate
+from padfree.packing import PrefixTree, collate
+from padfree.packing.collate import with_shared_prefixes
 
 Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSettings:
-    """How a row is divided over the context ranks."""
+    """How a row is divided over the context ranks, and whether its samples share prefixes."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"
+    share_prefixes: SharePrefixes = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,10 +61,12 @@ def make_micro_batch(
     weights: Sequence[Floats] | None = None,
     old_logprobs: Sequence[Floats] | None = None,
     pair_weight: float | None = None,
+    prefixes: PrefixTree | None = None,
 ) -> MicroBatch:
     """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens.
 
-    With `pair_weight`, what each pair weighs, its samples are pairs (`preference_pairs`).
+    With `pair_weight`, what each pair weighs, its samples are pairs (`preference_pairs`). `prefixes` is what all
+    `samples` share, as the step's plan has it.
     """
     chosen = [samples[i] for i in indices]
     is_filler = not sum(len(sample) for sample in chosen)
@@ -70,13 +74,18 @@ def make_micro_batch(
         packed = collate([filler(samples)])
     else:
         packed = collate(chosen, weights=None if weights is None else [weights[i] for i in indices])
+        if prefixes is not None:
+            packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
     packed = packed.padded_to_multiple(mesh.context.size)
     old_row = None
     if old_logprobs is not None:
         old_row = torch.zeros(packed.num_tokens)
+        own = [] if is_filler else [old_logprobs[i] for i in indices]
         if not is_filler:
-            own = [old_logprobs[i] for i in indices]
             _check_lengths(chosen, own)
+        if packed.entries is not None:
+            old_row = torch.from_numpy(np.concatenate(own)[packed.entries.tokens]).float()
+        elif not is_filler:
             end = packed.num_tokens - packed.pad_length
             offsets = packed.segments.offsets[: len(chosen) + 1]
             old_row[:end] = torch.from_numpy(at_predictions(np.concatenate(own), offsets))
@@ -91,8 +100,10 @@ def make_micro_batch(
     )
     if old_row is not None:
         old_row = (old_row.pin_memory() if on_cuda else old_row).to(mesh.device, non_blocking=True)
-        if local.context.layout is not None:
+        if local.context.layout is not None and local.entries is None:
             old_row = old_row.index_select(0, local.context.plan.own)
+        elif local.context.layout is not None and local.entries is not None:
+            old_row = old_row.index_select(0, torch.from_numpy(local.entries.numbers).to(mesh.device))
     pairs = pair_weights = None
     if pair_weight is not None:
         found = torch.from_numpy(preference_pairs([] if is_filler else packed.samples))
@@ -128,6 +139,8 @@ def _check_lengths(samples: Sequence[Sample], values: Sequence[Floats]) -> None:
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
     """How many of this rank's positions have a label, counted on the host."""
+    if local.entries is not None:
+        return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE
     layout, rank = local.context.layout, local.context.rank
     if layout is None:

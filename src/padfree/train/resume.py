@@ -102,6 +102,7 @@ RULES: dict[str, Rule] = {
     "batch.overlong": "may change with batch.samples",
     "batch.buffer": "may change with batch.samples",
     "batch.cost": "may change",
+    "batch.share_prefixes": "may change",
     "loss.kind": "may change within RL",
     "loss.advantage": "must stay",
     "loss.temperature": "may change between rollout batches",

@@ -9,6 +9,7 @@ Entry j of a sample's array belongs to its token j; it is 0 where token j is not
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -26,10 +27,13 @@ from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
-from padfree.packing import CostModel, StepPlan, plan_step
+from padfree.model.sharing import sharing_obstacle
+from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
+from padfree.packing.collate import prefixes_of
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
+from padfree.warning import PadfreeWarning
 
 
 class Scorer:
@@ -51,20 +55,49 @@ class Scorer:
         self.rows = rows or RowSettings()
         self.max_tokens, self.overlong = max_tokens, overlong
         self.cost = cost or CostModel.from_config(model.config)
+        self.unshared_reason, self._said_unshared = sharing_obstacle(model), False
+        self._check_sharing()
 
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
         """Which sample runs where. A row may hold `max_tokens` for each of its context ranks.
 
         With `keep_groups` samples of a group are on one row.
         """
-        return plan_step(
-            [len(sample) for sample in samples],
-            groups=[sample.group for sample in samples] if keep_groups else None,
-            ranks=self.mesh.data.size,
-            max_tokens=self.max_tokens * self.mesh.context.size,
+        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+        groups = [sample.group for sample in samples] if keep_groups else None
+        ranks, max_tokens = self.mesh.data.size, self.max_tokens * self.mesh.context.size
+        prefixes = self._prefixes(samples)
+        if prefixes is None:
+            return plan_step(
+                lengths, groups=groups, ranks=ranks, max_tokens=max_tokens, cost=self.cost, overlong=self.overlong
+            )
+        return plan_shared_step(
+            prefixes,
+            lengths,
+            groups=groups,
+            ranks=ranks,
+            max_tokens=max_tokens,
             cost=self.cost,
             overlong=self.overlong,
         )
+
+    def _check_sharing(self) -> None:
+        if self.rows.share_prefixes is True and self.unshared_reason is not None:
+            raise ValueError(f"batch.share_prefixes: True, but {self.unshared_reason}; set batch.share_prefixes=false")
+
+    def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
+        """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""
+        self._check_sharing()
+        if self.rows.share_prefixes is False or not len(samples):
+            return None
+        if self.unshared_reason is None:
+            return prefixes_of(samples, self.rows.share_prefixes, self.cost)
+        if not self._said_unshared and prefixes_of(samples, self.rows.share_prefixes, self.cost).is_shared:
+            self._said_unshared = True
+            if self.mesh.loss.rank == 0:
+                message = f"batch.share_prefixes: samples share prefixes, but each is computed: {self.unshared_reason}"
+                warnings.warn(message, PadfreeWarning, stacklevel=2)
+        return None
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
@@ -75,8 +108,14 @@ class Scorer:
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         with computing(self.model):
-            for indices in self.plan(samples).micro_batches[self.mesh.data.rank]:
-                batch = make_micro_batch(samples, indices, self.mesh, self.rows)
+            plan = self.plan(samples)
+            for indices in plan.micro_batches[self.mesh.data.rank]:
+                batch = make_micro_batch(samples, indices, self.mesh, self.rows, prefixes=plan.prefixes)
+                if batch.local.entries is not None:
+                    # Every context rank has entries of its own, and the sum over ranks puts them together.
+                    tokens = torch.from_numpy(scored_tokens(batch, starts, indices)).to(self.mesh.device)
+                    found[tokens] = inside(self.model, scores, batch).float()
+                    continue
                 row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
@@ -97,3 +136,17 @@ class Scorer:
             temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs
+
+
+def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[e] the tokens that this rank's entries predict, in all samples laid end to end; `starts` is where each begins.
+
+    `indices` are the samples of the row.
+    """
+    entries, local = batch.packed.entries, batch.local.entries
+    assert entries is not None
+    assert local is not None
+    lengths = np.array(batch.packed.lengths, dtype=np.int64)
+    shift = starts[indices] - (np.cumsum(lengths) - lengths)  # from the samples of the row to all samples
+    tokens = entries.tokens[local.numbers]
+    return tokens + shift[np.searchsorted(np.cumsum(lengths), tokens, side="right")]

@@ -153,7 +153,11 @@ def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel) -> Scorer:
         model,
         mesh,
         max_tokens=config.batch.max_tokens,
-        rows=RowSettings(layout=config.parallel.layout, method=config.parallel.method),
+        rows=RowSettings(
+            layout=config.parallel.layout,
+            method=config.parallel.method,
+            share_prefixes=config.batch.share_prefixes,
+        ),
         temperature=config.loss.temperature,
         overlong=config.batch.overlong,
         cost=None if config.batch.cost is None else read_cost(config.batch.cost),

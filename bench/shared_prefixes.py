@@ -1,0 +1,208 @@
+"""What sharing prefixes saves: an update and a scoring pass of the same samples, with and without, in one run.
+
+    python bench/shared_prefixes.py                                   a small model on the CPU
+    python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
+    python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
+    python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
+
+ρ = G (P + R) / (P + G R) is how many times fewer tokens are computed; `gain` is the time without over the time with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from padfree import Sample
+from padfree.attention.paths import path_attention, prepare_path_keys
+from padfree.cp import shard
+from padfree.cp.allgather import local_attention
+from padfree.cp.keys import prepare_keys
+from padfree.distributed import make_mesh
+from padfree.losses import ClipSettings, PolicySettings
+from padfree.packing import collate
+from padfree.train.engine import Engine, LossSettings
+from padfree.train.microbatch import RowSettings
+from padfree.train.optimizer import make_optimizer
+from padfree.train.parallelize import parallelize, transformations
+from padfree.train.scorer import Scorer
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+}  # fmt: skip
+LENGTHS = {
+    "cpu": [(512, 64), (256, 64), (64, 64), (32, 128)],
+    "cuda": [(8192, 1024), (4096, 1024), (1024, 1024), (512, 2048)],
+}
+
+
+def group(prompt: int, response: int, size: int, vocabulary: int, number: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(number)
+    first = rng.integers(0, vocabulary, prompt)
+    return [
+        Sample(
+            tokens=np.append(first, rng.integers(0, vocabulary, response)),
+            loss_mask=np.arange(prompt + response) >= prompt,
+            advantages=np.full(prompt + response, rng.normal(), dtype=np.float32),
+            group=number,
+        )
+        for _ in range(size)
+    ]
+
+
+def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """The least of some calls, after one that is not counted."""
+    found = []
+    for number in range(repeats + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number:
+            found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens: int) -> Engine:
+    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    torch.manual_seed(0)
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=1 << 17, **sizes)).to(dtype)
+    mesh = make_mesh(device.type)
+    changes: dict[str, Any] = {"compile": "inductor", "checkpointing": "selective"} if cuda else {}
+    parallelize(model, transformations(mesh, dtype=dtype, **changes))
+    scorer = Scorer(model, mesh, max_tokens=max_tokens, overlong="alone")
+    loss = LossSettings(loss=PolicySettings(objective=ClipSettings(), old_policy="current"))
+    return Engine(scorer, make_optimizer(model, lr=0.0), loss)
+
+
+def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, float]:
+    device, found = engine.mesh.device, {}
+    for name, share in (("without", False), ("with", "auto")):
+        engine.scorer.rows = RowSettings(share_prefixes=share)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        found[f"update {name}"] = seconds(lambda: engine.step(samples, lr=0.0), device, repeats)
+        if device.type == "cuda":
+            found[f"GiB {name}"] = torch.cuda.max_memory_allocated() / 2**30
+        found[f"scoring {name}"] = seconds(lambda: engine.scorer.logprobs(samples), device, repeats)
+    plan = engine.scorer.plan(samples)
+    found["rho"] = plan.sharing
+    for what in ("update", "scoring"):
+        found[f"{what} gain"] = found[f"{what} without"] / found[f"{what} with"]
+    return found
+
+
+def shown(title: str, found: dict[str, float]) -> None:
+    print(title.ljust(24), "  ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
+
+
+MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+
+
+def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
+    """Four models' solutions of each question, a byte a token."""
+    samples = []
+    lines = (folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]
+    for number, line in enumerate(lines):
+        row = json.loads(line)
+        prompt = list(row["question"].encode())
+        for model in MODELS:
+            tokens = np.array(prompt + list(row[model]["solution"].encode()), dtype=np.int64)
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    loss_mask=np.arange(len(tokens)) >= len(prompt),
+                    advantages=np.ones(len(tokens), dtype=np.float32),
+                    group=number,
+                )
+            )
+    return samples
+
+
+def play_context(world: int, device: torch.device, repeats: int) -> None:
+    """Attention of each rank of a row of 8k prompts, forward and backward, against an eighth of the whole."""
+    tokens = (1 << 17) if device.type == "cuda" else 1 << 11
+    prompt, response, size = (8192, 512, 16) if device.type == "cuda" else (128, 16, 8)
+    samples: list[Sample] = []
+    while len(samples) // size * (prompt + size * response) < tokens:
+        samples += group(prompt, response, size, 1000, len(samples) // size)
+    row = collate(samples, share_prefixes=True).padded_to_multiple(world).to(device)
+    heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v, dout = (
+        torch.randn(row.num_tokens, h, dim, device=device, dtype=dtype) for h in (heads, key_heads, key_heads, heads)
+    )
+    keys = prepare_path_keys(row.segments)
+    assert keys is not None
+
+    def run(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> None:
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+        attend(*leaves).backward(tensors[3])
+
+    whole = seconds(lambda: run(lambda *qkv: path_attention(*qkv, row.segments, keys), q, k, v, dout), device, repeats)
+    times = []
+    for rank in range(world):
+        plan = shard(row, world=world, rank=rank).context.plan
+        pool = prepare_keys(plan).pool_tokens
+        part = [q[plan.own], k[pool], v[pool], dout[plan.own]]
+
+        def attend(*qkv: torch.Tensor, plan: Any = plan) -> torch.Tensor:
+            return local_attention(*qkv, plan)
+
+        times.append(seconds(lambda part=part, attend=attend: run(attend, *part), device, repeats))
+    print(
+        f"{row.num_tokens} tokens on {world} context ranks: slowest {max(times) * 1e3:.2f} ms, an equal share "
+        f"{whole / world * 1e3:.2f} ms, ratio {max(times) * world / whole:.3f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, default=None)
+    parser.add_argument("--layers", type=int, default=None, help="of the shape; default: all")
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=1 << 17)
+    parser.add_argument("--gsm8k", type=Path, default=None)
+    parser.add_argument("--context", type=int, default=None)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    shape = args.shape or ("4b" if args.device == "cuda" else "tiny")
+    if args.context is not None:
+        play_context(args.context, device, args.repeats)
+        return
+    engine = make_engine(shape, device, args.layers, args.max_tokens)
+    if args.gsm8k is not None:
+        samples = gsm8k_groups(args.gsm8k, 16)
+        engine.scorer.rows = RowSettings(share_prefixes="auto")
+        everything = gsm8k_groups(args.gsm8k, 1 << 20)
+        print(f"rho of all {len(everything)} solutions {engine.scorer.plan(everything).sharing:.3f}")
+        shown("GSM8K, groups of 4", compare(engine, samples, args.repeats))
+        return
+    for prompt, response in LENGTHS[args.device]:
+        samples = group(prompt, response, args.group, SHAPES[shape]["vocab_size"])
+        shown(f"P {prompt} R {response} G {args.group}", compare(engine, samples, args.repeats))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Rows of a tensor taken several times, and the sum over the copies of each: the two halves of shared prefixes.
+
+    take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
+    sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the places
+
+Keys of a shared prefix are taken once for every node below it; hidden states once for every sample that is scored with
+them. Each sum is made by one reader in one order, so that it is the same every time, and rows without a copy are 0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from padfree.batch import Copies
+
+
+def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
+    """The copies that `index` [m] takes of `count` rows."""
+    begins = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(index, minlength=count), out=begins[1:])
+    return copies_on(device, index, np.argsort(index, kind="stable"), begins)
+
+
+def copies_on(
+    device: torch.device, index: NDArray[np.int64], places: NDArray[np.int64], begins: NDArray[np.int64]
+) -> Copies:
+    """These numbers on the device, without waiting for it."""
+
+    def moved(array: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+    return Copies(index=moved(index), places=moved(places), begins=moved(begins))
+
+
+def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
+    """[n, ...] -> [m, ...]; differentiable."""
+    taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def sum_copies(gradient: Tensor, index: Tensor, places: Tensor, begins: Tensor) -> Tensor:
+    """[m, ...] -> [n, ...] in the type of `gradient`, summed in float32 (float64 for float64)."""
+    count = len(begins) - 1
+    if gradient.is_cuda and gradient.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from padfree.attention.triton_copies import sum_rows
+
+        return sum_rows(gradient, places, begins)
+    return sum_copies_reference(gradient, index, count)
+
+
+def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
+    """The same by PyTorch alone, on any device."""
+    total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return tensor.index_select(0, copies.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        copies: Copies = ctx.copies
+        return sum_copies(gradient.contiguous(), copies.index, copies.places, copies.begins), None

@@ -1,0 +1,42 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""The sum over the copies of each row, as one Triton kernel.
+
+    gradient [m, W], places [m], begins [n + 1]  ->  out [n, W]      out[i] = Σ gradient[places[begins[i]:begins[i+1]]]
+
+A program makes `BLOCK` columns of one row. It reads each copy once and writes once, in float32 between, which is the
+least that can move; nothing is added by two programs, so that the sum has one order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _sum_rows(gradient, places, begins, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    begin = tl.load(begins + row)
+    end = tl.load(begins + row + 1)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for place in range(begin, end):
+        copy = tl.load(places + place)
+        total += tl.load(gradient + copy * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_rows(gradient: Tensor, places: Tensor, begins: Tensor) -> Tensor:
+    """[m, ...] -> [n, ...]"""
+    gradient = gradient.contiguous()
+    count = len(begins) - 1
+    out = gradient.new_empty(count, *gradient.shape[1:])
+    if out.numel():
+        width = out.numel() // count
+        block = min(BLOCK, triton.next_power_of_2(width))
+        _sum_rows[(count, triton.cdiv(width, block))](gradient, places, begins, out, width, BLOCK=block)
+    return out

@@ -1,0 +1,126 @@
+"""Attention of nodes to their paths: against each sample by itself, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from padfree.attention import varlen_attention
+from padfree.attention.copies import copies_of, sum_copies, sum_copies_reference, take_copies
+from padfree.attention.paths import path_attention, prepare_path_keys
+from padfree.batch import Segments
+from padfree.nodes import path_tokens
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+
+# Depth 3; node 3 has a sibling, node 5 is a sample by itself.
+LENGTHS = [5, 3, 2, 4, 6, 7]
+PARENTS = np.array([-1, 0, 1, 1, 0, -1])
+ENDS = [2, 3, 4, 5, 1]  # the nodes where samples end; the last one is a prefix of the first two
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    total = sum(LENGTHS)
+    return [torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 4},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-1, 1, 4, dtype=torch.float64)},
+    "all": {"window": 6, "softcap": 2.0, "sinks": torch.linspace(-1, 1, 4, dtype=torch.float64), "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_path_is_a_sample(name: str, backend: str) -> None:
+    options = dict(OPTIONS[name])
+    leaves = [tensor.requires_grad_() for tensor in inputs()]
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].clone().requires_grad_()
+        leaves.append(options["sinks"])
+    segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
+    keys = prepare_path_keys(segments)
+    assert keys is not None
+    out = path_attention(*leaves[:3], segments, keys, backend=backend, **options)
+
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    rows = [torch.from_numpy(path_tokens(PARENTS, segments.offsets, node)) for node in ENDS]
+    loss = sum((out[row] * weights[row]).sum() for row in rows)
+    shared = torch.autograd.grad(loss, leaves)
+
+    total = torch.zeros(())
+    for row in rows:
+        alone = Segments.from_lengths([len(row)])
+        taken = [tensor[row] for tensor in leaves[:3]]
+        each = varlen_attention(*taken, alone, alone, backend="reference", **options)
+        assert torch.allclose(each, out[row], rtol=0, atol=1e-12)
+        total = total + (each * weights[row]).sum()
+    for one, other in zip(shared, torch.autograd.grad(total, leaves), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_changed_leaf_changes_no_other_bitwise() -> None:
+    q, k, v = inputs(torch.float32)
+    segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
+    keys = prepare_path_keys(segments)
+    assert keys is not None
+    before = path_attention(q, k, v, segments, keys)
+    changed = slice(*segments.offsets[3:5].tolist())
+    for tensor in (q, k, v):
+        tensor[changed] += 1.0
+    after = path_attention(q, k, v, segments, keys)
+    others = torch.ones(len(q), dtype=torch.bool)
+    others[changed] = False
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[changed], after[changed])
+
+
+def test_copies_are_added_up() -> None:
+    index = np.array([0, 0, 2, 1, 0, 4])
+    copies = copies_of(index, 5, torch.device("cpu"))
+    tensor = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    taken = take_copies(tensor, copies)
+    assert torch.equal(taken, tensor[torch.from_numpy(index)])
+    gradient = torch.randn(6, 3, dtype=torch.float64)
+    taken.backward(gradient)
+    expected = torch.stack([gradient[index == row].sum(0) for row in range(5)])
+    assert tensor.grad is not None
+    assert torch.allclose(tensor.grad, expected, rtol=0, atol=1e-14)
+    assert torch.equal(tensor.grad[3], torch.zeros(3, dtype=torch.float64))
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [(3,), (4, 8), (1500,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_adds_up_as_the_reference_does(width: tuple[int, ...], dtype: torch.dtype) -> None:
+    from padfree.attention.triton_copies import sum_rows
+
+    index = np.array([0, 0, 2, 1, 0, 4, 2, 2])
+    copies = copies_of(index, 5, torch.device(DEVICE))
+    gradient = torch.randn(8, *width, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    found = sum_rows(gradient, copies.places, copies.begins)
+    expected = sum_copies_reference(gradient, copies.index, 5)
+    assert found.dtype == dtype
+    assert torch.equal(found[3].float(), torch.zeros_like(found[3]).float())
+    torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that interprets")
+def test_the_kernel_in_the_interpreter() -> None:
+    run_in_the_interpreter(__file__, "6 passed", "-m", "interpreted")
+
+
+def test_a_row_that_shares_nothing_has_no_path_keys() -> None:
+    assert prepare_path_keys(Segments.from_lengths([3, 2])) is None
+    half = torch.randn(6, 3).bfloat16()
+    copies = copies_of(np.array([0, 0, 2, 1, 0, 1]), 3, torch.device("cpu"))
+    assert torch.equal(
+        sum_copies(half, copies.index, copies.places, copies.begins), sum_copies_reference(half, copies.index, 3)
+    )

@@ -1,0 +1,168 @@
+"""The tree of what samples share: against a trie of all prefixes, and what rows and entries are made of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from padfree.batch import IGNORE, Sample
+from padfree.nodes import check_parents, first_positions, path_ranges, readers, subtree_ends
+from padfree.packing import CostModel, collate, find_prefixes, plan_shared_step
+from padfree.packing.prefixes import FREE, SharingCost
+
+# Two letters: common beginnings of any length, equal samples, and samples that are prefixes of others.
+LISTS = st.lists(st.lists(st.integers(0, 1), max_size=6), min_size=1, max_size=8)
+
+
+def samples_of(lists: list[list[int]], num_groups: int = 2) -> list[Sample]:
+    return [
+        Sample(
+            tokens=np.array(tokens, dtype=np.int64),
+            loss_mask=np.arange(len(tokens)) % 3 != 0,
+            advantages=np.full(len(tokens), index, dtype=np.float32) + np.arange(len(tokens)),
+            group=index % num_groups,
+        )
+        for index, tokens in enumerate(lists)
+    ]
+
+
+@given(LISTS)
+@settings(max_examples=150, deadline=None)
+def test_every_prefix_is_there_once_and_every_sample_is_a_path(lists: list[list[int]]) -> None:
+    groups = [index % 2 for index in range(len(lists))]
+    tokens = [np.array(each, dtype=np.int64) for each in lists]
+    tree = find_prefixes(tokens, groups, overhead=FREE)
+    prefixes = {
+        (g, tuple(each[:end])) for g, each in zip(groups, lists, strict=True) for end in range(1, len(each) + 1)
+    }
+    assert tree.num_tokens == len(prefixes)
+    assert tree.is_shared == (tree.num_tokens < sum(map(len, lists)))
+    check_parents(tree.parents, len(tree.parents))
+    assert (first_positions(tree.parents, tree.lengths) == tree.begin).all()
+    row = np.concatenate(
+        [tokens[0][:0], *(tokens[s][a:b] for s, a, b in zip(tree.sample, tree.begin, tree.end, strict=True))]
+    )
+    assert (row[tree.token_rows()] == np.concatenate(tokens)).all()
+    assert (tree.lengths > 0).all()
+
+
+@given(LISTS, st.floats(0, 0.3), st.floats(0, 4))
+@settings(max_examples=100, deadline=None)
+def test_what_does_not_pay_stays_in_the_samples(lists: list[list[int]], key: float, node: float) -> None:
+    tokens = [np.array(each, dtype=np.int64) for each in lists]
+    tree = find_prefixes(tokens, [0] * len(lists), overhead=SharingCost(key=key, node=node))
+    row = np.concatenate(
+        [tokens[0][:0], *(tokens[s][a:b] for s, a, b in zip(tree.sample, tree.begin, tree.end, strict=True))]
+    )
+    assert (row[tree.token_rows()] == np.concatenate(tokens)).all()
+    least = find_prefixes(tokens, [0] * len(lists), overhead=FREE).num_tokens
+    assert least <= tree.num_tokens <= sum(map(len, lists))
+    nothing = find_prefixes(tokens, [0] * len(lists), overhead=SharingCost(node=1e9))
+    assert not nothing.is_shared
+
+
+@given(LISTS, st.data())
+@settings(max_examples=100, deadline=None)
+def test_some_samples_share_what_they_shared(lists: list[list[int]], data: st.DataObject) -> None:
+    tokens = [np.array(each, dtype=np.int64) for each in lists]
+    tree = find_prefixes(tokens, [0] * len(lists), overhead=FREE)
+    some = np.array(data.draw(st.lists(st.integers(0, len(lists) - 1), unique=True, max_size=8)), dtype=np.int64)
+    part = tree.restricted(some)
+    again = find_prefixes([tokens[i] for i in some], [0] * len(some), overhead=FREE)
+    assert part.num_tokens == again.num_tokens
+    assert len(part.parents) == len(again.parents)
+    row = np.concatenate(
+        [tokens[0][:0], *(tokens[some[s]][a:b] for s, a, b in zip(part.sample, part.begin, part.end, strict=True))]
+    )
+    assert (row[part.token_rows()] == np.concatenate([tokens[0][:0], *(tokens[i] for i in some)])).all()
+
+
+@given(LISTS)
+@settings(max_examples=100, deadline=None)
+def test_entries_are_the_labels_of_the_row_without_sharing(lists: list[list[int]]) -> None:
+    samples = samples_of(lists)
+    plain, shared = collate(samples), collate(samples, share_prefixes=True)
+    shared = shared.padded_to_multiple(4)
+    if shared.entries is None:
+        assert shared.padded_to(plain.num_tokens).input_ids.tolist() == plain.input_ids.tolist()
+        return
+    scored = plain.labels != IGNORE
+    for field in ("labels", "weights", "sample_index"):
+        assert torch.equal(getattr(shared, field), getattr(plain, field)[scored]), field
+    assert shared.rollout is not None
+    assert plain.rollout is not None
+    assert shared.rollout.advantages is not None
+    assert plain.rollout.advantages is not None
+    assert torch.equal(shared.rollout.advantages, plain.rollout.advantages[scored])
+    # The row that predicts an entry has the token and the position that it has without sharing.
+    rows = torch.from_numpy(shared.entries.rows)
+    assert torch.equal(shared.input_ids[rows], plain.input_ids[scored])
+    assert torch.equal(shared.position_ids[rows], plain.position_ids[scored])
+    for one, other in zip(shared.unpack(shared.labels), plain.unpack(plain.labels), strict=True):
+        assert torch.equal(one, torch.where(other == IGNORE, 0, other))
+
+
+@given(LISTS)
+@settings(max_examples=60, deadline=None)
+def test_readers_are_the_transpose_of_paths(lists: list[list[int]]) -> None:
+    tokens = [np.array(each, dtype=np.int64) for each in lists]
+    tree = find_prefixes(tokens, [0] * len(lists), overhead=FREE)
+    offsets = np.concatenate([[0], np.cumsum(tree.lengths)])
+    ranges = path_ranges(tree.parents, offsets)
+    index = np.concatenate([offsets[:0], *(np.arange(a, b) for a, b in zip(ranges.begin, ranges.end, strict=True))])
+    places, begins = readers(tree.parents, offsets)
+    assert (places == np.argsort(index, kind="stable")).all()
+    assert (np.diff(begins) == np.bincount(index, minlength=tree.num_tokens)).all()
+    assert (subtree_ends(tree.parents) > np.arange(len(tree.parents))).all()
+
+
+@given(LISTS, st.integers(1, 3), st.integers(6, 30))
+@settings(max_examples=100, deadline=None)
+def test_a_plan_holds_every_sample_once_and_no_row_computes_more_than_the_cap(
+    lists: list[list[int]], ranks: int, max_tokens: int
+) -> None:
+    samples = samples_of(lists, num_groups=1)
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    tree = find_prefixes([sample.tokens for sample in samples], [0] * len(samples), overhead=FREE)
+    plan = plan_shared_step(tree, lengths, ranks=ranks, max_tokens=max_tokens, cost=CostModel(linear=1, quadratic=0.1))
+    found = [index for row in plan.micro_batches for batch in row for index in batch.tolist()]
+    assert sorted(found) == list(range(len(lists)))
+    assert len({len(row) for row in plan.micro_batches}) == 1
+    for row, tokens in zip(plan.micro_batches, plan.computed_tokens, strict=True):
+        for batch, count in zip(row, tokens, strict=True):
+            planned = 0 if plan.prefixes is None else plan.prefixes.restricted(batch).num_tokens
+            assert plan.prefixes is None or planned <= count <= max_tokens
+    assert plan.sharing >= 1
+
+
+def test_a_group_stays_together_on_one_rank_and_is_divided_over_two() -> None:
+    prompt = np.arange(100)
+    tokens = [np.append(prompt, 200 + np.arange(20) + 20 * i) for i in range(8)]
+    lengths = np.array([len(each) for each in tokens], dtype=np.int64)
+    tree = find_prefixes(tokens, [0] * 8)
+    assert tree.num_tokens == 100 + 8 * 20
+    one = plan_shared_step(tree, lengths, ranks=1, max_tokens=300)
+    assert one.computed_tokens.tolist() == [[260]]
+    assert one.sharing == pytest.approx(960 / 260)
+    two = plan_shared_step(tree, lengths, ranks=2, max_tokens=300)
+    assert two.computed_tokens.tolist() == [[180], [180]]
+    small = plan_shared_step(tree, lengths, ranks=1, max_tokens=150)
+    assert (small.computed_tokens <= 150).all()
+
+
+def test_only_samples_of_a_group_are_compared_and_short_beginnings_do_not_pay() -> None:
+    tokens = [np.append(np.arange(100), [200 + i]) for i in range(4)]
+    assert not find_prefixes(tokens, [None] * 4).is_shared
+    assert not find_prefixes(tokens, [0, 1, 2, 3]).is_shared
+    assert find_prefixes(tokens, [0, 0, 1, 1]).num_tokens == 2 * 102
+    assert find_prefixes(tokens, [None] * 4, across_groups=True).num_tokens == 104
+    short = [each[95:] for each in tokens]
+    assert not find_prefixes(short, [0] * 4).is_shared
+
+
+def test_nodes_that_are_not_in_preorder_are_refused() -> None:
+    with pytest.raises(ValueError, match="preorder"):
+        check_parents(np.array([-1, 0, -1, 0]), 4)
