@@ -3,6 +3,7 @@
     python bench/shared_prefixes.py                                   a small model on the CPU
     python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
     python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
+    python bench/shared_prefixes.py --device cuda --attention         keys gathered against parts merged, one layer
     python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
 
 ρ = G (P + R) / (P + G R) is how many times fewer tokens are computed; `gain` is the time without over the time with.
@@ -27,6 +28,7 @@ from padfree.attention.paths import path_attention, prepare_path_keys
 from padfree.cp import shard
 from padfree.cp.allgather import local_attention
 from padfree.cp.keys import prepare_keys
+from padfree.cp.levels import attend_levels, prepare_levels
 from padfree.distributed import make_mesh
 from padfree.losses import ClipSettings, PolicySettings
 from padfree.packing import collate
@@ -173,6 +175,31 @@ def play_context(world: int, device: torch.device, repeats: int) -> None:
     )
 
 
+def compare_attention(device: torch.device, size: int, repeats: int) -> None:
+    """One layer's attention, forward and backward: keys gathered against parts merged."""
+    heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for prompt, response in LENGTHS[device.type]:
+        row = collate(group(prompt, response, size, 1000), share_prefixes=True).to(device)
+        keys, levels = prepare_path_keys(row.segments), prepare_levels(row.segments)
+        assert keys is not None
+        q, k, v, dout = (
+            torch.randn(row.num_tokens, h, dim, device=device, dtype=dtype)
+            for h in (heads, key_heads, key_heads, heads)
+        )
+        ways: dict[str, Callable[..., torch.Tensor]] = {
+            "gathered": lambda *qkv, row=row, keys=keys: path_attention(*qkv, row.segments, keys),
+            "merged": lambda *qkv, levels=levels: attend_levels(*qkv, levels),
+        }
+        found = {}
+        for name, attend in ways.items():
+            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+            found[f"{name} ms"] = 1e3 * seconds(
+                lambda attend=attend, leaves=leaves, dout=dout: attend(*leaves).backward(dout), device, repeats
+            )
+        shown(f"P {prompt} R {response} G {size}", found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -183,10 +210,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=1 << 17)
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--context", type=int, default=None)
+    parser.add_argument("--attention", action="store_true", help="one layer's attention, gathered and merged")
     args = parser.parse_args()
     device = torch.device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     shape = args.shape or ("4b" if args.device == "cuda" else "tiny")
+    if args.attention:
+        compare_attention(device, args.group, args.repeats)
+        return
     if args.context is not None:
         play_context(args.context, device, args.repeats)
         return

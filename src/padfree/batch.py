@@ -157,6 +157,7 @@ class Segments:
     pad_length: int = 0
     num_samples: int = 0
     parents: NDArray[np.int64] | None = None  # [S] of nodes, -1 for a root; None: every segment is a sample
+    path_length: int = 0  # tokens of the longest path of nodes
     longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host; made if it is not given
 
     def __post_init__(self) -> None:
@@ -195,6 +196,7 @@ class Segments:
             pad_length=pad_length,
             num_samples=num_samples,
             parents=nodes,
+            path_length=0 if nodes is None else int((first_positions(nodes, array) + array).max(initial=0)),
         )
 
     @property
@@ -220,9 +222,7 @@ class Segments:
     @property
     def num_positions(self) -> int:
         """Tokens of the longest sample, or of the pad if that is longer."""
-        if self.parents is None:
-            return self.max_seqlen
-        return int((self.first_positions + self.lengths).max(initial=0))
+        return self.max_seqlen if self.parents is None else self.path_length
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -161,6 +163,25 @@ def test_only_samples_of_a_group_are_compared_and_short_beginnings_do_not_pay() 
     assert find_prefixes(tokens, [None] * 4, across_groups=True).num_tokens == 104
     short = [each[95:] for each in tokens]
     assert not find_prefixes(short, [0] * 4).is_shared
+
+
+def test_real_solutions_share_their_questions(gsm8k_solutions: list[dict[str, Any]]) -> None:
+    """Groups of four, a byte a token: every sample once, no row above the cap, and questions hardly ever twice."""
+    models = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+    tokens = [
+        np.frombuffer((row["question"] + row[model]["solution"]).encode(), dtype=np.uint8).astype(np.int64)
+        for row in gsm8k_solutions[:200]
+        for model in models
+    ]
+    lengths = np.array([len(each) for each in tokens], dtype=np.int64)
+    questions = sum(len(row["question"].encode()) for row in gsm8k_solutions[:200])
+    tree = find_prefixes(tokens, [index // 4 for index in range(len(tokens))])
+    assert tree.num_tokens <= int(lengths.sum()) - 3 * questions
+    plan = plan_shared_step(tree, lengths, ranks=4, max_tokens=8192)
+    assert sorted(i for row in plan.micro_batches for batch in row for i in batch.tolist()) == list(range(len(tokens)))
+    assert (plan.computed_tokens <= 8192).all()
+    assert plan.sharing > 0.95 * int(lengths.sum()) / tree.num_tokens
+    assert plan.imbalance < 1.05
 
 
 def test_nodes_that_are_not_in_preorder_are_refused() -> None:

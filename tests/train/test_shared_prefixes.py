@@ -260,8 +260,8 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     model = small_model("gpt2", resid_pdrop=0.1)
     attach(model)
     with pytest.raises(ValueError, match=r"batch.share_prefixes: True, but dropout 0\.1"):
-        Scorer(model, mesh, max_tokens=100, rows=RowSettings(share_prefixes=True))
-    scorer = Scorer(model, mesh, max_tokens=100, rows=RowSettings(share_prefixes="auto"))
+        Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes=True))
+    scorer = Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto"))
     assert scorer.unshared_reason is not None
     samples = [
         replace(sample, tokens=np.append(np.arange(90) % VOCABULARY, sample.tokens), **NO_ARRAYS)

@@ -9,7 +9,6 @@ them. Each sum is made by one reader in one order, so that it is the same every 
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from padfree.attention.backend import has_module
 from padfree.batch import Copies
 
 
@@ -49,7 +49,7 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
 def sum_copies(gradient: Tensor, index: Tensor, places: Tensor, begins: Tensor) -> Tensor:
     """[m, ...] -> [n, ...] in the type of `gradient`, summed in float32 (float64 for float64)."""
     count = len(begins) - 1
-    if gradient.is_cuda and gradient.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+    if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
         from padfree.attention.triton_copies import sum_rows
 
         return sum_rows(gradient, places, begins)
