@@ -27,11 +27,13 @@ def save_model(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def make_samples(lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> list[Sample]:
-    """The first third of each is not trained."""
+    """The first third of each is not trained. The first two begin with the same two tokens."""
     rng = np.random.default_rng(seed)
+    tokens = [rng.integers(0, VOCABULARY, length) for length in lengths]
+    tokens[1][:2] = tokens[0][:2]
     return [
-        Sample(tokens=rng.integers(0, VOCABULARY, length), loss_mask=np.arange(length) >= length // 3, uid=f"s{index}")
-        for index, length in enumerate(lengths)
+        Sample(tokens=each, loss_mask=np.arange(len(each)) >= len(each) // 3, uid=f"s{index}")
+        for index, each in enumerate(tokens)
     ]
 
 

@@ -26,7 +26,8 @@ from tests.ranks import run_ranks
 ALONE, REVERSED = "every sample in a row alone", "a few rows, samples reversed"
 LEAKS = ("leak from even to odd samples", "leak from odd to even samples")
 PADS = ("pad behind every row", "pad of other tokens")
-ALL = {"packed", ALONE, REVERSED, *LEAKS, *PADS}
+SHARED = "shared prefixes"
+ALL = {"packed", ALONE, REVERSED, SHARED, *LEAKS, *PADS}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +118,8 @@ def test_a_wrong_normaliser_is_found(
 ) -> None:
     report = run_broken(monkeypatch, folders["qwen3"], where, mistake)
     failed = cases.failures(report)
-    assert {check for check, _ in failed} == {"packed", ALONE, REVERSED, PADS[0]} - right - (
-        {PADS[0]} if right else set()
-    )
+    single = {PADS[0], SHARED} if right else set()
+    assert {check for check, _ in failed} == {"packed", ALONE, REVERSED, PADS[0], SHARED} - right - single
     assert {quantity for _, quantity in failed} == {"loss", "normaliser", "gradients"}
 
 
@@ -212,4 +212,4 @@ def test_two_processes_pass_and_a_lost_gradient_is_found(folders: Mapping[str, P
 
     lost = cases.failures(first["gradients over data ranks only"])
     assert {quantity for _, quantity in lost} == {"gradients"}
-    assert {check for check, _ in lost} == {"packed", ALONE, REVERSED, PADS[0]} | methods
+    assert {check for check, _ in lost} == {"packed", ALONE, REVERSED, PADS[0], SHARED} | methods

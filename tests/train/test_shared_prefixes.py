@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from padfree.batch import Sample
+from padfree.config import LoraConfig
 from padfree.cp import shard
 from padfree.distributed import Mesh, make_mesh
 from padfree.head import score
+from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import (
     ClipSettings,
     DPOSettings,
@@ -272,12 +274,26 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     assert scorer.plan(samples).prefixes is None  # and says so once
 
 
-@pytest.mark.parametrize("changes", [{"checkpointing": "full"}, {"compile": "aot_eager"}])
-def test_recomputed_and_compiled_layers(changes: dict[str, str], mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"checkpointing": "full"}, {"compile": "aot_eager"}, {"lora": LoraConfig(rank=4)}],
+    ids=["recomputed", "compiled", "adapters"],
+)
+def test_ways_of_training(changes: dict[str, Any], mesh: Mesh) -> None:
     samples = tree_samples()
-    plain = make_engine(mesh, LOSSES["sft"], small_model("llama"))
-    expected = gradients(plain, samples, None, RowSettings(), 1)
     engine = make_engine(mesh, LOSSES["sft"], small_model("llama"), **changes)
+    expected = gradients(engine, samples, None, RowSettings(), 1)
+    found = gradients(engine, samples, None, RowSettings(share_prefixes=True), 1000)
+    assert_close(found, expected, 1e-5)
+    assert expected
+
+
+def test_other_trees_compile_nothing(mesh: Mesh) -> None:
+    engine = make_engine(mesh, LOSSES["sft"], small_model("llama"), compile="aot_eager")
     shared = RowSettings(share_prefixes=True)
-    found = gradients(engine, samples, None, shared, 1000)
-    assert_close({name.replace("_orig_mod.", ""): each for name, each in found.items()}, expected, 1e-5)
+    gradients(engine, tree_samples(), None, shared, 1000)
+    with CompilerWatch() as compiler:
+        for samples in (tree_samples(1)[:6], tree_samples(2)[1:], [s.truncated(len(s) - 1) for s in tree_samples(3)]):
+            assert engine.scorer.plan(samples).prefixes is not None
+            gradients(engine, samples, None, shared, 1000)
+        assert compiler.count == 0
