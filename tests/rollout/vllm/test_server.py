@@ -26,7 +26,7 @@ from padfree.train.run import train
 from tests.rollout.vllm.test_run import lines, servers_of
 
 ROOT = Path(__file__).parents[3]
-VENV = Path(os.environ.get("PADFREE_VLLM", ROOT / ".venv-vllm"))
+VENV = Path(os.environ.get("PADFREE_VLLM", "without-vllm"))
 PYTHON = VENV / "bin" / "python"
 COMMAND = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "512"]
 ENVIRONMENT = {
@@ -42,7 +42,7 @@ SFT_STEPS, RL_STEPS = 100, 16
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM in {VENV}; make test-vllm sets it up"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM; make test-vllm makes one and runs these"),
 ]
 
 
