@@ -171,7 +171,7 @@ def asked_of(fake: FakeVllm) -> Counter[int]:
 
 
 def check_not_asked_again(fake: FakeVllm, restored: list[Stored]) -> None:
-    """Nothing that the checkpoint had is begun again; what is not whole goes on from its last token, by another seed."""
+    """Nothing that the checkpoint had is begun again; the rest of a part has another seed."""
     again = asked_of(fake)
     for one in restored:
         key = int(response_keys(0, one.batch, np.array([one.number]))[0]) & ((1 << 63) - 1)
