@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from padfree.config import Config, LoraConfig, RolloutConfig, config_from_dict
 from padfree.estimate.activations import cache_bytes, token_bytes
-from padfree.estimate.memory import estimate_memory, head_bytes
+from padfree.estimate.memory import estimate_memory, head_bytes, key_copies
 from padfree.head import fused_loss
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
@@ -111,12 +111,32 @@ def test_reference_and_sampler(tmp_path: Path) -> None:
     samples = math.ceil(config.batch.samples / 2)
     responses, prompts = min(3, samples), math.ceil(samples / 4)
     assert several.cache == (responses * 10 + prompts * 6) * cache_bytes(model, 4), "a prompt once for its responses"
-    without = estimate_memory(replace(config, rollout=RolloutConfig()), model, processes=2, device_type="cuda")
+    unshared = replace(config, batch=replace(config.batch, share_prefixes=False))
+    without = estimate_memory(replace(unshared, rollout=RolloutConfig()), model, processes=2, device_type="cuda")
+    several = estimate_memory(unshared, model, processes=2, device_type="cuda", prompt_tokens=6)
     assert several.device == without.device + several.sampler + several.cache
     limited = replace(config, rollout=replace(config.rollout, kv_cache_memory=1e-6))
     assert estimate_memory(limited, model, processes=2, device_type="cuda", prompt_tokens=6).cache == 1073
     text = model.config.get_text_config()
     assert cache_bytes(model, 2) == 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2
+
+
+def test_keys_that_are_copied_for_shared_prefixes_count(tmp_path: Path) -> None:
+    config = settings(
+        loss={"kind": "clip"}, rollout={"reward": "exact_match", "group": 4, "max_new_tokens": 10, "batch": 3}
+    )
+    assert key_copies(config, 6) == (6 + 4 * 16) / (6 + 4 * 10)
+    assert key_copies(replace(config, rollout=RolloutConfig()), 0) == 17 / 9
+    assert key_copies(replace(config, batch=replace(config.batch, share_prefixes=False)), 6) == 0
+    model = skeleton(str(save_with_tokenizer(tmp_path)))
+    sizes = [
+        estimate_memory(
+            replace(config, batch=replace(config.batch, share_prefixes=share)), model, processes=1, device_type="cuda",
+            prompt_tokens=6,
+        ).working
+        for share in (False, "auto")
+    ]  # fmt: skip
+    assert sizes[0] <= sizes[1]
 
 
 def test_a_path_without_a_config_is_one_line(tmp_path: Path) -> None:

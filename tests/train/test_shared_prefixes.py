@@ -297,3 +297,14 @@ def test_other_trees_compile_nothing(mesh: Mesh) -> None:
             assert engine.scorer.plan(samples).prefixes is not None
             gradients(engine, samples, None, shared, 1000)
         assert compiler.count == 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "llama4"])
+def test_layers_that_carry_a_state_or_count_positions_are_not_shared(name: str, mesh: Mesh) -> None:
+    """The model itself refuses a row that shares, too."""
+    model = attach(build(name))
+    assert Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto")).unshared_reason is not None
+    with pytest.raises(ValueError, match=r"batch\.share_prefixes: True, but"):
+        Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes=True))
+    with pytest.raises(ValueError, match=r"share_prefixes: .*; make the row with share_prefixes=False"):
+        hidden_states(model, shard(collate(tree_samples(), share_prefixes=True)))

@@ -111,9 +111,13 @@ def attention(
         backend = attn_context.backend
     # Views, and views going back as well: the gradient of `states[0]` would be written to memory anew.
     q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    chunk = chunk_of(module)
+    if (chunk is not None or counts_positions(module)) and attn_context.segments.parents is not None:
+        raise ValueError(
+            f"share_prefixes: {name} counts positions through the row; make the row with share_prefixes=False"
+        )
     if counts_positions(module):
         q = _scaled_by_position(module, q, attn_context, places)
-    chunk = chunk_of(module)
     if chunk is not None and attn_context.segments.max_seqlen > chunk:
         attn_context = _chunked(attn_context, chunk, name)
     if torch.compiler.is_compiling() and attn_context.layout is None and attn_context.path_keys is not None:

@@ -98,6 +98,11 @@ def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], context: AttnContext) -> Any:
     mixer = state.mixer
     name = type(module).__name__
+    if context.segments.parents is not None:
+        raise ValueError(
+            f"share_prefixes: {name} carries a state along the sequence, which does not fork where samples branch; "
+            "make the row with share_prefixes=False"
+        )
     if any(argument.startswith(("past", "cache")) and value is not None for argument, value in arguments.items()):
         raise ValueError(f"past_key_values: given to {name}; training needs no cache")
     tokens = {argument: arguments[argument] for argument in (mixer.hidden, *mixer.token_arguments)}
