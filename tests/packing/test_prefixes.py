@@ -155,6 +155,19 @@ def test_a_group_stays_together_on_one_rank_and_is_divided_over_two() -> None:
     assert (small.computed_tokens <= 150).all()
 
 
+def test_groups_that_must_stay_whole_are_never_divided() -> None:
+    tokens = [np.append(np.arange(100) + 1000 * (i // 2), 200 + np.arange(20) + 20 * i) for i in range(6)]
+    lengths = np.array([len(each) for each in tokens], dtype=np.int64)
+    groups = [i // 2 for i in range(6)]
+    tree = find_prefixes(tokens, groups)
+    plan = plan_shared_step(tree, lengths, ranks=2, max_tokens=150, groups=groups)
+    rows = [batch.tolist() for row in plan.micro_batches for batch in row]
+    assert sorted(filter(None, rows)) == [[0, 1], [2, 3], [4, 5]]
+    assert plan.computed_tokens.sum() == 3 * 140
+    with pytest.raises(ValueError, match="max_tokens: 130 is less than"):
+        plan_shared_step(tree, lengths, ranks=1, max_tokens=130, groups=groups)
+
+
 def test_only_samples_of_a_group_are_compared_and_short_beginnings_do_not_pay() -> None:
     tokens = [np.append(np.arange(100), [200 + i]) for i in range(4)]
     assert not find_prefixes(tokens, [None] * 4).is_shared

@@ -22,6 +22,7 @@ from torch import Tensor
 from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample, at_predictions
 from padfree.config.choices import LayoutKind, SharePrefixes
 from padfree.cp import shard
+from padfree.cp.ranges import to_device
 from padfree.distributed import Mesh
 from padfree.losses import preference_pairs
 from padfree.packing import PrefixTree, collate
@@ -103,7 +104,7 @@ def make_micro_batch(
         if local.context.layout is not None and local.entries is None:
             old_row = old_row.index_select(0, local.context.plan.own)
         elif local.context.layout is not None and local.entries is not None:
-            old_row = old_row.index_select(0, torch.from_numpy(local.entries.numbers).to(mesh.device))
+            old_row = old_row.index_select(0, to_device(local.entries.numbers, mesh.device))
     pairs = pair_weights = None
     if pair_weight is not None:
         found = torch.from_numpy(preference_pairs([] if is_filler else packed.samples))

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample, at_tokens
 from padfree.config.choices import PackOverlong
+from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
@@ -113,7 +114,7 @@ class Scorer:
                 batch = make_micro_batch(samples, indices, self.mesh, self.rows, prefixes=plan.prefixes)
                 if batch.local.entries is not None:
                     # Every context rank has entries of its own, and the sum over ranks puts them together.
-                    tokens = torch.from_numpy(scored_tokens(batch, starts, indices)).to(self.mesh.device)
+                    tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch).float()
                     continue
                 row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
