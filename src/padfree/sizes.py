@@ -13,6 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MIXER_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
+MLP_TYPES = ("mlp", "moe")
+"""Kinds of layers as HF configs name them; a hybrid one has a mixer and attention."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentSizes:
@@ -50,6 +55,11 @@ class ModelSizes:
     windowed_layers: int
     full_layers: int
     layer_types: tuple[str, ...]  # empty: the config names none
+    mixer_layers: int  # those that carry a state along the sequence instead of attending, or besides
+    attention_layers: int  # those with attention
+    mlp_layers: int  # those with an MLP or experts
+    mixer_weights: int  # of the linear layers of one mixer
+    mixer_flops: int  # of one token in one mixer, forward, besides those
     dense_first: int  # layers before the first with experts
     dense_named: tuple[int, ...]  # layers without experts
     sparse_every: int  # each so many layers one has experts
@@ -80,9 +90,16 @@ class ModelSizes:
             layer >= dense_first and layer not in dense_named and (layer + 1) % sparse_every == 0
             for layer in range(layers)
         ]
-        types = tuple(read.get("layer_types") or ())
+        types = tuple(read.get("layer_types") or read.get("layers_block_type") or ())
         window = read("sliding_window", default=0)
         windowed, full = _layer_kinds(types, layers, window > 0 and read.get("use_sliding_window") is not False)
+        chunk = read("attention_chunk_size", default=0)
+        if types.count("chunked_attention"):
+            window, windowed = chunk // 2, windowed + types.count("chunked_attention")  # a chunk's mean of keys
+        mixers = sum(kind in MIXER_TYPES for kind in types)
+        attention = sum(kind in ATTENTION_TYPES for kind in types) if types else layers
+        bare = sum(kind in MLP_TYPES for kind in types)  # layers that are nothing else, where layers are one thing each
+        mixer_weights, mixer_flops = _mixer(read, hidden, heads * head) if mixers else (0, 0)
         return ModelSizes(
             hidden=hidden,
             layers=layers,
@@ -100,15 +117,52 @@ class ModelSizes:
             experts_per_token=read("num_experts_per_tok", "moe_topk", "moe_k", default=None if experts else 0),
             expert_mlp=expert_mlp,
             shared_mlp=read("shared_expert_intermediate_size", default=expert_mlp * shared_experts),
-            sparse_layers=sum(sparse) if experts else 0,
+            sparse_layers=(types.count("moe") if bare else sum(sparse)) if experts else 0,
             window=window,
             windowed_layers=windowed,
             full_layers=full,
             layer_types=types,
+            mixer_layers=mixers,
+            attention_layers=attention,
+            mlp_layers=bare or layers,
+            mixer_weights=mixer_weights,
+            mixer_flops=mixer_flops,
             dense_first=dense_first,
             dense_named=dense_named,
             sparse_every=sparse_every,
         )
+
+
+def _mixer(read: _Reader, hidden: int, query: int) -> tuple[int, int]:
+    """Weights of the linear layers of one mixer, and a token's other FLOPs in it, by the fields that its kind has."""
+    kernel = read("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache", default=4)
+    if read.get("linear_num_value_heads") is not None:  # gated delta net: q, k, v, the gate, and two numbers a head
+        heads, d_k, d_v = (read(f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
+        keys, values = read("linear_num_key_heads") * d_k, heads * d_v
+        weights = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+        return weights, 6 * heads * d_k * d_v + 2 * kernel * (2 * keys + values)
+    if read.get("linear_num_heads") is not None:  # the same with low-rank gates
+        heads, dim = read("linear_num_heads"), read("linear_head_dim")
+        width = heads * dim
+        weights = 4 * hidden * width + 2 * dim * (hidden + width) + hidden * heads
+        return weights, 6 * width * dim + 2 * kernel * 3 * width
+    state = read("mamba_d_state", "ssm_state_size", "state_size", default=0)
+    heads = read("mamba_n_heads", "mamba_num_heads", default=0)
+    if not heads and read.get("mamba_headdim") is not None:
+        heads = read("n_mamba_heads", default=0)
+    if state and heads:  # Mamba-2
+        width = read("mamba_d_ssm", default=0) or heads * read("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+        group = 2 * read("mamba_n_groups", "n_groups", "mamba_ngroups", default=1) * state
+        return hidden * (2 * width + group + heads) + width * hidden, 6 * width * state + 2 * kernel * (width + group)
+    if state:  # Mamba
+        width = read("mamba_expand", "expand", default=2) * hidden
+        rank = read("mamba_dt_rank", "time_step_rank", default=-(-hidden // 16))
+        weights = 3 * hidden * width + width * (2 * rank + 2 * state)
+        return weights, 7 * width * state + 2 * kernel * width
+    if read.get("conv_L_cache") is not None:  # a short convolution between two gates
+        return 4 * hidden * hidden, 2 * (kernel + 1) * hidden
+    block = read("block_size", default=0)  # lightning attention: q, k, v, gate and output
+    return 5 * hidden * query, query * (4 * block + 4 * query // max(1, read("num_attention_heads")))
 
 
 class _Reader:
@@ -150,5 +204,7 @@ def _latent(read: _Reader) -> LatentSizes | None:
 def _layer_kinds(types: tuple[str, ...], layers: int, all_windowed: bool) -> tuple[int, int]:
     """How many layers attend in a sliding window, and how many to everything before."""
     if types:
-        return types.count("sliding_attention"), types.count("full_attention")
+        full = sum(kind in ATTENTION_TYPES for kind in types)
+        windowed = types.count("sliding_attention")
+        return windowed, full - windowed - types.count("chunked_attention")
     return (layers, 0) if all_windowed else (0, layers)

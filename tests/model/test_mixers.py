@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from padfree.batch import PackedBatch
+from padfree.batch import PackedBatch, Segments
 from padfree.cp import gather_tokens, shard
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import recompute_layers
@@ -188,3 +190,13 @@ def test_a_leak_planted_in_a_mixer_is_found(leak: type[Qwen3_5GatedDeltaNet]) ->
     with pytest.raises(ValueError, match=r"packed differs from one sample at a time|depends on those before it"):
         attach(model)
     assert probe.probe(model).leak is not None
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "jamba", "llama4"])
+def test_shared_prefixes_are_refused(name: str) -> None:
+    """A state would have to begin where the prefix ends."""
+    model, inputs = attach(build(name)), shard(row([5, 3, 4])).model_inputs()
+    segments = Segments.from_lengths([5, 3, 4], parents=np.array([-1, 0, 0]))
+    context = replace(inputs["attn_context"], segments=segments)
+    with pytest.raises(ValueError, match="segments: samples share prefixes"):
+        model(**{**inputs, "attn_context": context})

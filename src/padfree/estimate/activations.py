@@ -8,6 +8,7 @@ of one layer keeps:
     attention                   e (q + k + v + o) + 4 heads        and the log-sum-exp
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k a token          k e (2 D + 4 I)                    the token once for each, in and out, and their MLPs
+    mixer                       e s                                in place of attention: what its kind says (s)
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are computed again; q and k as they come and
                                                                    rotated; gate, up and their product
 """
@@ -23,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from padfree.config.choices import Checkpointing
 from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
+from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
 from padfree.sizes import ModelSizes
 
@@ -76,7 +78,7 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
         if type(module).__name__.endswith("Norm")
         for width in [_norm_width(sizes, name, module.weight.shape[-1])]
     )
-    attention = size * (sizes.query + sizes.key + sizes.value + sizes.output) + 4 * sizes.heads
+    attention = _sequence_bytes(sizes, layer, size)
     if any("experts" in name for name in modules):
         routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp)
         return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
@@ -90,11 +92,28 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
     """The same of a compiled layer: the compiler keeps the inputs of matmuls and computes the rest again."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
-    if any("experts" in name for name, _ in layer.named_modules()):
-        return written_out
+    if any("experts" in name for name, _ in layer.named_modules()) or _mixers(layer):
+        return written_out  # a mixer cuts the graph
     attention = 2 * (sizes.query + sizes.key) + sizes.value + sizes.output
     kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
     return min(kept, written_out)
+
+
+def _mixers(layer: nn.Module) -> list[nn.Module]:
+    """The mixers of a layer of a model without weights: the probe has not seen it, their parameters tell."""
+    return [module for module in layer.modules() if kind_of(module).name != "other"]
+
+
+def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
+    """Attention, mixers, or both."""
+    mixers = _mixers(layer)
+    kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers)
+    attends = any(
+        "attn" in name or "attention" in name for name, module in layer.named_modules() if module not in mixers
+    )
+    if not mixers or attends:
+        kept += size * (sizes.query + sizes.key + sizes.value + sizes.output) + 4 * sizes.heads
+    return kept
 
 
 def cache_bytes(model: PreTrainedModel, size: int) -> int:

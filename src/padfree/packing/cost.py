@@ -62,14 +62,18 @@ class CostModel:
         Counted: the projections of attention (multi-head, grouped, or DeepSeek's latent form), the MLP (three matrices;
         two where the config speaks GPT-2's language), of a mixture the router, the shared experts and the experts one
         token meets, the output head, and causal attention itself. A layer with a sliding window is counted as if
-        every token saw a full window: linear, a little too much for samples shorter than the window.
+        every token saw a full window: linear, a little too much for samples shorter than the window. A mixer (gated
+        delta net, Mamba, short convolution, lightning attention) costs its linear layers and its state, every token
+        the same.
         """
         sizes = ModelSizes.of(config)
         per_pair = sizes.query + sizes.output  # numbers multiplied for a (query, key) pair in one layer
-        weights = sizes.layers * _attention_weights(sizes) + _mlp_weights(sizes) + sizes.hidden * sizes.vocabulary
+        weights = sizes.attention_layers * _attention_weights(sizes) + sizes.mixer_layers * sizes.mixer_weights
+        weights += _mlp_weights(sizes) + sizes.hidden * sizes.vocabulary
+        mixers = sizes.mixer_layers * sizes.mixer_flops
         # a weight is one multiplication and one addition per token; causal attention has n² / 2 pairs
         return CostModel(
-            linear=FORWARD_AND_BACKWARD * 2.0 * (weights + sizes.windowed_layers * sizes.window * per_pair),
+            linear=FORWARD_AND_BACKWARD * (2.0 * (weights + sizes.windowed_layers * sizes.window * per_pair) + mixers),
             quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * per_pair,
         )
 
@@ -116,7 +120,7 @@ def _mlp_weights(sizes: ModelSizes) -> int:
     matrix = sizes.mlp_matrices * sizes.hidden
     met = sizes.expert_mlp * sizes.experts_per_token + sizes.shared_mlp
     mixture = matrix * met + sizes.hidden * sizes.experts  # and the router
-    return sizes.sparse_layers * mixture + (sizes.layers - sizes.sparse_layers) * matrix * sizes.mlp
+    return sizes.sparse_layers * mixture + (sizes.mlp_layers - sizes.sparse_layers) * matrix * sizes.mlp
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:

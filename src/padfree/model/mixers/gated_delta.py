@@ -2,9 +2,7 @@
 
     S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] a head
 
-with a short convolution on q, k and v before it. Fast way: flash-linear-attention reads `cu_seqlens`, its convolutions
-and those of causal-conv1d read the sequence of each token. Models of transformers pass them on as `cu_seq_lens_q` and
-`seq_idx`.
+with a short convolution on q, k and v before it.
 """
 
 from __future__ import annotations
@@ -56,6 +54,4 @@ KIND = MixerKind(
     matches=matches,
     state_flops=state_flops,
     state_width=state_width,
-    packages=("fla", "causal_conv1d"),
-    boundaries=("cu_seq_lens_q", "seq_idx"),
 )

@@ -2,7 +2,7 @@
 
     S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] a head
 
-There is no fast way: transformers computes it in plain PyTorch, by blocks.
+transformers computes it by blocks, in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     S_t = exp(dt_t · A) ∘ S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t         A and S are [channels, N]
 
-with a short convolution on x before it. Its kernels know nothing of segments: there is no fast way.
+with a short convolution on x before it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t       S is [N, P] a head, A a number
 
-with a short convolution on x, B and C before it. Fast way: mamba-ssm and causal-conv1d read the sequence of each token,
-`seq_idx`.
+with a short convolution on x, B and C before it.
 """
 
 from __future__ import annotations
@@ -47,6 +46,4 @@ KIND = MixerKind(
     matches=matches,
     state_flops=state_flops,
     state_width=state_width,
-    packages=("mamba_ssm", "causal_conv1d"),
-    boundaries=("seq_idx",),
 )

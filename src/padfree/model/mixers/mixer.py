@@ -2,8 +2,7 @@
 
 A mixer is what a layer does along the sequence besides softmax attention: a recurrence, a convolution, a shift. Its
 module is found on the small copy of the probe (`padfree.model.mixers.find`) by what it does, not by its name. The kind
-is read from its parameters and says which fast way there may be and what it costs; a mixer of no known kind is run
-segment by segment like any other.
+is read from its parameters and says what it costs; a mixer of no known kind is run segment by segment like any other.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerKind:
-    """A kind of mixer: how to recognise it, what it costs, and which packages have a fast way."""
+    """A kind of mixer: how to recognise it and what it costs."""
 
     name: str
     matches: Callable[[nn.Module], bool]
@@ -41,8 +40,6 @@ class MixerKind:
     """FLOPs a token of a forward pass besides those of linear layers: state updates and convolutions."""
     state_width: Callable[[nn.Module], int]
     """Values a token that a backward pass needs, besides what goes into its linear layers."""
-    packages: tuple[str, ...] = ()  # all of these, for the fast way
-    boundaries: tuple[str, ...] = ()  # arguments of the module's forward that tell its kernels where segments begin
 
 
 def qualified_name(cls: type) -> str:

@@ -1,8 +1,6 @@
 """A short convolution between two gates: LFM2.
 
-    y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
-
-Fast way: causal-conv1d reads the sequence of each token, `seq_idx`.
+y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
 """
 
 from __future__ import annotations
@@ -36,6 +34,4 @@ KIND = MixerKind(
     matches=matches,
     state_flops=state_flops,
     state_width=state_width,
-    packages=("causal_conv1d",),
-    boundaries=("seq_idx",),
 )
