@@ -106,9 +106,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
     if any(argument.startswith(("past", "cache")) and value is not None for argument, value in arguments.items()):
         raise ValueError(f"past_key_values: given to {name}; training needs no cache")
     if context.segments.parents is not None:
-        raise ValueError(
-            f"segments: samples share prefixes, but {name} carries a state; pack the samples without sharing"
-        )
+        raise ValueError(f"batch.share_prefixes: samples share them, but {name} carries a state; set it to false")
     tokens = {argument: arguments[argument] for argument in (mixer.hidden, *mixer.token_arguments)}
     leaves, shape = tree_flatten(tokens)
     rows = [leaf.squeeze(0) for leaf in leaves]
