@@ -75,6 +75,7 @@ bench: $(DEV)
 	$(PY) bench/attention.py --device cpu
 	$(PY) bench/aggregate.py --device cpu
 	$(PY) bench/head.py --device cpu
+	$(PY) bench/distill.py --device cpu
 	$(PY) bench/sft.py
 	$(PY) bench/rollout.py
 	$(PY) bench/step.py --device cpu

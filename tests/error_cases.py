@@ -120,6 +120,7 @@ def one_by_one(*calls: Mistake) -> Mistake:
     return provoke
 
 
+DISTILL = ("loss.kind=distill", "teacher.path=m")
 SERVED = 'rollout.launch.command=["vllm", "serve"]'
 
 HELD_OUT = "eval.path=test.jsonl"
@@ -178,6 +179,21 @@ CASES["config"] = [
     ("lora.alpha", changed("lora.alpha=0")),
     ("lora.dropout", changed("lora.dropout=1")),
     ("lora.targets", changed("lora.targets=[]"), "lora.targets=all-linear"),
+    ("teacher.path", changed("teacher.path=''")),
+    ("teacher.path", changed("teacher.path=m"), "loss.kind=distill"),
+    ("teacher.path", changed("loss.advantage=teacher", recipe="rl"), "teacher.path=m"),
+    ("teacher.path", changed("loss.kind=distill"), "teacher.path=m"),
+    ("teacher.path", changed("teacher.offload=true"), ("teacher.path=m", "loss.kind=distill")),
+    ("loss.distill.divergence", changed("loss.distill.divergence=kl"), "loss.distill.divergence=jsd"),
+    ("loss.distill.divergence", changed("loss.distill.divergence=jsd"), "loss.kind=distill"),
+    (
+        "loss.distill.beta",
+        changed(*DISTILL, "loss.distill.divergence=jsd", "loss.distill.beta=1"),
+        "loss.distill.beta=0.3",
+    ),
+    ("loss.distill.beta", changed(*DISTILL, "loss.distill.beta=0.3"), "loss.distill.divergence=jsd"),
+    ("loss.distill.top_k", changed(*DISTILL, "loss.distill.top_k=0"), "loss.distill.top_k=1"),
+    ("loss.advantage", changed(*DISTILL, "loss.advantage=rloo"), "loss.advantage=grpo"),
     ("reference.path", changed("reference.path=''")),
     ("reference.path", changed("reference.path=m", recipe="rl")),
     ("reference.path", changed("reference.offload=true", recipe="rl"), ("reference.path=m", "loss.kl_coefficient=0.1")),

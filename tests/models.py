@@ -397,12 +397,12 @@ def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int 
 LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 
 
-def save_with_tokenizer(folder: Path) -> Path:
+def save_with_tokenizer(folder: Path, **changes: Any) -> Path:
     """A folder that transformers loads: a small Qwen3 with tied embeddings, and a tokenizer of single letters."""
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
-    model = build("qwen3", hidden_size=32, intermediate_size=32, vocab_size=len(vocabulary), tie_word_embeddings=True)
-    model.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": len(vocabulary), "tie_word_embeddings": True}
+    build("qwen3", **{**sizes, **changes}).save_pretrained(folder)
     return folder

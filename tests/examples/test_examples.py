@@ -47,7 +47,18 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_example_has_a_test() -> None:
     named = {path.stem for path in FOLDER.glob("*.py")}
-    assert named == {"sft_jsonl", "rl_own_reward", "foreign_loop", "hf_trainer"}
+    assert named == {"sft_jsonl", "distill_jsonl", "rl_own_reward", "foreign_loop", "hf_trainer"}
+
+
+def test_distill_jsonl(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, run = save_with_tokenizer(tmp_path / "teacher", hidden_size=48), tmp_path / "run"
+    arguments = ["--student", model, "--teacher", str(teacher), "--data", data, "--folder", str(run)]
+    divergences = example("distill_jsonl", monkeypatch).main(
+        [*arguments, "--max-tokens", "64", "--dtype", "float32", *TRAINED]
+    )
+    assert len(divergences) == 8
+    assert divergences[-1] < divergences[0]
+    AutoModelForCausalLM.from_pretrained(run / "model")
 
 
 def test_sft_jsonl(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

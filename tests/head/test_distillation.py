@@ -23,7 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 class Case:
-    """Hidden states and heads of a student (D 7) and a teacher (E 11) for some rows, a third of them without a label."""
+    """Hidden states and heads of a student and a teacher for some rows, a third of them without a label."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ def test_teachers_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^teacher_hidden: shape \(4, 11\) for 13 rows and a weight of \(500, 11\)"):
         case.run("chunked")
     case.teacher_hidden = case.teacher_hidden.float()
-    with pytest.raises(ValueError, match="^teacher_hidden: torch.float32 on cpu while hidden is torch.float64"):
+    with pytest.raises(ValueError, match=r"^teacher_hidden: torch\.float32 on cpu while hidden is torch\.float64"):
         case.run("chunked")
 
 

@@ -23,9 +23,9 @@ PackOverlong = Literal["error", "truncate", "drop", "alone"]
 SharePrefixes = Literal["auto"] | bool
 
 # loss
-LOSSES_WITH_COMMAND = ("sft", "dpo")  # kinds of loss that have a command of their own; all others are of `padfree rl`
+LOSSES_WITH_COMMAND = ("sft", "dpo", "distill")  # kinds that have a command of their own; all others are of `rl`
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "given"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "teacher", "given"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 OldPolicy = Literal["trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]

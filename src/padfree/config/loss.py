@@ -21,6 +21,7 @@ from padfree.config.loss_settings import (
     Correction,
     CustomObjective,
     DPOSettings,
+    DistillSettings,
     GSPOSettings,
     IcePopSettings,
     Objective,
@@ -64,6 +65,7 @@ class LossConfig:
     icepop: IcePopSettings = field(default_factory=IcePopSettings)
     sequence_mask: SequenceMaskSettings = field(default_factory=SequenceMaskSettings)
     opsm: OPSMSettings = field(default_factory=OPSMSettings)
+    distill: DistillSettings = field(default_factory=DistillSettings)
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
@@ -75,12 +77,14 @@ class LossConfig:
         """The command that runs this kind of loss, which decides what its data are."""
         return self.kind if self.kind in LOSSES_WITH_COMMAND else "rl"
 
-    def settings(self) -> SFTSettings | DPOSettings | PolicySettings:
-        """The loss as `padfree.losses` computes it."""
+    def settings(self) -> SFTSettings | DPOSettings | DistillSettings | PolicySettings:
+        """The loss as `padfree.losses` or `padfree.head` computes it."""
         if self.kind == "sft":
             return SFTSettings()
         if self.kind == "dpo":
             return self.dpo
+        if self.kind == "distill":
+            return self.distill
         return PolicySettings(
             objective=self._objective(),
             old_policy=self.old_policy,
@@ -115,6 +119,10 @@ class LossConfig:
         if self.kind != "dpo":
             unset = self.dpo == DPOSettings()
             need(unset, "loss.dpo", "set", f"leave it out, loss.kind {self.kind!r} has no such settings")
+        if self.kind != "distill":
+            unset = self.distill == DistillSettings()
+            cure = "leave it out, or set loss.kind=distill"
+            need(unset, "loss.distill.divergence", self.distill.divergence, cure)
         self.settings()  # has rules of its own
 
     def _check_kind(self) -> None:
@@ -156,7 +164,7 @@ class LossConfig:
 
     def _check_without_rollouts(self) -> None:
         """Nothing of RL may be set and then not be used."""
-        name_of = self.kind.upper()
+        name_of = "distillation" if self.kind == "distill" else self.kind.upper()
         for name, unset in (
             ("advantage", "grpo"),
             ("old_policy", "trainer"),

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from padfree.config.choices import KLEstimator, OldPolicy, PreferenceLoss, SequenceStatistic
+from padfree.config.choices import DivergenceKind, KLEstimator, OldPolicy, PreferenceLoss, SequenceStatistic
 from padfree.config.rules import check_choice, need
 
 SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
@@ -54,6 +54,22 @@ def _check_numbers(settings: Any, prefix: str) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTSettings:
     """Negative log-likelihood."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillSettings:
+    """The divergence of the student's distribution from the teacher's; `padfree.head.divergence` has the formulas."""
+
+    divergence: DivergenceKind = "forward-kl"
+    beta: float = number(0.5, SMALLEST, math.nextafter(1.0, 0.0), "give a share above 0 and below 1")  # of jsd
+    top_k: int | None = None  # over the teacher's most probable tokens and all others as one; None: over all tokens
+
+    def __post_init__(self) -> None:
+        check_choice("loss.distill.divergence", self.divergence, DivergenceKind)
+        _check_numbers(self, "loss.distill.")
+        need(self.top_k is None or self.top_k >= 1, "loss.distill.top_k", self.top_k, "give 1 or more, or leave it out")
+        used = self.divergence == "jsd" or self.beta == 0.5
+        need(used, "loss.distill.beta", self.beta, "leave it out, or set loss.distill.divergence=jsd")
 
 
 # Objectives

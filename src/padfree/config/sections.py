@@ -98,6 +98,20 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherConfig:
+    """The model that is learned from, as a loss or as an advantage: `path` as in `model`, with the same vocabulary."""
+
+    path: str | None = None
+    offload: bool = False  # its weights wait on the CPU while it is not asked
+
+    def __post_init__(self) -> None:
+        _expand(self, "path")
+        need(self.path != "", "teacher.path", self.path, "give a folder, a Hub id, or leave it out")
+        used = self.path is not None or not self.offload
+        need(used, "teacher.path", self.path, "give it, teacher.offload is about it")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """vLLM servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
 
@@ -409,6 +423,7 @@ class Config:
     run: RunConfig
     lora: LoraConfig = LoraConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -441,6 +456,11 @@ class Config:
             self._check_pairs()
         used = self.reference.path is None or self.loss.kl_coefficient > 0 or self.loss.command == "dpo"
         need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
+        if self.loss.command == "distill" or self.loss.advantage == "teacher":
+            need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, what is learned from")
+        else:
+            cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
+            need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
         if self.rollout.reward is not None:
             self._check_rollouts(self.rollout.reward)
         self._check_eval()
@@ -492,14 +512,16 @@ class Config:
     def _check_rollouts(self, reward: str) -> None:
         """Of responses that are written in the run."""
         command = self.loss.command
-        need(command == "rl", "rollout.reward", reward, f"leave it out, padfree {command} has no rollouts")
+        sampled = command in ("rl", "distill")
+        need(sampled, "rollout.reward", reward, f"leave it out, padfree {command} has no rollouts")
         group, samples = self.rollout.group, self.batch.samples
+        need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none for rollouts")
         assert samples is not None
         need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")
         advantage = self.loss.advantage
         given = advantage == "given"
         need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
-        compared = group > 1 or advantage not in GROUPED
+        compared = group > 1 or advantage not in GROUPED or command == "distill"
         cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
         need(compared, "rollout.group", group, cure)
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"

@@ -101,6 +101,10 @@ def estimate_memory(
         code = config.model.trust_remote_code
         other = skeleton(config.reference.path, trust_remote_code=code, setting="reference.path")
         reference = _counts(other, shards).all * (size if sharded else FLOAT32)
+    if config.teacher.path is not None:
+        code = config.model.trust_remote_code
+        other = skeleton(config.teacher.path, trust_remote_code=code, setting="teacher.path")
+        reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     sampler = cache = 0
     if config.rollout.reward is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
@@ -120,7 +124,7 @@ def estimate_memory(
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
         working=_working(config, model, tokens, size, device_type, prompt_tokens),
         reference=reference,
-        reference_offloaded=config.reference.offload,
+        reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
         cache=cache,
         cache_stays=device_type != "cpu",

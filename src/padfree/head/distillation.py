@@ -294,7 +294,7 @@ def _row_weights(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
     need_tensor("weights", weights)
     if weights.shape != hidden.shape[:1] or weights.device != hidden.device:
         raise ValueError(
-            f"weights: shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} rows on {hidden.device}; give "
-            "one number per row there"
+            f"weights: shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} rows on {hidden.device}; "
+            "give one number per row there"
         )
     return picked(weights.detach().to(scale.dtype), call.index)

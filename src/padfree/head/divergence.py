@@ -8,8 +8,8 @@
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
 Top-k. The k tokens that the teacher finds most probable stay what they are, and all others are one outcome, "the rest".
-Two distributions over k + 1 outcomes are compared then, so that the divergence is 0 only where they agree, is never more
-than that of all tokens, and probability that the student gives to the rest is not forgotten.
+Two distributions over k + 1 outcomes are compared then, so that the divergence is 0 only where they agree, is never
+more than that of all tokens, and probability that the student gives to the rest is not forgotten.
 
     teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         a token of the rest has the gradient s_j · c: c is
     student   .4 .2 | .3 .1                    .4 .2 .4         the same for all of them

@@ -105,6 +105,7 @@ def _check_inputs(config: Config, folder: Path) -> None:
         ("model.path", config.model.path),
         ("model.tokenizer", config.model.tokenizer),
         ("reference.path", config.reference.path),
+        ("teacher.path", config.teacher.path),
         ("batch.cost", config.batch.cost),
         *(("data.path", path) for path in config.data.path),
     ]

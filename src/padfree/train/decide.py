@@ -163,7 +163,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
 
 
 def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
-    """The empty model, and what it and the reference can both be given."""
+    """The empty model, and what it, the reference and the teacher can all be given."""
     model = _checked_model(config, config.model.path, "model.path", config.model.init)
     limits = Limits.of(model)
     path = config.reference.path
@@ -172,6 +172,15 @@ def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
         limits = limits.within(Limits.of(reference))
         if config.reference.refresh is not None:
             check_same_tensors(reference, model, config.reference.refresh)
+    if config.teacher.path is not None:
+        teacher = _checked_model(config, config.teacher.path, "teacher.path", "weights")
+        own, other = (len(lm_head_of(one).weight) for one in (model, teacher))
+        if own != other:
+            raise ValueError(
+                f"teacher.path: {config.teacher.path} has a vocabulary of {other:,}, model.path one of {own:,}; give a "
+                "teacher with the same vocabulary"
+            )
+        limits = limits.within(Limits.of(teacher))
     return model, limits
 
 
@@ -350,12 +359,12 @@ def count_steps(config: Config, samples: Samples, *, enough: int) -> int:
     """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
     epochs = config.data.epochs
     assert epochs is not None
-    if config.loss.command != "rl" and config.batch.samples is not None:
+    if config.loss.command != "rl" and config.rollout.reward is None and config.batch.samples is not None:
         return -(-len(samples) // config.batch.samples) * epochs
     if config.batch.tokens is not None and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough:
         return enough  # no step has more tokens than its budget
     once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
-    counted = _Lengths(samples) if config.loss.command != "rl" else samples
+    counted = _Lengths(samples) if config.loss.command != "rl" and config.rollout.reward is None else samples
     updates = 0
     for groups in make_batcher(once, counted):
         in_batch = sum(len(group) for group in groups)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
+from padfree.config.loss_settings import DistillSettings
 from padfree.head.budget import Memory
 from padfree.losses import (
     DPOSettings,
@@ -55,7 +56,7 @@ from padfree.train.scorer import Scorer
 class LossSettings:
     """The loss, and how its tokens are weighed."""
 
-    loss: TokenLossSettings | DPOSettings
+    loss: TokenLossSettings | DPOSettings | DistillSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     max_grad_norm: float | None = 1.0  # None: no clipping
@@ -252,6 +253,7 @@ class Engine:
 
 def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
     """The loss that these settings describe, as an engine of this scorer computes it."""
+    assert not isinstance(settings.loss, DistillSettings), "its row loss is made with a teacher"
     kind = PairRowLoss if isinstance(settings.loss, DPOSettings) else TokenRowLoss
     return kind(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
 

@@ -56,12 +56,13 @@ from padfree.train.resume import (
     made_with,
     model_fields,
 )
-from padfree.train.rl.advantages import signal_of, with_advantages
+from padfree.train.rl.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
+from padfree.train.scorer import Scorer
 from padfree.train.signals import StopSignals, agreed
 from padfree.train.training_data import Batcher
 from padfree.train.updates import OnStep, Updates
@@ -101,6 +102,7 @@ class Loop:
         batcher: Batcher,
         *,
         reference: Reference | None = None,
+        teacher: Scorer | None = None,
         make_samples: MakeSamples | None = None,
         ahead: BatchesAhead | None = None,
         on_step: OnStep | None = None,
@@ -110,8 +112,10 @@ class Loop:
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
 
-        `ahead` makes the samples in place of `make_samples`, from the same batcher.
+        `teacher` gives the advantages where `loss.advantage` is `teacher`. `ahead` makes the samples in place of
+        `make_samples`, from the same batcher.
         """
+        self.teacher = teacher
         self.make_samples, self.ahead, self.evaluate = make_samples, ahead, evaluate
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_note = on_note
@@ -291,7 +295,7 @@ class Loop:
             return
         following, part = batch, batch.done + 1
         if part == len(batch.parts):
-            if isinstance(self.engine.settings.loss, PolicySettings):
+            if isinstance(self.engine.settings.loss, PolicySettings) or self.make_samples is not None:
                 return
             cursor = self.batcher.state_dict()
             self._following = self._next_batch()
@@ -307,21 +311,36 @@ class Loop:
         if not isinstance(settings, PolicySettings):
             if self.reference is not None:
                 batch = self._with_reference(batch, times)
-            return RolloutBatch(samples=batch, parts=parts)
-        metrics = reward_metrics(batch, end_tokens=self.end_tokens)
-        metrics |= signal_of(batch, self.config.loss.advantage).metrics() | dict(self.rollout_metrics())
-        batch = with_advantages(batch, self.config.loss.advantage)
-        if self.reference is not None:
-            batch = self._with_reference(batch, times)
+            sampled = self.make_samples is not None or self.ahead is not None
+            return RolloutBatch(
+                samples=batch,
+                parts=parts,
+                metrics={**reward_metrics(batch, end_tokens=self.end_tokens), **self.rollout_metrics()}
+                if sampled
+                else {},
+                times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if sampled else {},
+            )
         old = None
-        if needs_old_logprobs(settings):
+        if needs_old_logprobs(settings) or self.teacher is not None:
             with times.measure("old_logprobs"):
                 old = self.engine.scorer.logprobs(batch)
+        metrics = reward_metrics(batch, end_tokens=self.end_tokens) | dict(self.rollout_metrics())
+        if self.teacher is None:
+            metrics |= signal_of(batch, self.config.loss.advantage).metrics()
+            batch = with_advantages(batch, self.config.loss.advantage)
+        else:
+            assert old is not None
+            with times.measure("teacher"):
+                taught = self.teacher.logprobs(batch)
+            batch = teacher_advantages(batch, taught, old)
+            metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
+        if self.reference is not None:
+            batch = self._with_reference(batch, times)
         return RolloutBatch(
             samples=batch,
             parts=parts,
             epochs=self.config.loss.epochs,
-            old_logprobs=old,
+            old_logprobs=old if needs_old_logprobs(settings) else None,
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )

@@ -61,6 +61,8 @@ RULES: dict[str, Rule] = {
     "reference.path": "may change between rollout batches",
     "reference.offload": "may change",
     "reference.refresh": "may change",
+    "teacher.path": "must stay",
+    "teacher.offload": "may change",
     "rollout.reward": "may change within RL",
     "rollout.group": "must stay",
     "rollout.max_new_tokens": "may change",

@@ -35,7 +35,7 @@ from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
 from padfree.train.settle import settle_on
-from padfree.train.setup import build_engine, build_reference, export, export_dtype
+from padfree.train.setup import build_engine, build_reference, build_teacher_scorer, export, export_dtype
 from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher
 from padfree.train.updates import OnStep
 
@@ -102,6 +102,7 @@ def _train(
             engine,
             batcher,
             reference=reference,
+            teacher=build_teacher_scorer(config, mesh),
             make_samples=sampling,
             ahead=ahead,
             on_step=on_step,

@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.config.choices import Init
+from padfree.config.loss_settings import DistillSettings
 from padfree.distributed import Mesh
 from padfree.estimate.cost_file import read_cost
 from padfree.model.export import export_adapters, export_model
 from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
+from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
@@ -73,7 +75,33 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
     )
-    return Engine(_scorer(config, mesh, model), optimizer, settings)
+    row_loss = None
+    if isinstance(settings.loss, DistillSettings):
+        row_loss = DistillationRowLoss(
+            settings.loss,
+            build_teacher(config, mesh),
+            temperature=config.loss.temperature,
+            memory=config.parallel.head_bytes,
+        )
+    return Engine(_scorer(config, mesh, model), optimizer, settings, row_loss)
+
+
+def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
+    """The model that distillation learns from: frozen, sharded like the trained one, on the CPU where that is asked."""
+    assert config.teacher.path is not None
+    offload = config.teacher.offload and mesh.device.type != "cpu"
+    try:
+        return _load(config, mesh, config.teacher.path, offload=offload, frozen=True)
+    except ValueError as error:  # the same line on every rank
+        raise ValueError(str(error).replace("model: ", "teacher.path: ", 1)) from None
+
+
+def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
+    """What scores rollouts for `loss.advantage` "teacher"; None for any other."""
+    if config.loss.advantage != "teacher":
+        return None
+    config = settle_on(config, mesh).config
+    return _scorer(config, mesh, build_teacher(config, mesh))
 
 
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> Reference | None:

@@ -47,7 +47,7 @@ class TrainingData:
     place: Callable[[int], str]  # the file and line of a sample
 
 
-UNGROUPED = ("reinforce++", "given")
+UNGROUPED = ("reinforce++", "teacher", "given")
 """Advantages that do not compare samples of a group."""
 
 
@@ -139,7 +139,14 @@ def _read_pairs(config: Config, tokenizer: Any, *, progress: bool | Progress, im
 
 
 Reader = Callable[..., TrainingData]
-READERS: dict[str, Reader] = {"sft": _read_sft, "rl": _read_rl, "dpo": _read_pairs}
+
+
+def _read_distill(config: Config, tokenizer: Any, **options: Any) -> TrainingData:
+    """Text to learn from, or prompts that the student answers."""
+    return (_read_sft if config.rollout.reward is None else _read_rl)(config, tokenizer, **options)
+
+
+READERS: dict[str, Reader] = {"sft": _read_sft, "distill": _read_distill, "rl": _read_rl, "dpo": _read_pairs}
 """What reads the data of each command: (config, tokenizer, progress=, import_reward=) -> TrainingData."""
 
 
@@ -193,7 +200,7 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     if not len(samples):
         raise ValueError(f"data.path: {', '.join(data.path)} has no samples; give files with at least one")
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
-    if config.loss.command != "rl":
+    if config.loss.command != "rl" and config.rollout.reward is None:
         size = GROUP_SIZES[config.loss.command]
         source = _Neighbours(samples, size)
         if batch.samples is not None:
@@ -220,7 +227,7 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
-GROUP_SIZES = {"sft": 1, "dpo": 2}
+GROUP_SIZES = {"sft": 1, "dpo": 2, "distill": 1}
 """How many neighbouring samples of the data are one group, by command."""
 
 

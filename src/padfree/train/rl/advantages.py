@@ -5,7 +5,8 @@
 
 `grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group; `reinforce++` takes the
 reward as the return of every scored token, `reinforce++_baseline` less the group's mean, both whitened over all scored
-tokens of the rollout batch; `given` keeps what the samples have. Entry j of an array belongs to token j.
+tokens of the rollout batch; `given` keeps what the samples have; `teacher` (`teacher_advantages`) asks another model.
+Entry j of an array belongs to token j.
 
 A group with nothing to compare (b above: one reward; or a single sample) has no signal: its advantages are 0 and it
 teaches nothing. Such groups are counted in every step, and rollout files of nothing else are refused.
@@ -35,6 +36,7 @@ from padfree.losses import (
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
     """The same samples with advantages [n] each. Groups must be whole in `samples`."""
+    assert kind != "teacher", "see teacher_advantages"
     if kind == "given":
         for sample in samples:
             _given(sample)
@@ -59,6 +61,26 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
     return [replace(sample, advantages=piece.numpy()) for sample, piece in zip(samples, pieces, strict=True)]
 
 
+def teacher_advantages(
+    samples: Sequence[Sample], teacher: Sequence[NDArray[Any]], policy: Sequence[NDArray[Any]]
+) -> list[Sample]:
+    """The same samples with log t − log p of each scored token as its advantage: on-policy distillation.
+
+    `teacher`, `policy` [n] each are log-probabilities. Where tokens are drawn from p, the advantage is on average minus
+    the reverse KL of that position, and the gradient of the policy loss is that of the KL.
+    """
+    return [
+        replace(sample, advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
+        for sample, theirs, own in zip(samples, teacher, policy, strict=True)
+    ]
+
+
+def reverse_kl(samples: Sequence[Sample]) -> float:
+    """The mean of minus the advantages of `teacher_advantages` over all scored tokens: an estimate of KL(p | t)."""
+    total = sum(float(_given(sample).sum(dtype=np.float64)) for sample in samples)
+    return -total / max(sum(sample.num_labels for sample in samples), 1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
     """How many groups there are, and how many of them have nothing to learn from."""
@@ -77,7 +99,7 @@ class Signal:
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
     """Of samples in whole groups. `reinforce++` compares all samples with each other: one group."""
-    if kind == "given":
+    if kind in ("given", "teacher"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
         return Signal(groups=len(samples), alone=0, equal=flat)
     rewards = [_reward(sample, kind) for sample in samples]
@@ -92,6 +114,8 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
     """Refuse the rollouts of `path` if no group has a signal; a line to say if some have none."""
+    if kind == "teacher":  # what it will say is not known yet
+        return None
     signal = signal_of(samples, kind)
     if not signal.without:
         return None

@@ -1,0 +1,73 @@
+"""Distillation on a row: the student is trained towards the distributions of a teacher.
+
+    row of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
+                           ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
+
+Both models see the same row, laid out once: where its samples begin and which rank has which token does not depend on
+the model. The loss is computed while the root units of both are whole, each with its own head, and its gradients by the
+student are ready then: backward asks the teacher for nothing, so its weights are given back at once.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from padfree.batch import IGNORE
+from padfree.config.loss_settings import DistillSettings
+from padfree.head import DistillationLoss, distillation_loss
+from padfree.head.budget import Memory
+from padfree.losses import LossOutput
+from padfree.model import hidden_states, lm_head_of
+from padfree.train.masters import computing
+from padfree.train.microbatch import MicroBatch
+from padfree.train.parallelize import inside
+
+
+class DistillationRowLoss:
+    """The divergence of the student from the teacher, weighted by token."""
+
+    keeps_groups: ClassVar[bool] = False
+
+    def __init__(
+        self, settings: DistillSettings, teacher: PreTrainedModel, *, temperature: float = 1.0, memory: Memory = "speed"
+    ) -> None:
+        self.settings, self.teacher, self.temperature, self.memory = settings, teacher, temperature, memory
+        teacher.train(False)  # a teacher's own dropout would be noise
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+        hidden, head, settings = hidden_states(model, batch.local), lm_head_of(model), self.settings
+
+        def compare(teacher: PreTrainedModel) -> DistillationLoss:
+            taught = hidden_states(teacher, batch.local)
+            with torch.enable_grad():
+                return distillation_loss(
+                    hidden,
+                    head,
+                    taught,
+                    lm_head_of(teacher),
+                    batch.local.labels,
+                    divergence=settings.divergence,
+                    beta=settings.beta,
+                    top_k=settings.top_k,
+                    weights=batch.local.weights,
+                    temperature=self.temperature,
+                    num_labels=batch.num_labels,
+                    memory=self.memory,
+                )
+
+        with torch.no_grad(), computing(self.teacher):
+            found = inside(self.teacher, compare)
+        count = (batch.local.labels != IGNORE).sum()
+        statistics = {
+            "divergence": found.divergences,
+            "cross_entropy": -found.logprobs,
+            "teacher_cross_entropy": -found.teacher_logprobs,
+        }
+        return LossOutput(
+            loss=found.loss,
+            token_losses=batch.local.weights * found.divergences,
+            statistics={name: (values.sum(dtype=torch.float64), count) for name, values in statistics.items()},
+        )
