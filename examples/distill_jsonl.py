@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     divergences: list[float] = []
 
     def show(metrics: Mapping[str, Any]) -> None:
-        divergences.append(metrics["divergence"])
-        print(f"step {metrics['step'] + 1}  divergence {metrics['divergence']:.4f}")
+        divergences.append(metrics["loss/divergence"])
+        print(f"step {metrics['step'] + 1}  divergence {metrics['loss/divergence']:.4f}")
 
     train(config, on_step=show)
     return divergences

@@ -144,8 +144,8 @@ def test_a_run_resumes_to_the_bit(folders: tuple[Path, Path], tmp_path: Path) ->
         train(make_config(tmp_path / "parts", folders, steps=steps))
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
     assert whole == parts
-    assert whole[-1]["divergence"] < whole[0]["divergence"]
-    assert {"cross_entropy", "teacher_cross_entropy"} <= whole[0].keys()
+    assert whole[-1]["loss/divergence"] < whole[0]["loss/divergence"]
+    assert {"loss/cross_entropy", "loss/teacher_cross_entropy"} <= whole[0].keys()
     name = "model.safetensors"
     assert (tmp_path / "whole/model" / name).read_bytes() == (tmp_path / "parts/model" / name).read_bytes()
 
@@ -166,7 +166,7 @@ def test_the_students_own_responses(folders: tuple[Path, Path], tmp_path: Path) 
     whole = metrics(tmp_path / "whole")
     assert whole == metrics(tmp_path / "parts")
     assert len(whole) == 4
-    assert all("reward" in line and line["divergence"] > 0 for line in whole)
+    assert all("reward" in line and line["loss/divergence"] > 0 for line in whole)
 
 
 def test_the_reverse_kl_as_the_advantage(folders: tuple[Path, Path], tmp_path: Path) -> None:
