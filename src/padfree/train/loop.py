@@ -295,7 +295,8 @@ class Loop:
             return
         following, part = batch, batch.done + 1
         if part == len(batch.parts):
-            if isinstance(self.engine.settings.loss, PolicySettings) or self.make_samples is not None:
+            sampled = self.make_samples is not None or self.ahead is not None
+            if sampled or isinstance(self.engine.settings.loss, PolicySettings):
                 return
             cursor = self.batcher.state_dict()
             self._following = self._next_batch()
