@@ -101,7 +101,7 @@ def test_commands_parse_and_their_recipes_load(page: Path) -> None:
                 parser().parse_args([words[1], "--help"])
             continue
         settings = parser().parse_args(words[1:])
-        if settings.command in ("sft", "rl") and settings.recipe.startswith("recipes/"):
+        if settings.command in ("sft", "distill", "rl") and settings.recipe.startswith("recipes/"):
             load_config(ROOT / settings.recipe, settings.overrides)
 
 

@@ -26,7 +26,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     folder = tmp_path_factory.mktemp("data")
     model = save_with_tokenizer(tmp_path_factory.mktemp("model"))
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
-    (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("sft", "distill"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rollouts = [
         {"prompt": row["prompt"], "response": answer, "reward": float(answer == row["response"]), "group": group}
         for group, row in enumerate(rows)
@@ -38,7 +39,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "9"} for row in rows]
     (folder / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
-    short = {"rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"]}
+    teacher = save_with_tokenizer(tmp_path_factory.mktemp("teacher"), hidden_size=48)
+    short = {"rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"], "distill": [f"teacher.path={teacher}"]}
     return {
         name: [
             *small,
@@ -46,7 +48,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
             "run.device=cpu",
         ]
-        for name in ("sft", "rl", "rl-local", "dpo")
+        for name in ("sft", "distill", "rl", "rl-local", "dpo")
     }
 
 
@@ -119,6 +121,11 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     assert "\nmemory: about " in rest
     assert "first step: 6 samples, " in rest
     assert not run.exists()
+
+
+def test_a_dry_run_counts_the_teacher(overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["distill", str(RECIPES / "distill.toml"), *overrides["distill"], "--dry-run"]) == 0
+    assert "\n  reference " in capsys.readouterr().out
 
 
 def test_a_dry_run_of_rollouts_shows_the_sampler_and_the_longest_responses(

@@ -54,6 +54,7 @@ GROUPS: Mapping[str, Sequence[Panel]] = {
                 "seconds/sampling": "sampling",
                 "seconds/rewards": "rewards",
                 "seconds/reference": "reference",
+                "seconds/teacher": "teacher",
                 "seconds/old_logprobs": "old log-probabilities",
                 "seconds/update": "update",
             },
