@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("check", "demo", "plan", "report", "sft", "distill", "rl"))]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("check", "demo", "plan", "report", "sft", "distill", "rl"))],
 )
 def test_help_fits_on_one_screen_and_has_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
