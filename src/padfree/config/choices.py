@@ -37,6 +37,7 @@ Better = Literal["auto", "lowest", "highest"]
 EVAL_METRICS = {
     "sft": ("loss", "perplexity", "accuracy"),
     "dpo": ("loss", "accuracy", "margin"),
+    "distill": ("loss", "perplexity", "accuracy"),
     "rl": ("reward", "pass@1", "pass@k", "response_length"),
 }
 """What an evaluation measures, by command."""

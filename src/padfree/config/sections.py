@@ -488,7 +488,7 @@ class Config:
     def _check_eval(self) -> None:
         """Of evaluations, and of the checkpoint that they choose."""
         command, sampled = self.loss.command, self.rollout.reward is not None
-        if self.eval.path and command == "rl":
+        if self.eval.path and (command == "rl" or sampled):
             cure = "set rollout.reward, responses to held-out prompts come from the sampler of the run"
             need(sampled, "eval.path", list(self.eval.path), cure)
             stale = self.rollout.staleness
@@ -503,8 +503,8 @@ class Config:
         if best is None:
             return
         need(bool(self.eval.path), "checkpoint.best", best, "set eval.path to held-out data, it is measured there")
-        known = [f"eval/{name}" for name in EVAL_METRICS[command]]
-        if command == "rl" and self.eval.draws == 1:
+        known = [f"eval/{name}" for name in EVAL_METRICS["rl" if sampled else command]]
+        if sampled and self.eval.draws == 1:
             known.remove("eval/pass@k")
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
         need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or of one source: eval/FILE/NAME")

@@ -60,7 +60,7 @@ def load_steps(
     processes = processes or config.parallel.context * config.parallel.replicate
     found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples = found.source.samples
-    alike = config.loss.command in ("sft", "distill") and config.rollout.reward is None
+    alike = config.loss.command in ("sft", "distill")
     return sft_steps(lengths_of(samples), config) if alike else rollout_steps(samples, config)
 
 
