@@ -184,7 +184,7 @@ CASES["config"] = [
     ("teacher.path", changed("loss.advantage=teacher", recipe="rl"), "teacher.path=m"),
     ("teacher.path", changed("loss.kind=distill"), "teacher.path=m"),
     ("teacher.path", changed("teacher.offload=true"), ("teacher.path=m", "loss.kind=distill")),
-    ("loss.distill.divergence", changed("loss.distill.divergence=kl"), "loss.distill.divergence=jsd"),
+    ("loss.distill.divergence", changed(*DISTILL, "loss.distill.divergence=kl"), "loss.distill.divergence=jsd"),
     ("loss.distill.divergence", changed("loss.distill.divergence=jsd"), "loss.kind=distill"),
     (
         "loss.distill.beta",

@@ -23,7 +23,7 @@ COMMANDS = {
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
     "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
     "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
-    "distill": ("padfree.cli.train", "learn the distributions of a teacher (teacher.path), on text or own responses"),
+    "distill": ("padfree.cli.train", "learn the distributions of a teacher"),
     "rl": ("padfree.cli.train", "update a policy on rollout files, or on responses it writes itself (rollout.reward)"),
 }
 """By name: the module that has the command, and what it does in a line."""
