@@ -47,7 +47,7 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_example_has_a_test() -> None:
     named = {path.stem for path in FOLDER.glob("*.py")}
-    assert named == {"sft_jsonl", "distill_jsonl", "rl_own_reward", "foreign_loop", "hf_trainer"}
+    assert named == {"dpo_pairs", "distill_jsonl", "sft_jsonl", "rl_own_reward", "foreign_loop", "hf_trainer"}
 
 
 def test_distill_jsonl(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +58,18 @@ def test_distill_jsonl(model: str, data: str, tmp_path: Path, monkeypatch: pytes
     )
     assert len(divergences) == 8
     assert divergences[-1] < divergences[0]
+    AutoModelForCausalLM.from_pretrained(run / "model")
+
+
+def test_dpo_pairs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "9"} for a in range(1, 4) for b in range(1, 4)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run = tmp_path / "run"
+    arguments = ["--model", model, "--data", str(pairs), "--folder", str(run), "--max-tokens", "64"]
+    margins = example("dpo_pairs", monkeypatch).main([*arguments, "--dtype", "float32", *TRAINED])
+    assert margins[0] == 0.0
+    assert margins[-1] > 0.1
     AutoModelForCausalLM.from_pretrained(run / "model")
 
 
