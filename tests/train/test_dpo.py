@@ -163,6 +163,22 @@ def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, t
         assert torch.equal(weight, weights_of(part.engine.model)[name]), name
 
 
+@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["model", "adapter"])
+def test_a_precomputed_reference_gives_the_same_run_and_is_asked_once(
+    sections: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_config(folder, tmp_path / "asked", **sections))
+    precomputed = {**sections, "reference": {"precompute": True}}
+    train(make_config(folder, tmp_path / "first", **precomputed))
+    monkeypatch.setattr("padfree.train.scorer.Scorer.logprobs", None)  # nothing is scored any more
+    train(make_config(folder, tmp_path / "second", **precomputed))
+    for name in ("first", "second"):
+        for line, other in zip(lines(tmp_path / name), lines(tmp_path / "asked"), strict=True):
+            assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("first", "second")]
+    assert models[0] == models[1]
+
+
 def test_a_run_is_evaluated_on_held_out_pairs(folder: Path, tmp_path: Path) -> None:
     held_out = {"path": [str(folder / "test.jsonl")], "every": 2}
     config = make_config(folder, tmp_path / "run", eval=held_out, checkpoint={"best": "eval/accuracy"})

@@ -88,6 +88,7 @@ class ReferenceConfig:
     path: str | None = None
     offload: bool = False  # its weights wait on the CPU while it is not asked
     refresh: int | None = None  # after so many rollout batches it takes the trained model's weights; None: never
+    precompute: bool = False  # DPO: score all samples once, keep that in the cache, and train without the reference
 
     def __post_init__(self) -> None:
         _expand(self, "path")
@@ -454,6 +455,9 @@ class Config:
             need(all_turns, "data.loss_on", self.data.loss_on, cure)
         if self.loss.command == "dpo":
             self._check_pairs()
+        else:
+            precompute = self.reference.precompute
+            need(not precompute, "reference.precompute", precompute, "leave it out, it is for padfree dpo")
         used = self.reference.path is None or self.loss.kl_coefficient > 0 or self.loss.command == "dpo"
         need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
         if self.loss.command == "distill" or self.loss.advantage == "teacher":
@@ -480,6 +484,7 @@ class Config:
         if not self.loss.dpo.needs_reference:
             cure = f"leave it out, loss.dpo.variant {self.loss.dpo.variant!r} has no reference"
             need(path is None, "reference.path", path, cure)
+            need(not self.reference.precompute, "reference.precompute", True, cure)
         elif path is None:
             cure = "give it, a model that begins with random weights is no reference"
             need(self.model.init == "weights", "reference.path", path, cure)

@@ -22,7 +22,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
     assert head.logit_scale > 0, "a negative scale turns the order round"
     found = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
     rows = (labels != IGNORE).nonzero()[:, 0]
-    for chosen in rows.split(max(1, CHUNK_BYTES // (4 * len(head.weight)))):
+    for chosen in torch.split(rows, max(1, CHUNK_BYTES // (4 * len(head.weight)))):
         logits = _products(hidden[chosen], head.weight)
         if head.bias is not None:
             logits = logits + head.bias.to(logits.dtype)

@@ -254,8 +254,9 @@ class Engine:
 def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
     """The loss that these settings describe, as an engine of this scorer computes it."""
     assert not isinstance(settings.loss, DistillSettings), "its row loss is made with a teacher"
-    kind = PairRowLoss if isinstance(settings.loss, DPOSettings) else TokenRowLoss
-    return kind(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
+    if isinstance(settings.loss, DPOSettings):
+        return PairRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
+    return TokenRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
 
 
 class PendingStep:

@@ -56,8 +56,8 @@ EVALUATION = 1 << 62
 class RowMeasure(Protocol):
     """Sums of each sample of a row, or this context rank's share of them."""
 
-    names: tuple[str, ...]
-    keeps_groups: bool
+    names: ClassVar[tuple[str, ...]]
+    keeps_groups: ClassVar[bool]
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""

@@ -61,6 +61,7 @@ RULES: dict[str, Rule] = {
     "reference.path": "may change between rollout batches",
     "reference.offload": "may change",
     "reference.refresh": "may change",
+    "reference.precompute": "may change",
     "teacher.path": "must stay",
     "teacher.offload": "may change",
     "rollout.reward": "may change within RL",

@@ -38,7 +38,7 @@ from padfree.train.microbatch import MicroBatch
 class RowLoss(Protocol):
     """The loss of one row, or this context rank's share of it. Losses and statistics of all rows and ranks add up."""
 
-    keeps_groups: bool
+    keeps_groups: ClassVar[bool]
     """Whether samples of a group must lie on one row (`Sample.group`)."""
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 from padfree.batch import Sample
+from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
+from padfree.data import TokenizedDataset
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
-from padfree.record.files import BEST_MODEL, MODEL, ROWS
+from padfree.record.files import BEST_MODEL, CHECKPOINTS, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
@@ -31,6 +35,7 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.loop import Loop, OnNote, RunResult, refusal
 from padfree.train.masters import computing
+from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
@@ -85,12 +90,16 @@ def _train(
     if on_note is not None:
         for line in (*decided.notes, *settled.lines()):
             on_note(line)
-    batcher = make_batcher(config, source.samples)
     imports.wait()
     engine = build_engine(config, mesh)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
+    evaluation = make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference))
+    samples: Samples = source.samples
+    if config.reference.precompute:
+        samples, reference = _precomputed(config, mesh, source.samples, reference), None
+    batcher = make_batcher(config, samples)
     sampling, ahead = None, None
     if isinstance(writer, AheadWriter):
         ahead = BatchesAhead(config, batcher, writer, engine)
@@ -107,7 +116,7 @@ def _train(
             ahead=ahead,
             on_step=on_step,
             on_note=on_note,
-            evaluate=make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference)),
+            evaluate=evaluation,
             data=data_record(source.samples),
         )
         if settled.reasons:
@@ -158,6 +167,15 @@ def evaluate(
 def _pair_reference(config: Config, reference: Reference | None) -> Reference | None:
     """What held-out pairs are compared with; policies are evaluated without one."""
     return reference if config.loss.command == "dpo" else None
+
+
+def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:
+    """The samples with the log-probabilities of the reference, which is not needed from then on."""
+    assert isinstance(samples, TokenizedDataset)
+    assert reference is not None
+    tensors = base_tensors(reference.scorer.model) or reference.tensors()
+    fingerprint = Checkpointer(Path(config.run.folder) / CHECKPOINTS).fingerprint(tensors)
+    return with_reference(samples, reference, fingerprint, config, mesh)
 
 
 class _Sampling:

@@ -161,8 +161,13 @@ def load_held_out(
     try:
         found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward)
     except ValueError as error:
-        raise ValueError(f"eval.path: {str(error).removeprefix('data: ')}") from error
+        raise ValueError(_of_held_out(error)) from error
     return found if settings.samples is None else replace(found, samples=_first(found.samples, settings.samples))
+
+
+def _of_held_out(error: ValueError) -> str:
+    """A message about `data`, as one about held-out data."""
+    return f"eval.path: {str(error).removeprefix('data: ')}"
 
 
 def held_out_config(config: Config) -> Config:

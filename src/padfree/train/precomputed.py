@@ -1,0 +1,82 @@
+"""The reference's log-probabilities of all training samples, computed once and kept in the cache.
+
+    reference.precompute = true      first start    reference scores every sample -> <cache>/<key>/logprobs.npy [Σn]
+                                     later starts   the file is opened, and nothing is scored
+
+The key is a hash of the samples, of the reference's weights, and of what else the numbers depend on. Once they are
+there the reference is not needed any more, and its memory is free for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from padfree.batch import Sample
+from padfree.config import Config
+from padfree.data import TokenizedDataset
+from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
+from padfree.distributed import Mesh
+from padfree.train.rl.reference_model import Reference
+
+NAME = "logprobs"
+SCORED_AT_A_TIME = 1024
+"""Samples of one call of the reference."""
+
+
+class ReferencedSamples(Sequence[Sample]):
+    """Samples with the reference's log-probabilities, read when they are asked for."""
+
+    def __init__(self, samples: TokenizedDataset, logprobs: NDArray[np.float32]) -> None:
+        self._samples, self._logprobs = samples, logprobs
+        self._starts = np.concatenate([[0], np.cumsum(samples.lengths)])
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        sample, start = self._samples[index], self._starts[index]
+        return replace(sample, ref_logprobs=np.array(self._logprobs[start : start + len(sample)]))
+
+
+def with_reference(
+    samples: TokenizedDataset, reference: Reference, fingerprint: str, config: Config, mesh: Mesh
+) -> ReferencedSamples:
+    """The same samples with what the reference, whose weights have this fingerprint, thinks of them.
+
+    Every rank calls it.
+    """
+    depends = [samples.digest, fingerprint, config.model.dtype, config.loss.temperature, torch.__version__]
+    key, cache = hash_of(["reference", *depends])[:32], default_cache_folder()
+    shape = (int(samples.lengths.sum()),)
+
+    def intact(folder: Path) -> bool:
+        try:
+            return folder.exists() and open_array(folder, NAME, shape).dtype == np.float32
+        except ValueError:
+            return False
+
+    there = torch.tensor(int(intact(cache / key)), device=mesh.device)
+    dist.all_reduce(there, op=dist.ReduceOp.MIN, group=mesh.loss.group)
+    if not there:
+        # Scoring is work of all ranks together, so that it cannot wait for a lock that another one holds.
+        found = np.concatenate([np.empty(0, np.float32), *_scored(samples, reference)])
+
+        def build(folder: Path) -> None:
+            with writing(folder):
+                np.save(folder / f"{NAME}.npy", found)
+
+        find_or_build(cache, key, build, intact=intact)
+    return ReferencedSamples(samples, open_array(cache / key, NAME, shape))
+
+
+def _scored(samples: TokenizedDataset, reference: Reference) -> Iterator[NDArray[np.float32]]:
+    for first in range(0, len(samples), SCORED_AT_A_TIME):
+        yield from reference.logprobs([samples[i] for i in range(first, min(first + SCORED_AT_A_TIME, len(samples)))])
