@@ -130,7 +130,9 @@ class HeldOut:
         with undisturbed(scorer.model), computing(scorer.model):
             for indices in self._plan.micro_batches[mesh.data.rank]:
                 pair_weight = 1.0 if measure.keeps_groups else None
-                batch = make_micro_batch(self.samples, indices, mesh, scorer.rows, pair_weight=pair_weight)
+                batch = make_micro_batch(
+                    self.samples, indices, mesh, scorer.rows, pair_weight=pair_weight, prefixes=self._plan.prefixes
+                )
                 found = inside(scorer.model, measure, batch)
                 if not batch.is_filler:
                     totals.index_add_(0, self._source[indices].to(mesh.device), found)
