@@ -180,14 +180,17 @@ def test_a_precomputed_reference_gives_the_same_run_and_is_asked_once(
 
 
 def test_a_run_is_evaluated_on_held_out_pairs(folder: Path, tmp_path: Path) -> None:
-    held_out = {"path": [str(folder / "test.jsonl")], "every": 2}
+    held_out = {"path": [str(folder / name) for name in ("pairs.jsonl", "test.jsonl")], "every": 2}
     config = make_config(folder, tmp_path / "run", eval=held_out, checkpoint={"best": "eval/accuracy"})
     train(config)
     found = [json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == [0, 2, 4]
     assert found[0]["eval/margin"] == 0.0
     assert found[0]["eval/loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert found[-1]["eval/loss"] < found[0]["eval/loss"]
+    assert found[-1]["eval/pairs.jsonl/loss"] < found[0]["eval/pairs.jsonl/loss"], "which is trained on, too"
+    assert found[-1]["eval/loss"] == pytest.approx(
+        (12 * found[-1]["eval/pairs.jsonl/loss"] + 4 * found[-1]["eval/test.jsonl/loss"]) / 16
+    )
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model-best")
 
 

@@ -185,9 +185,7 @@ def load_pairs(
 ) -> PairDataset:
     """Preference pairs, as `load_sft` loads samples: `prompt`, `chosen` and `rejected` of each row."""
     settings = settings or SFTDataSettings()
-    found = _tokenised(
-        data, PairTokenizer(tokenizer, settings), PAIR_SCHEMA, tokenizer, settings, cache, num_workers, progress
-    )
+    found = _tokenised(data, PairTokenizer, PAIR_SCHEMA, tokenizer, settings, cache, num_workers, progress)
     return PairDataset(found, max_length=settings.max_length, overlong=settings.overlong)
 
 
@@ -207,15 +205,13 @@ def load_sft(
     function. Processes import the script that started them, so this call belongs under `if __name__ == "__main__":`.
     """
     settings = settings or SFTDataSettings()
-    found = _tokenised(
-        data, RowTokenizer(tokenizer, settings), SFT_SCHEMA, tokenizer, settings, cache, num_workers, progress
-    )
+    found = _tokenised(data, RowTokenizer, SFT_SCHEMA, tokenizer, settings, cache, num_workers, progress)
     return TokenizedDataset(found, max_length=settings.max_length, overlong=settings.overlong)
 
 
 def _tokenised(
     data: str | Path | Iterable[str | Path],
-    tokenize: RowTokenizer,
+    kind: type[RowTokenizer],
     schema: Schema,
     tokenizer: PreTrainedTokenizerBase,
     settings: SFTDataSettings,
@@ -234,7 +230,7 @@ def _tokenised(
         identity["kinds"] = list(schema.kinds)
 
     def build(beside: Path) -> None:
-        _build(beside, sources, tokenize, schema, settings, identity, num_workers, progress)
+        _build(beside, sources, kind(tokenizer, settings), schema, settings, identity, num_workers, progress)
 
     found = find_or_build(folder, hash_of(identity)[:32], build, intact=is_whole)
     if settings.on_bad_row == "error" and (skipped := read_skipped(found)):

@@ -254,7 +254,7 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
             "must stay": False,
             "may change between rollout batches": not inside,
             "may change with batch.samples": here.batch.samples is not None,
-            "may change within RL": not any(value in (*LOSSES_WITH_COMMAND, None) for value in (before, now)),
+            "may change within RL": all(value not in (*LOSSES_WITH_COMMAND, None) for value in (before, now)),
         }.get(rule, True)
         if not may:
             when = "change it after the rollout batch that the checkpoint stands in" if "between" in rule else "keep it"
