@@ -15,16 +15,19 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from padfree import Sample
 from padfree.attention.paths import path_attention, prepare_path_keys
+from padfree.config.choices import SharePrefixes
 from padfree.cp import shard
 from padfree.cp.allgather import local_attention
 from padfree.cp.keys import prepare_keys
@@ -85,7 +88,8 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=1 << 17, **sizes)).to(dtype)
+        model: Any = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=1 << 17, **sizes))  # type: ignore[no-untyped-call]
+    model = model.to(dtype)
     mesh = make_mesh(device.type)
     changes: dict[str, Any] = {"compile": "inductor", "checkpointing": "selective"} if cuda else {}
     parallelize(model, transformations(mesh, dtype=dtype, **changes))
@@ -96,7 +100,8 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
 
 def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, float]:
     device, found = engine.mesh.device, {}
-    for name, share in (("without", False), ("with", "auto")):
+    shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
+    for name, share in shares.items():
         engine.scorer.rows = RowSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -156,23 +161,30 @@ def play_context(world: int, device: torch.device, repeats: int) -> None:
 
     def run(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-        attend(*leaves).backward(tensors[3])
+        torch.autograd.backward(attend(*leaves), tensors[3])
 
-    whole = seconds(lambda: run(lambda *qkv: path_attention(*qkv, row.segments, keys), q, k, v, dout), device, repeats)
+    def on_paths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return path_attention(q, k, v, row.segments, keys)
+
+    whole = seconds(lambda: run(on_paths, q, k, v, dout), device, repeats)
     times = []
     for rank in range(world):
         plan = shard(row, world=world, rank=rank).context.plan
         pool = prepare_keys(plan).pool_tokens
         part = [q[plan.own], k[pool], v[pool], dout[plan.own]]
 
-        def attend(*qkv: torch.Tensor, plan: Any = plan) -> torch.Tensor:
-            return local_attention(*qkv, plan)
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any = plan) -> torch.Tensor:
+            return local_attention(q, k, v, plan)
 
-        times.append(seconds(lambda part=part, attend=attend: run(attend, *part), device, repeats))
+        times.append(seconds(partial(run, attend, *part), device, repeats))
     print(
         f"{row.num_tokens} tokens on {world} context ranks: slowest {max(times) * 1e3:.2f} ms, an equal share "
         f"{whole / world * 1e3:.2f} ms, ratio {max(times) * world / whole:.3f}"
     )
+
+
+def both_passes(attend: Callable[..., torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor) -> None:
+    torch.autograd.backward(attend(*leaves), dout)
 
 
 def compare_attention(device: torch.device, size: int, repeats: int) -> None:
@@ -188,15 +200,13 @@ def compare_attention(device: torch.device, size: int, repeats: int) -> None:
             for h in (heads, key_heads, key_heads, heads)
         )
         ways: dict[str, Callable[..., torch.Tensor]] = {
-            "gathered": lambda *qkv, row=row, keys=keys: path_attention(*qkv, row.segments, keys),
-            "merged": lambda *qkv, levels=levels: attend_levels(*qkv, levels),
+            "gathered": lambda q, k, v, row=row, keys=keys: path_attention(q, k, v, row.segments, keys),
+            "merged": lambda q, k, v, levels=levels: attend_levels(q, k, v, levels),
         }
         found = {}
         for name, attend in ways.items():
             leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            found[f"{name} ms"] = 1e3 * seconds(
-                lambda attend=attend, leaves=leaves, dout=dout: attend(*leaves).backward(dout), device, repeats
-            )
+            found[f"{name} ms"] = 1e3 * seconds(partial(both_passes, attend, leaves, dout), device, repeats)
         shown(f"P {prompt} R {response} G {size}", found)
 
 
@@ -213,7 +223,7 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true", help="one layer's attention, gathered and merged")
     args = parser.parse_args()
     device = torch.device(args.device)
-    dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)
     shape = args.shape or ("4b" if args.device == "cuda" else "tiny")
     if args.attention:
         compare_attention(device, args.group, args.repeats)

@@ -58,7 +58,10 @@ class WaitingSampler:
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
         for number, request in enumerate(requests):
-            self._lanes.submit(lambda number=number, request=request: on_response(number, self._draw(request)))
+            self._lanes.submit(self._answer, number, request, on_response)
+
+    def _answer(self, number: int, request: SamplingRequest, on_response: OnResponse) -> None:
+        on_response(number, self._draw(request))
 
     def metrics(self) -> Mapping[str, float]:
         return {}

@@ -84,7 +84,9 @@ def failing_together() -> Iterator[None]:
     rank = dist.get_rank()
     listener = _Listener(_get_default_store(), f"padfree/block/{next(_BLOCKS)}")
     hosts: list[Any] = [None] * dist.get_world_size()
-    with watching("the start", dist.group.WORLD):
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    with watching("the start", everybody):
         dist.all_gather_object(hosts, socket.gethostname())
     listener.start()
     try:

@@ -175,9 +175,11 @@ def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, places: Te
     positions = tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
 
     def scales(numbers: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((numbers.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        found: Tensor = torch.log1p(torch.floor((numbers.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        return found
 
-    return (q * (scales(positions) / scales(places))[:, None, None]).to(q.dtype)
+    scaled: Tensor = q * (scales(positions) / scales(places))[:, None, None]
+    return scaled.to(q.dtype)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]

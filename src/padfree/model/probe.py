@@ -320,13 +320,8 @@ def _register_permuted(order: Tensor) -> list[str]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         calls.append(type(module).__name__)
-        output, _ = attention(
-            module,
-            *(states[:, :, inverse] for states in (query, key, value)),
-            attention_mask,
-            places=inverse,
-            **kwargs,
-        )
+        q, k, v = (states[:, :, inverse] for states in (query, key, value))
+        output, _ = attention(module, q, k, v, attention_mask, places=inverse, **kwargs)
         return output[:, order], None
 
     AttentionInterface.register(PROBE, permuted)
