@@ -132,8 +132,8 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
             }
         elif _is_per_layer(value, int(config.num_hidden_layers)):
             values[name] = [value[layer] for layer in kept]
-    if _is_size(shared := values.get("num_kv_shared_layers")):
-        values["num_kv_shared_layers"] = sum(layer >= int(config.num_hidden_layers) - int(shared) for layer in kept)
+    if isinstance(shared := values.get("num_kv_shared_layers"), int):
+        values["num_kv_shared_layers"] = sum(layer >= int(config.num_hidden_layers) - shared for layer in kept)
     values[real["num_hidden_layers"]] = len(kept)
     for alias, size in SIZES.items():
         value = values.get(real[alias])
