@@ -174,7 +174,11 @@ class _Reader:
 
     @staticmethod
     def _field(config: Any, name: str) -> Any:
-        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if isinstance(config, Mapping):
+            return config.get(name)
+        if name in (getattr(config, "per_layer_attributes", None) or ()):
+            return tuple(getattr(layer, name) for layer in config.per_layer_config)
+        return getattr(config, name, None)
 
     def get(self, name: str) -> Any:
         return self._field(self._config, name)

@@ -76,7 +76,8 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
         size * width if isinstance(module, nn.LayerNorm) else _norm_bytes(width, size)
         for name, module in modules.items()
         if type(module).__name__.endswith("Norm")
-        for width in [_norm_width(sizes, name, module.weight.shape[-1])]
+        for weight in [getattr(module, "weight", None)]
+        for width in [_norm_width(sizes, name, sizes.head if weight is None else weight.shape[-1])]
     )
     attention = _sequence_bytes(sizes, layer, size)
     if any("experts" in name for name in modules):
