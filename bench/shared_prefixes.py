@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from timer import median_seconds
 from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -68,18 +68,7 @@ def group(prompt: int, response: int, size: int, vocabulary: int, number: int = 
 
 
 def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """The least of some calls, after one that is not counted."""
-    found = []
-    for number in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number:
-            found.append(time.perf_counter() - begin)
-    return min(found)
+    return median_seconds(function, device, repeats=repeats, warmup=1)
 
 
 def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens: int) -> Engine:

@@ -40,7 +40,7 @@ class WaitingSampler:
         self._lanes = ThreadPoolExecutor(LANES)
 
     def update_weights(self, trained: Any, version: int) -> None:
-        began.append(time.perf_counter())
+        began.append(time.monotonic())
         self._version = version
 
     def renew(self) -> None:
@@ -100,7 +100,7 @@ def measured(folder: Path, staleness: int, steps: int) -> tuple[float, float]:
             "run": {"folder": str(folder / f"run{staleness}"), "steps": steps, "device": "cpu"},
         }
     )
-    train(config, on_step=lambda metrics: ended.append(time.perf_counter()))
+    train(config, on_step=lambda metrics: ended.append(time.monotonic()))
     metrics = (folder / f"run{staleness}" / "metrics.jsonl").read_text().splitlines()
     return ended[-1] - began[0], sum(json.loads(line)["seconds/update"] for line in metrics)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 import transformers
@@ -17,7 +19,8 @@ def module() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    with patch.dict(sys.modules, {spec.name: made}):  # where its dataclasses look for the names of types
+        spec.loader.exec_module(made)
     return made
 
 

@@ -77,5 +77,6 @@ def test_the_number_of_layers_can_be_chosen(name: str) -> None:
         small = shrink(config, num_layers)
         assert type(small) is type(config)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        assert num_layers <= small.num_hidden_layers <= max(num_layers, 2)
-        assert set(getattr(small, "layer_types", None) or ["full_attention"]) == kinds
+        if name != "jamba" or num_layers > 1:  # whose kinds follow from periods: one layer is of one kind
+            assert set(getattr(small, "layer_types", None) or ["full_attention"]) == kinds
+        assert num_layers <= small.num_hidden_layers <= max(num_layers, 2, len(kinds))

@@ -33,6 +33,7 @@ TIMES = (
     "imbalance",
     "micro_batches",
     "padding_share",
+    "computed_tokens",
     "sampler_tokens_per_second",
     *(f"seconds/{part}" for part in PARTS),
 )

@@ -193,8 +193,9 @@ class FakeVllm:
                 if self._pauses != pauses:
                     reason = "abort"
                     break
-                last = torch.log_softmax(self._logits(tokens)[-1] / body.get("temperature", 1.0), -1)
-            token = int(torch.multinomial(last.exp(), 1, generator=generator))
+                last = torch.log_softmax(self._logits(tokens)[-1] / (body.get("temperature", 1.0) or 1.0), -1)
+            greedy = body.get("temperature", 1.0) == 0
+            token = int(last.argmax() if greedy else torch.multinomial(last.exp(), 1, generator=generator))
             tokens.append(token)
             logprobs.append(last[token].item())
             if token in ends:
