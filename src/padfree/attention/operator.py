@@ -11,6 +11,8 @@ keys are the same segments: rows that are split over context ranks take another 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +102,7 @@ def _forward(
 
 
 @torch.library.register_fake(SELF_ATTENTION)  # type: ignore[untyped-decorator]
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=lse_dtype)
 
@@ -113,21 +115,28 @@ def _backward(
     call = _call(q, v, cu_seqlens, max_seqlen, scale, window, softcap, backend)
     dout = dout.contiguous()
     if not call.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
-        with torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            sinks = None if sinks is None else sinks.detach().requires_grad_()
-            again, _ = _attended(q, k, v, sinks, call)
-            leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
-            dq, dk, dv, *rest = torch.autograd.grad(again, leaves, dout)
-        dsinks = rest[0] if rest else q.new_empty(0)
+        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, call=call), dout, q, k, v, sinks)
     else:
         dq, dk, dv = call.backend.backward(dout, q, k, v, out, lse.T, call.segments, call.segments, call.spec)
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse.T, sinks)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
 
 
+def recomputed_gradients(
+    attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By autograd through `attend(q, k, v, sinks)`, called again; dsinks is empty without sinks."""
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        sinks = None if sinks is None else sinks.detach().requires_grad_()
+        again, _ = attend(q, k, v, sinks)
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+        dq, dk, dv, *rest = torch.autograd.grad(again, leaves, dout)
+    return dq, dk, dv, rest[0] if rest else q.new_empty(0)
+
+
 @torch.library.register_fake(BACKWARD)  # type: ignore[untyped-decorator]
-def _backward_shapes(
+def backward_shapes(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)

@@ -13,6 +13,7 @@ tensors, whose sizes may change from row to row. The copies are made again in ba
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 from padfree.arrays import concatenated_ranges
 from padfree.attention.backend import AttentionBackend
 from padfree.attention.copies import copies_on, sum_copies
+from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
@@ -140,12 +142,6 @@ def _forward(
     return out.contiguous(), lse.T.contiguous()
 
 
-@torch.library.register_fake(PATH_ATTENTION)  # type: ignore[untyped-decorator]
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=lse_dtype)
-
-
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, cu_q: Tensor,
@@ -155,27 +151,14 @@ def _backward(
     row = _row(q, v, cu_q, max_q, cu_k, max_k, scale, window, softcap, backend)
     dout = dout.contiguous()
     if not row.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
-        with torch.enable_grad():
-            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            sinks = None if sinks is None else sinks.detach().requires_grad_()
-            again, _ = _attended(q, k, v, sinks, index, row)
-            leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
-            dq, dk, dv, *rest = torch.autograd.grad(again, leaves, dout)
-        dsinks = rest[0] if rest else q.new_empty(0)
+        attend = partial(_attended, index=index, row=row)
+        dq, dk, dv, dsinks = recomputed_gradients(attend, dout, q, k, v, sinks)
     else:
         taken = k.index_select(0, index), v.index_select(0, index)
         dq, *gradients = row.backend.backward(dout, q, *taken, out, lse.T, row.queries, row.keys, row.spec)
         dk, dv = (sum_copies(gradient.contiguous(), index, places, begins) for gradient in gradients)
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse.T, sinks)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
-
-
-@torch.library.register_fake(BACKWARD)  # type: ignore[untyped-decorator]
-def _backward_shapes(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -190,4 +173,6 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *gradients, None if sinks is None else dsinks, *([None] * 11)
 
 
+torch.library.register_fake(PATH_ATTENTION, forward_shapes)
+torch.library.register_fake(BACKWARD, backward_shapes)
 torch.library.register_autograd(PATH_ATTENTION, _gradients, setup_context=_save)

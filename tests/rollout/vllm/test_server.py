@@ -115,7 +115,7 @@ def make_config(folder: Path, run: Path, *, steps: int = 3, **sections: Any) -> 
 
 @pytest.fixture(scope="module")
 def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Launcher]]:
-    """One for each fixture below that a test of this session asks for: all start at a time, each takes a while."""
+    """One for each fixture below that a chosen test asks for: all start at a time, each takes a while."""
     model = {"path": str(folder / "served")}
     sections: dict[str, dict[str, Any]] = {"server": {}, "second": {}, "adapters": {"lora": {"rank": 4}}}
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
