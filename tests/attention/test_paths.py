@@ -28,6 +28,20 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2)]
 
 
+def test_the_compiler_may_rely_on_shapes_strides_and_gradients() -> None:
+    """Queries, keys and values are views, as models hand them over: heads first in memory."""
+    q, k, v = (tensor.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in inputs())
+    segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
+    keys = prepare_path_keys(segments)
+    assert keys is not None
+    copies = keys.tokens
+    arguments = (
+        q, k, v, None, segments.cu_seqlens, segments.longest, keys.cu_seqlens, keys.longest, copies.index,
+        copies.places, copies.begins, 0.25, None, None, "auto",
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.padfree.path_attention.default, arguments)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 4},
