@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None, help="of the shape; default: all")
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=1 << 17)
+    parser.add_argument("--max-tokens", type=int, default=36_864, help="of a micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--attention", action="store_true", help="one layer's attention, gathered and merged")

@@ -11,18 +11,22 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from padfree import attach
 from padfree.config import config_from_dict
+from padfree.cp import shard
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.layers import compile as compiled
 from padfree.layers.offload import ActivationOffload
 from padfree.layers.passes import PASSES
 from padfree.layers.recompute import Kept
+from padfree.model.structure import layers_of
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine
-from tests.models import build
+from tests.models import build, row
 from tests.train.cases import LOSSES, make_engine, make_samples
 
 BACKEND = "aot_eager_decomp_partition"
@@ -65,6 +69,30 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
     assert len(prepared.rows) > 1
     engine.gradients(prepared)
     return {name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama4", "lfm2"])
+def test_more_layers_of_the_same_kinds_are_not_compiled_again(name: str) -> None:
+    """A graph that depends on the number of its layer is one graph a layer, and soon more than the compiler allows."""
+    assert graphs_of(name, times=1) == graphs_of(name, times=2) > 0
+
+
+def graphs_of(name: str, times: int) -> int:
+    """Graphs made for so many times the layers that the architecture has here, in batches of several lengths."""
+    small = build(name).config
+    changes: dict[str, Any] = {"num_hidden_layers": small.num_hidden_layers * times}
+    for field in ("layer_types", "no_rope_layers"):
+        if hasattr(small, field):
+            changes[field] = list(getattr(small, field)) * times
+    model = attach(build(name, **changes))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.compile_layers(layers_of(model), "eager")
+    for seed, lengths in enumerate(([15, 1, 8], [9, 9], [30])):
+        logits = model(**shard(row(lengths, seed=seed), world=1, rank=0).model_inputs()).logits
+        logits.sum().backward()
+    torch._dynamo.reset()
+    return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.fixture(scope="module")

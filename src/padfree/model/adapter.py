@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.attention import BACKENDS
 from padfree.batch import LmHead
-from padfree.model.interface import check_inputs, is_attached, register
+from padfree.model.interface import check_inputs, is_attached, mark_chunked_layers, register
 from padfree.model.mixers import install
 from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
@@ -152,6 +152,7 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
             f"model: {name} cannot be trained packed: {reason or (verdict and verdict.leak)}; {PADDED_CURE}"
         )
     install(model, verdict.mixers)
+    mark_chunked_layers(model)
     model.set_attn_implementation(register(backend))
     assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"
     for module in {model, base_of(model)}:

@@ -137,13 +137,22 @@ def attention(
     return output.contiguous()[None], None  # HF's own functions return contiguous outputs, and some layers rely on it
 
 
+def mark_chunked_layers(model: PreTrainedModel) -> None:
+    """Let each attention layer know by itself that it attends inside chunks of positions, as most of Llama 4's do.
+
+    The config says it by the layer's number. A compiled layer that asked for its number would be compiled for that
+    number alone, and so would every other layer.
+    """
+    for module in model.modules():
+        config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        kinds = getattr(config, "layer_types", None) or ()
+        if isinstance(number, int) and number < len(kinds) and kinds[number] == "chunked_attention":
+            module._padfree_chunk_tokens = config.attention_chunk_size  # type: ignore[union-attr, assignment]
+
+
 def chunk_of(module: nn.Module) -> int | None:
-    """Tokens of a chunk where the layer attends inside chunks of positions, as most layers of Llama 4 do."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or index is None or index >= len(kinds) or kinds[index] != "chunked_attention":
-        return None
-    return int(config.attention_chunk_size)  # type: ignore[union-attr]
+    """Tokens of a chunk where `mark_chunked_layers` has found that the layer attends by chunks."""
+    return getattr(module, "_padfree_chunk_tokens", None)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]

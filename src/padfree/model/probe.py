@@ -42,7 +42,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from padfree.batch import AttnContext, Segments, row_inputs
-from padfree.model.interface import NAME, attention
+from padfree.model.interface import NAME, attention, mark_chunked_layers
 from padfree.model.mixers import Mixer, find_mixers, install
 from padfree.model.outputs import base_of, described_head
 from padfree.model.shrink import VOCABULARY, shrink
@@ -124,6 +124,7 @@ def _probe(
         if size > MAX_PARAMETERS:
             return _refusal(f"its small copy still has {size} parameters"), False
         copy = model_class(config).train()
+        mark_chunked_layers(copy)
     except Exception as error:  # any error of someone else's code means the same here: it was not shown to work
         return _refusal(f"its small copy cannot be built ({_line(error)})"), True
     missing = sorted(required - _module_classes(copy))
