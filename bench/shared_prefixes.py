@@ -168,7 +168,7 @@ def play_context(world: int, device: torch.device, repeats: int) -> None:
         times.append(seconds(partial(run, attend, *part), device, repeats))
     print(
         f"{row.num_tokens} tokens on {world} context ranks: slowest {max(times) * 1e3:.2f} ms, an equal share "
-        f"{whole / world * 1e3:.2f} ms, ratio {max(times) * world / whole:.3f}"
+        f"{whole / world * 1e3:.2f} ms, ratio {max(times) * world / whole:.3f}; their mean {sum(times) / whole:.3f}"
     )
 
 
@@ -213,6 +213,13 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)
+    try:
+        measure(args, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> None:
     shape = args.shape or ("4b" if args.device == "cuda" else "tiny")
     if args.attention:
         compare_attention(device, args.group, args.repeats)
@@ -231,7 +238,6 @@ def main() -> None:
     for prompt, response in LENGTHS[args.device]:
         samples = group(prompt, response, args.group, SHAPES[shape]["vocab_size"])
         shown(f"P {prompt} R {response} G {args.group}", compare(engine, samples, args.repeats))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

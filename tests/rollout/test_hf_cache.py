@@ -9,10 +9,15 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from padfree import attach
 from padfree.rollout import Response, SamplingRequest, stop_tokens, write_responses
+from padfree.rollout.hf_cache import cache_use
+from padfree.rollout.in_process import InProcessSampler
 from padfree.rollout.noise import gumbel_noise, response_keys
+from padfree.rollout.weights import PolicyModel
 from tests.models import VOCABULARY, build
 from tests.rollout.rollout_cases import letters_tokenizer
+from tests.rollout.sampling_cases import assert_responses
 
 ROOM = 9
 STOPS = (2, 5, 11, 40)
@@ -106,3 +111,41 @@ def test_what_ends_a_response() -> None:
     assert stop_tokens(tokenizer, model) == (0,)
     with pytest.raises(ValueError, match=r"model.tokenizer: it has no eos token, so that no response can end"):
         stop_tokens(letters_tokenizer(eos=None), model)
+
+
+@pytest.mark.filterwarnings("ignore:.*sampled very slowly")
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("qwen3", "padded"),
+        ("qwen3_next", "padded"),
+        ("llama4", "equal lengths"),
+        ("minimax", "equal lengths"),
+        ("nemotron_h", "none"),
+        ("mamba", "none"),
+    ],
+)
+def test_layers_with_a_state_draw_what_the_definition_draws(name: str, use: str) -> None:
+    """Pads may reach a state, and a cached step of it may differ from the whole row: then neither is used."""
+    model = attach(build(name)).eval()
+    sampler = InProcessSampler(
+        PolicyModel(model, torch.float32, torch.device("cpu")), stops=STOPS, temperature=0.7, batch_size=4
+    )
+    assert cache_use(model) == use
+    sampler.update_weights(model, 0)
+    requests = requests_of((6, 1, 6, 14))
+    stock = build(name).eval()
+    expected = [by_definition(stock, request, 0.7) for request in requests]
+    assert_responses(sampler.sample(requests), expected)
+
+
+def test_a_model_that_needs_no_cache_is_said_to_be_slow() -> None:
+    policy = PolicyModel(build("mamba"), torch.float32, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="MambaForCausalLM is sampled very slowly, without a cache"):
+        InProcessSampler(policy, stops=STOPS, temperature=1.0, batch_size=2)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("lfm2", "carries a state"), ("llama4", "counts positions")])
+def test_decoding_with_keys_and_values_alone_is_not_done_where_there_is_more(name: str, reason: str) -> None:
+    policy = PolicyModel(attach(build(name)), torch.float32, torch.device("cpu"))
+    assert reason in (policy.state_obstacle or "")

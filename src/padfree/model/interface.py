@@ -147,7 +147,7 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
         config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
         kinds = getattr(config, "layer_types", None) or ()
         if isinstance(number, int) and number < len(kinds) and kinds[number] == "chunked_attention":
-            module._padfree_chunk_tokens = config.attention_chunk_size  # type: ignore[union-attr, assignment]
+            module._padfree_chunk_tokens = config.attention_chunk_size  # type: ignore[union-attr]
 
 
 def chunk_of(module: nn.Module) -> int | None:

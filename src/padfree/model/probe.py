@@ -89,12 +89,31 @@ def stock_leak(model: PreTrainedModel) -> str | None:
     return f"attention implementation {implementation!r} is none of {', '.join(MASKED)} and flash attention"
 
 
+def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A copy as the probe has it, with large random weights, on the CPU and in evaluation mode; None if there is none.
+
+    Call it inside `undisturbed`.
+    """
+    required = frozenset(_module_classes(model))
+    for num_layers in NUM_LAYERS:
+        try:
+            copy: PreTrainedModel = type(model)(shrink(model.config, num_layers))
+        except Exception:  # as in `_verdict`
+            return None
+        if required <= _module_classes(copy):
+            mark_chunked_layers(copy)
+            _randomise(copy)
+            copy.train(False)
+            return copy
+    return None
+
+
 Compare = Callable[[PreTrainedModel], Verdict]
 
 
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
     """What `compare`, which `how` stands for, says of a small copy that has every module class of the model."""
-    with _undisturbed():
+    with undisturbed():
         required = frozenset(_module_classes(model))
         verdict = _refusal("no copy of it was built")
         for num_layers in NUM_LAYERS:
@@ -157,7 +176,7 @@ def _module_classes(model: nn.Module) -> set[str]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Work on the CPU in float32 with gradients, quietly, and leave no trace in the caller's state."""
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     hf_logging.set_verbosity(logging.ERROR)

@@ -23,16 +23,24 @@ OF_OTHER_HEADS = ("classifier", "summary")
 """How those begin that a language model does not have."""
 
 
-def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why prefixes cannot be shared exactly, or None."""
+def state_obstacle(model: PreTrainedModel) -> str | None:
+    """What makes a token of this model depend on more than the keys and values of those before it, or None."""
     for name, module in model.named_modules():
         if installed(module) is not None:
-            return f"{name} carries a state along the sequence, which does not fork where samples branch"
+            return f"{name} carries a state along the sequence"
         if counts_positions(module):
             return f"{name} counts positions through the row"
     for kind in getattr(model.config, "layer_types", None) or ():
         if kind not in ATTENTION:
-            return f"layers of type {kind!r} do not see what is before a branch as others do"
+            return f"layers of type {kind!r} do not see what is before as others do"
+    return None
+
+
+def sharing_obstacle(model: PreTrainedModel) -> str | None:
+    """Why prefixes cannot be shared exactly, or None."""
+    state = state_obstacle(model)
+    if state is not None:
+        return f"{state}, which does not fork where samples branch"
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"dropout {module.p:g} of {name} needs a noise of its own in every sample"

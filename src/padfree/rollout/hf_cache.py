@@ -5,7 +5,11 @@
     responses    5 6 0        0 is eos: the response ends with it                          ^ pad, not attended to
                  2 0
 
-Prompts of similar length are written together, so that pads are few. What is drawn depends on the model, the prompt and
+Prompts of similar length are written together, so that pads are few. Layers that are not attention may see the pads:
+their models get prompts of one length together. Models whose step with a cache is not what the whole row gives, or that
+have no such cache, read the whole row again for every token. `cache_use` tries which of these a model needs.
+
+What is drawn depends on the model, the prompt and
 the key of the response (`noise`), up to the rounding of the logits, and not on what else is in the batch.
 
 `logprobs` are those of the drawn tokens at the sampler's temperature, in float32: what the trainer compares its own
@@ -16,13 +20,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.model.probe import small_copy, undisturbed
+from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnProgress, Response, SamplingRequest
 from padfree.rollout.noise import gumbel_noise
 
@@ -44,6 +51,49 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
     return tuple(sorted({int(eos), *(int(other) for other in others if other in special)}))
 
 
+CacheUse = Literal["padded", "equal lengths", "none"]
+"""Which prompts are written together, and whether their keys and values are kept; `none`: prompts of one length."""
+
+TRIED_LENGTHS = (6, 1, 14, 6)
+TRIED_ROOM = 5
+TOLERANCE = 1e-4
+"""Of log-probabilities in float32: rounding stays below 1e-5, a pad that was seen is above 1e-3."""
+
+
+def cache_use(model: PreTrainedModel) -> CacheUse:
+    """The first that draws what the model gives without cache and pad, tried on a small copy on the CPU."""
+    with undisturbed(), torch.no_grad():
+        copy = small_copy(model)
+        if copy is None:
+            return "none"
+        copy.set_attn_implementation("eager")
+        generator = np.random.default_rng(0)
+        requests = [
+            SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=TRIED_ROOM, key=key)
+            for key, length in enumerate(TRIED_LENGTHS)
+        ]
+        settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
+        try:
+            exact = write_responses(copy, requests, **settings, use="none")
+        except Exception:  # code that does not run on a CPU, say
+            return "none"
+        for use in USES[:-1]:
+            try:
+                found = write_responses(copy, requests, **settings, use=use)
+            except Exception:  # its cache is called otherwise
+                continue
+            if all(_same(*pair) for pair in zip(found, exact, strict=True)):
+                return use
+    return "none"
+
+
+USES: tuple[CacheUse, ...] = get_args(CacheUse)
+
+
+def _same(found: Response, exact: Response) -> bool:
+    return np.array_equal(found.tokens, exact.tokens) and np.allclose(found.logprobs, exact.logprobs, atol=TOLERANCE)
+
+
 def write_responses(
     model: PreTrainedModel,
     requests: Sequence[SamplingRequest],
@@ -51,26 +101,39 @@ def write_responses(
     temperature: float,
     stops: Iterable[int],
     batch_size: int,
+    use: CacheUse = "padded",
     version: int = 0,
     on_progress: OnProgress | None = None,
 ) -> list[Response]:
     """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode."""
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
-    order = sorted(range(len(requests)), key=lambda index: (len(requests[index].tokens), index))
     found: dict[int, Response] = {}
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        written = _write(model, [requests[index] for index in chosen], temperature, ends, version)
+    for chosen in _batches([len(request.tokens) for request in requests], batch_size, padded=use == "padded"):
+        together = [requests[index] for index in chosen]
+        written = _write(model, together, temperature, ends, version, cached=use != "none")
         found.update(zip(chosen, written, strict=True))
         if on_progress is not None:
             on_progress(sum(len(response.tokens) for response in found.values()))
     return [found[index] for index in range(len(requests))]
 
 
+def _batches(lengths: Sequence[int], size: int, *, padded: bool) -> list[list[int]]:
+    """Which prompts are written together: neighbours in length, or only those of one length."""
+    order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+    runs = [order] if padded else [list(run) for _, run in groupby(order, key=lambda index: lengths[index])]
+    return [run[first : first + size] for run in runs for first in range(0, len(run), size)]
+
+
 @torch.no_grad()
 def _write(
-    model: PreTrainedModel, requests: Sequence[SamplingRequest], temperature: float, ends: Tensor, version: int
+    model: PreTrainedModel,
+    requests: Sequence[SamplingRequest],
+    temperature: float,
+    ends: Tensor,
+    version: int,
+    *,
+    cached: bool,
 ) -> list[Response]:
     device = model.device
     input_ids, mask = (tensor.to(device) for tensor in _left_padded([request.tokens for request in requests]))
@@ -79,18 +142,19 @@ def _write(
     rooms = torch.tensor([request.room for request in requests], device=device)
     writing = torch.ones(len(requests), dtype=torch.bool, device=device)
     # Logits of a whole prompt, for every token of the vocabulary, can be larger than the model.
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    known = inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
     for position in range(max(request.room for request in requests)):
         output: Any = model(
             input_ids=input_ids,
             attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
+            use_cache=cached,
+            **({"position_ids": position_ids} if "position_ids" in known else {}),
+            **({"past_key_values": cache} if cached else {}),
             **keep,
         )
-        cache = output.past_key_values
+        cache = output.past_key_values if cached else None
         scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
         drawn = (scores + gumbel_noise(keys, position, scores.shape[1])).argmax(1)
         tokens.append(drawn)
@@ -98,9 +162,17 @@ def _write(
         writing &= ~torch.isin(drawn, ends) & (position + 1 < rooms)
         if not writing.any():
             break
-        input_ids, position_ids = drawn[:, None], position_ids[:, -1:] + 1
+        input_ids, position_ids = _next(input_ids, position_ids, drawn, cached=cached)
         mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
     return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
+
+
+def _next(input_ids: Tensor, position_ids: Tensor, drawn: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
+    """What the model reads next: the tokens that were drawn [R], with a cache nothing else."""
+    tokens, positions = drawn[:, None], position_ids[:, -1:] + 1
+    if cached:
+        return tokens, positions
+    return torch.cat([input_ids, tokens], 1), torch.cat([position_ids, positions], 1)
 
 
 def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from padfree.distributed import Mesh
 from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
 from padfree.rollout.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.decode import Decoder
-from padfree.rollout.hf_cache import stop_tokens, write_responses
+from padfree.rollout.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
 from padfree.rollout.weights import PolicyModel
 from padfree.warning import PadfreeWarning
 
@@ -63,11 +63,13 @@ class InProcessSampler:
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
         self._decodes = _decodes(policy) if decodes is None else decodes
+        self._cache_use: CacheUse = "padded"
         self._decoder: Decoder | None = None  # made when there are weights
         self._version = 0
         self._metrics: dict[str, float] = {}
         if not self._decodes:
             policy.model.set_attn_implementation(_hf_attention(policy.model))
+            self._cache_use = _cache_use(policy.model)
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         moved = self.policy.update(trained)
@@ -87,6 +89,7 @@ class InProcessSampler:
                 temperature=self.temperature,
                 stops=self.stops,
                 batch_size=self.batch_size,
+                use=self._cache_use,
                 version=self._version,
                 on_progress=on_progress,
             )
@@ -118,11 +121,23 @@ def _hf_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
+def _cache_use(model: PreTrainedModel) -> CacheUse:
+    use = cache_use(model)
+    if use == "none":
+        warnings.warn(
+            f"{type(model).__name__} is sampled very slowly, without a cache: transformers' own does not give what the "
+            "whole row gives",
+            PadfreeWarning,
+            stacklevel=3,
+        )
+    return use
+
+
 def _decodes(policy: PolicyModel) -> bool:
     """Whether the model is decoded with a cache of ours. Where a GPU has to do without, that is said."""
     if policy.device.type != "cuda":
         return False
-    reason = unsupported_reason(policy.model)
+    reason = policy.state_obstacle or unsupported_reason(policy.model)
     if importlib.util.find_spec("triton") is None:
         reason = "its kernels need triton, which is not installed"
     if reason is not None:

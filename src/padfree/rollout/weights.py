@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from padfree.model.export import empty_copy, whole_tensors
 from padfree.model.load import clean_name, named_tensors, restored_buffers
+from padfree.model.sharing import state_obstacle
 
 
 class PolicyModel:
@@ -24,6 +25,7 @@ class PolicyModel:
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
+        self.state_obstacle = state_obstacle(trained)  # to decoding with nothing but keys and values
         self.device = torch.empty(0, device=device).device  # "cuda" has the index of the present device
         restored = restored_buffers(self.model)
         for name, module in self.model.named_modules():
