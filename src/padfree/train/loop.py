@@ -165,6 +165,7 @@ class Loop:
             self.trackers = Trackers(
                 config.track, self.folder, config.to_dict(), rank=self.mesh.loss.rank, step=self.step
             )
+        self._compiled_step: int | None = None  # for which it was said that the compiler is at work
         flops = Flops.of(
             engine.model.config,
             devices=self.mesh.loss.size,
@@ -231,7 +232,9 @@ class Loop:
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
     def _compiling(self) -> None:
-        if self.on_note is not None:
+        """Said once for all graphs of a step."""
+        if self.on_note is not None and self._compiled_step != self.step:
+            self._compiled_step = self.step
             self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
 
     # Evaluations
