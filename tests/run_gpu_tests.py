@@ -21,11 +21,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-MOST_PROCESSES = 8
+MOST_PROCESSES = 14
 
 
 class Outcomes:
-    """A plugin that counts what became of each test."""
+    """A plugin that counts what became of each test, and shows a failure when it happens: a run may be cut short."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(passed=0, failed=0, skipped=0)
@@ -33,6 +33,9 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":  # a fixture may fail or skip, too
             self.counts[report.outcome] += 1
+        if report.failed:
+            sys.stdout.write(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+            sys.stdout.flush()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome == "failed":
@@ -47,7 +50,7 @@ def main(arguments: list[str]) -> int:
     # pytest-benchmark, where it is installed, warns that it measures nothing beside xdist.
     options = ["--rootdir", str(ROOT), "-m", "gpu", "--durations=20", "-p", "no:benchmark"]
     if importlib.util.find_spec("xdist") is not None:
-        options += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+        options += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each of them
     options += arguments
     code = pytest.main([*options, str(ROOT / "tests")], plugins=[outcomes])
