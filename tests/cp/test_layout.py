@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from padfree.batch import Layout, LayoutKind, Segments
 from padfree.cp import keys_read, make_layout, modelled_cost, pieces, work
+from padfree.cp.context_plan import Pieces
+from padfree.cp.keys import key_traffic
 from padfree.cp.layout import EARLIER_KEY_PAIRS, OWN_KEY_PAIRS, QUERY_TILE, TILE
 from tests.cp.cases import KINDS
 
@@ -236,3 +238,15 @@ def test_settings_are_checked(arguments: tuple[int, int, Any], message: str) -> 
     num_tokens, world, kind = arguments
     with pytest.raises(ValueError, match=message):
         make_layout(Segments.from_lengths([num_tokens]), world, kind)
+
+
+def test_groups_that_can_be_dealt_out_whole_are() -> None:
+    """Who holds a prefix has those who read it: nothing is exchanged, and the work is equal."""
+    lengths, parents = [], []
+    for group in range(4):
+        lengths += [800, *[100] * 8]
+        parents += [-1, *[9 * group] * 8]
+    segments = Segments.from_lengths(lengths, parents=np.array(parents))
+    layout = make_layout(segments, 4)
+    assert not key_traffic(Pieces(layout, segments)).any()
+    assert len(set(work(layout, segments).tolist())) == 1

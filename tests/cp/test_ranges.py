@@ -101,3 +101,18 @@ def test_two_gradients_of_a_token_are_rounded_once() -> None:
     selection = select_ranges(np.array([0, 0]), np.array([1, 1]), [1], CPU)
     tensor = torch.tensor([[1.0], [2.0**-8 + 2.0**-9]]).to(torch.bfloat16)
     assert selection.summed(tensor).item() == (tensor.float().sum()).to(torch.bfloat16).item()
+
+
+def test_many_gradients_of_a_token_are_rounded_once_as_well() -> None:
+    """Sixteen pieces read one prefix: in bfloat16 one after the other they would lose half of their sum."""
+    selection = select_ranges(np.zeros(16, np.int64), np.array([3] * 15 + [5]), [4, 1], CPU)
+    assert selection.sums is not None
+    assert selection.repeats == ()
+    gradient = torch.full((50, 2), 2.0**-9, dtype=torch.bfloat16)
+    gradient[0] = 1.0
+    expected = torch.tensor([1 + 15 * 2.0**-9, 2.0**-5, 2.0**-5, 2.0**-9, 2.0**-9])[:, None].expand(5, 2)
+    assert torch.equal(selection.summed(gradient), expected.to(torch.bfloat16))
+    own, others = selection.summed_apart(gradient.clone())
+    assert torch.equal(torch.cat([own, others]), expected.to(torch.bfloat16))
+    total = torch.ones(5, 2)
+    assert torch.equal(selection.add_to(total, gradient), 1 + expected)

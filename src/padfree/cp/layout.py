@@ -187,8 +187,10 @@ def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
     # Short documents stay mixed: what whole tiles add to them depends on their lengths. Long ones behind them, the
-    # longest last: then those who get its tail, and read most keys, get short documents as well.
-    order = np.argsort(np.where(lengths >= 4 * TILE, lengths, 0), kind="stable")
+    # longest last: then those who get its tail, and read most keys, get short documents as well. The nodes of a tree
+    # stay together: who holds a prefix then has those who read it.
+    together = _tree_lengths(segments)
+    order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]
     start, length = offsets[order], lengths[order]
     circles = _Circles(start, first[order], length, np.array([len(start)]), np.array([world]))
@@ -199,6 +201,16 @@ def _balanced(segments: Segments, world: int) -> tuple[Indices, Indices]:
         circles = _divided(circles, share, mean_work, most_work, last=level == depth)
     order = np.argsort(circles.start)
     return circles.start[order], np.repeat(np.arange(world), circles.counts)[order]
+
+
+def _tree_lengths(segments: Segments) -> Indices:
+    """[S] tokens of the document, or of all nodes of the tree that it belongs to."""
+    lengths: Indices = np.diff(segments.offsets)
+    if segments.parents is None:
+        return lengths
+    tree = np.cumsum(segments.parents < 0) - 1
+    sums: Indices = np.bincount(tree, lengths).astype(np.int64)[tree]
+    return sums
 
 
 class _Circles(NamedTuple):

@@ -6,7 +6,8 @@
 A query piece reads the keys of its document from the beginning, so two pieces of one document on one rank read the same
 keys, and their gradients must be added. The order of the additions is fixed here, so that the sum is the same every
 time: the gradient of each token is copied from one of its places, and those of its other places are added in layers,
-each of which holds a token at most once. Nearly always there is one layer or none.
+each of which holds a token at most once. Nearly always there is one layer or none. Where there are more, because many
+nodes read one prefix, each token's places are added in one go (`padfree.attention.copies`).
 
 Ranges are few (whole documents that lie side by side are one), so slices and one concatenation move them at the speed
 of the memory, and a selection that is a single range is not copied at all. Gradients are moved even less: where they
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.batch import Segments
+from padfree.attention.copies import copies_on, sum_copies
+from padfree.batch import Copies, Segments
 
 Indices = NDArray[np.int64]
 
@@ -50,6 +52,7 @@ class Selection:
     ranges: tuple[tuple[int, int, int], ...]  # the selection: (part, start in it, length)
     copies: tuple[tuple[int, int, int], ...]  # each selected token once: (token, place in the selection, length)
     repeats: tuple[tuple[Tensor, Tensor], ...]  # the other (places, tokens), layer by layer; tokens count through parts
+    sums: Copies | None = None  # in the place of several layers: all places of each token
 
     @property
     def is_everything(self) -> bool:
@@ -67,6 +70,8 @@ class Selection:
     def summed(self, gradient: Tensor) -> Tensor:
         """[m, ...] -> [n, ...], where every token is selected."""
         self._check_all_selected()
+        if self.sums is not None:
+            return sum_copies(gradient.contiguous(), self.sums.index, self.sums.places, self.sums.begins)
         slices = [gradient.narrow(0, place, length) for _, place, length in self.copies]
         total = torch.cat(slices) if slices else gradient[:0]
         for places, tokens in self.repeats:
@@ -80,13 +85,14 @@ class Selection:
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
-        places = [] if self.repeats else self._others_first()
+        repeated = bool(self.repeats) or self.sums is not None
+        places = [] if repeated else self._others_first()
         low, high = 0, len(gradient)
         while places and places[0][0] == low:
             low += places.pop(0)[1]
         while places and sum(places[-1]) == high:
             high -= places.pop()[1]
-        if self.repeats or 2 * (high - low) > len(gradient) or not gradient.is_contiguous():
+        if repeated or 2 * (high - low) > len(gradient) or not gradient.is_contiguous():
             total = self.summed(gradient)
             return total[:own], total[own:]
         if places:
@@ -109,6 +115,9 @@ class Selection:
 
     def add_to(self, total: Tensor, gradient: Tensor) -> Tensor:
         """`total` [n, ...] with the gradient [m, ...] of the selection added in place."""
+        if self.sums is not None:
+            gradient = gradient.to(total.dtype).contiguous()
+            return total.add_(sum_copies(gradient, self.sums.index, self.sums.places, self.sums.begins))
         for token, place, length in self.copies:
             total.narrow(0, token, length).add_(gradient.narrow(0, place, length))
         for places, tokens in self.repeats:
@@ -146,8 +155,19 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
             copies[-1] = (*copies[-1][:2], copies[-1][2] + count)
         else:
             copies.append((first, place, count))
+    layers = int(later[held].max(initial=0))
+    selection = Selection(sizes=tuple(sizes), ranges=tuple(ranges), copies=tuple(copies), repeats=())
+    if layers > 1:
+        counts = np.zeros(int(borders[-1]) + 1, dtype=np.int64)
+        counts[1 + concatenated_ranges(token, length)] = np.repeat(held.sum(axis=0), length)
+        read = [
+            ((first + np.arange(count))[:, None] + offset[readers][None, :]).ravel()
+            for first, count, readers in zip(token.tolist(), length.tolist(), held.T, strict=True)
+        ]
+        index = concatenated_ranges(starts, ends - starts)
+        return replace(selection, sums=copies_on(device, index, np.concatenate(read), np.cumsum(counts)))
     repeats: list[tuple[Tensor, Tensor]] = []
-    for layer in range(1, int(later[held].max(initial=0)) + 1):
+    for layer in range(1, layers + 1):
         tokens, places, lengths = stretches(layer)
         repeats.append(
             (
@@ -155,4 +175,4 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
                 to_device(concatenated_ranges(tokens, lengths), device),
             )
         )
-    return Selection(sizes=tuple(sizes), ranges=tuple(ranges), copies=tuple(copies), repeats=tuple(repeats))
+    return replace(selection, repeats=tuple(repeats))
