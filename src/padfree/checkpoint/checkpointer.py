@@ -60,13 +60,17 @@ from padfree.checkpoint.files import (
     write_text,
 )
 from padfree.checkpoint.manifest import (
+    CRITIC,
     FORMAT,
     MANIFEST,
+    Trained,
     base_tensors,
     bits_of,
+    check_critic,
     check_model,
     check_reference,
     class_name,
+    critic_tensors,
     describe_adapters,
     join_manifest,
     read_manifest,
@@ -123,11 +127,13 @@ class Checkpointer:
         extra: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         reference: Mapping[str, Tensor] | None = None,
+        critic: Trained | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder, which with `asynchronous` is complete after `wait`.
 
         `extra` (the same on every rank) and `rank_state` hold what JSON can hold, and tensors at their top level.
-        Lists come back as lists, also where they were tuples. `reference` holds the tensors of a model besides.
+        Lists come back as lists, also where they were tuples. `reference` holds the tensors of a model besides, and
+        `critic` is another one that is trained.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -141,10 +147,12 @@ class Checkpointer:
             "model": class_name(model),
             "adapters": describe_adapters(model, self._fingerprint(model)),
             "optimizer": None if optimizer is None else describe_optimizer(model, optimizer),
+            "critic": None if critic is None else describe_optimizer(*critic),
             "extra": copy.deepcopy(shared),  # the thread may still write what the run has gone on to change
         }
         whole = state_tensors(model, optimizer)
         whole |= {f"reference/{name}": tensor for name, tensor in (reference or {}).items()}
+        whole |= {} if critic is None else critic_tensors(critic)
         whole |= {f"extra/{key}": value for key, value in extra.items() if isinstance(value, Tensor)}
         tensors: dict[str, Tensor] = {}
         offsets: dict[str, list[int]] = {}
@@ -293,10 +301,11 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer | None,
         reference: Mapping[str, Tensor] | None = None,
+        critic: Trained | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill model and optimizer; `extra`, and this rank's `rank_state`, which is None on another number of ranks.
 
-        `reference` is filled if the checkpoint holds one, and left as it is if not.
+        `reference` is filled if the checkpoint holds one, and left as it is if not. A `critic` must be there.
         The checkpoint is checked as a whole before anything is changed.
         """
         path = Path(path)
@@ -307,6 +316,8 @@ class Checkpointer:
             content = read_manifest(path, cure)
             check_model(content, path, model, optimizer, base)
             refreshed = reference is not None and check_reference(content, path, reference)
+            if critic is not None:
+                check_critic(content, path, critic)
         with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
             files = sorted(content["files"])
             for file in files[self._rank :: self._world]:
@@ -319,6 +330,10 @@ class Checkpointer:
                 reader.fill(f"reference/{name}", local_part(tensor), local_region(tensor))
             if optimizer is not None:
                 load_optimizer(model, optimizer, content["optimizer"], reader)
+            if critic is not None:
+                for name, tensor in saved_tensors(critic.model).items():
+                    reader.fill(f"{CRITIC}model/{name}", local_part(tensor), local_region(tensor))
+                load_optimizer(*critic, content["critic"], reader.below(CRITIC))
         rank_state: dict[str, Any] | None = None
         if content["world"] == self._world:
             rank_state = content["rank_state"][self._rank]

@@ -69,8 +69,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
 class Reader:
     """The pieces of a checkpoint's tensors, each file opened when it is needed."""
 
-    def __init__(self, path: Path, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors
+    def __init__(self, path: Path, tensors: dict[str, Any], prefix: str = "") -> None:
+        self.tensors, self._prefix = tensors, prefix  # which keys have in the files and not here
         self._path = path
         self._files: dict[str, Any] = {}
 
@@ -88,10 +88,16 @@ class Reader:
                 self._files[file] = safe_open(self._path / file, framework="pt")
             there = tuple(slice(b - start, e - start) for (b, e), start in zip(bounds, offset, strict=True))
             here = tuple(slice(b - part.start, e - part.start) for (b, e), part in zip(bounds, region, strict=True))
-            piece = self._files[file].get_slice(key)[there] if there else self._files[file].get_tensor(key)
+            stored = f"{self._prefix}{key}"
+            piece = self._files[file].get_slice(stored)[there] if there else self._files[file].get_tensor(stored)
             local[here].copy_(piece)
             filled += piece.numel()
         assert filled == local.numel(), f"{key}: {filled} of {local.numel()} entries are in the checkpoint"
+
+    def below(self, prefix: str) -> Reader:
+        """The same pieces under the rest of their keys, of those that begin so."""
+        inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
+        return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
     def whole(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose keys begin so, by the rest of their keys."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from padfree.model.lora import ADAPTER, is_adapter
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+CRITIC = "critic/"
+"""What the keys of a critic's tensors begin with."""
 
 
 # What a checkpoint holds
@@ -73,6 +75,18 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
         if tensor.dtype not in DTYPES:
             raise ValueError(f"checkpoint: {key} is {tensor.dtype}; only {', '.join(DTYPES.values())} can be saved")
     return tensors
+
+
+class Trained(NamedTuple):
+    """A model and its optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def critic_tensors(critic: Trained) -> dict[str, Tensor]:
+    """Those of a critic that is trained beside the model, by key."""
+    return {f"{CRITIC}{key}": tensor for key, tensor in state_tensors(*critic).items()}
 
 
 def class_name(model: nn.Module) -> str:
@@ -124,6 +138,16 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
             "or give another run.folder"
         )
     return True
+
+
+def check_critic(content: dict[str, Any], path: Path, critic: Trained) -> None:
+    """Refuse a checkpoint without a critic, or with another one than this."""
+    differs = _different(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
+    if content.get("critic") is None or differs:
+        reason = differs if content.get("critic") is not None else "it has none"
+        raise CheckpointError(
+            f"checkpoint: {path} has another critic ({reason}); keep critic.path, or give another run.folder"
+        )
 
 
 def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:

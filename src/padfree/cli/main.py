@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
     "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
+    "reward": ("padfree.cli.train", "teach a reward model on pairs of answers, for rollout.reward or transformers"),
     "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
     "distill": ("padfree.cli.train", "learn the distributions of a teacher"),
     "rl": ("padfree.cli.train", "update a policy on rollout files, or on responses it writes itself (rollout.reward)"),

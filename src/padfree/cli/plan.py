@@ -195,7 +195,7 @@ def _settled(config: Config, settings: argparse.Namespace) -> Config:
     for_gpu = settings.gpu is not None or _sees_gpu(config)
     return settle(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
         processes=settings.ranks,
         device_type="cuda" if for_gpu else "cpu",
         memory=_device_memory(settings),
@@ -212,7 +212,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     from padfree.model.structure import skeleton
     from padfree.planner import calibrate
 
-    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head)
     with _bar("measuring") as progress:
         found = calibrate(model.config, config, max_tokens=settings.max_tokens, progress=progress)
     print(
@@ -244,7 +244,8 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     exact_steps = _exact_steps(settings.exact_steps)
     need = None
     if config.model.path != NO_MODEL:
-        need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code))
+        code, head = config.model.trust_remote_code, config.loss.head
+        need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=code, head=head))
     time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
         data = load_steps(config, lengths=settings.lengths, processes=settings.ranks, progress=progress)

@@ -187,7 +187,7 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing import CostModel, plan_step
     from padfree.train.decide import decide
     from padfree.train.settle import device_memory, settle
-    from padfree.train.training_data import make_batcher
+    from padfree.train.training_data import GROUP_SIZES, make_batcher
 
     processes, context, replicate = (
         int(os.environ.get("WORLD_SIZE", "1")),
@@ -204,13 +204,14 @@ def description(config: Config) -> Iterator[str]:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
     cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
     lengths = [len(sample) for group in groups for sample in group]
+    in_pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
     plan = plan_step(
         lengths,
         ranks=data,
         max_tokens=config.batch.max_tokens * context,
         cost=cost,
         overlong=config.batch.overlong,
-        groups=[number for number, group in enumerate(groups) for _ in group] if config.loss.command == "dpo" else None,
+        groups=[number for number, group in enumerate(groups) for _ in group] if in_pairs else None,
     )
     sampled = config.rollout.reward is not None
     lengths_of_rows = {
@@ -228,7 +229,7 @@ def description(config: Config) -> Iterator[str]:
     asked, config = config, settled.config
     memory = estimate_memory(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
         processes=processes,
         device_type=device_type,
         **lengths_of_rows,

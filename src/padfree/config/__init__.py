@@ -12,6 +12,7 @@ This package imports neither torch nor any other part of padfree, so that a reci
 """
 
 from padfree.config.loss import LossConfig
+from padfree.config.models import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
 from padfree.config.reader import config_from_dict, load_config
 from padfree.config.sections import (
     BatchConfig,
@@ -20,11 +21,8 @@ from padfree.config.sections import (
     DataConfig,
     EvalConfig,
     LaunchConfig,
-    LoraConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    ReferenceConfig,
     RolloutConfig,
     RunConfig,
     ScheduleConfig,
@@ -35,6 +33,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "EvalConfig",
     "LaunchConfig",

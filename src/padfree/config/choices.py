@@ -6,6 +6,7 @@ from typing import Literal
 
 # model, lora, checkpoint, run
 Init = Literal["weights", "random"]
+ModelHead = Literal["tokens", "scalar"]  # logits of the vocabulary, or one number
 ComputeDtype = Literal["float32", "bfloat16"]
 LoraExport = Literal["merged", "adapter"]
 ExportDtype = Literal["base", "float32", "bfloat16", "float16"]
@@ -23,9 +24,14 @@ PackOverlong = Literal["error", "truncate", "drop", "alone"]
 SharePrefixes = Literal["auto"] | bool
 
 # loss
-LOSSES_WITH_COMMAND = ("sft", "dpo", "distill")  # kinds that have a command of their own; all others are of `rl`
+LOSSES_WITH_COMMAND = (
+    "sft",
+    "dpo",
+    "reward",
+    "distill",
+)  # kinds with a command of their own; all others: `rl`
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "teacher", "given"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "teacher", "given"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 OldPolicy = Literal["trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -37,6 +43,7 @@ Better = Literal["auto", "lowest", "highest"]
 EVAL_METRICS = {
     "sft": ("loss", "perplexity", "accuracy"),
     "dpo": ("loss", "accuracy", "margin"),
+    "reward": ("loss", "accuracy", "margin"),
     "distill": ("loss", "perplexity", "accuracy"),
     "rl": ("reward", "pass@1", "pass@k", "response_length"),
 }

@@ -35,6 +35,8 @@ def check_names(config: Config) -> None:
         check_name(config.reference.path, "reference.path")
     if config.teacher.path is not None:
         check_name(config.teacher.path, "teacher.path")
+    if config.critic.path is not None:
+        check_name(config.critic.path, "critic.path")
     for part, names in (("data", config.data.path), ("eval.path", config.eval.path)):
         for name in names:
             if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():

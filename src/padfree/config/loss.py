@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from padfree.config.choices import LOSSES_WITH_COMMAND, Advantage, KLEstimator, OldPolicy, WeightMode
+from padfree.config.choices import LOSSES_WITH_COMMAND, Advantage, KLEstimator, ModelHead, OldPolicy, WeightMode
 from padfree.config.functions import is_path
 from padfree.config.loss_settings import (
     CISPOSettings,
@@ -28,6 +28,7 @@ from padfree.config.loss_settings import (
     OPSMSettings,
     PolicySettings,
     ReinforceSettings,
+    RewardModelSettings,
     SequenceMaskSettings,
     SequenceTISSettings,
     SFTSettings,
@@ -66,6 +67,7 @@ class LossConfig:
     sequence_mask: SequenceMaskSettings = field(default_factory=SequenceMaskSettings)
     opsm: OPSMSettings = field(default_factory=OPSMSettings)
     distill: DistillSettings = field(default_factory=DistillSettings)
+    reward: RewardModelSettings = field(default_factory=RewardModelSettings)
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
@@ -77,12 +79,19 @@ class LossConfig:
         """The command that runs this kind of loss, which decides what its data are."""
         return self.kind if self.kind in LOSSES_WITH_COMMAND else "rl"
 
-    def settings(self) -> SFTSettings | DPOSettings | DistillSettings | PolicySettings:
+    @property
+    def head(self) -> ModelHead:
+        """Of the model that is trained."""
+        return "scalar" if self.kind == "reward" else "tokens"
+
+    def settings(self) -> SFTSettings | DPOSettings | RewardModelSettings | DistillSettings | PolicySettings:
         """The loss as `padfree.losses` or `padfree.head` computes it."""
         if self.kind == "sft":
             return SFTSettings()
         if self.kind == "dpo":
             return self.dpo
+        if self.kind == "reward":
+            return self.reward
         if self.kind == "distill":
             return self.distill
         return PolicySettings(
@@ -123,6 +132,12 @@ class LossConfig:
             unset = self.distill == DistillSettings()
             cure = "leave it out, or set loss.kind=distill"
             need(unset, "loss.distill.divergence", self.distill.divergence, cure)
+        if self.kind != "reward":
+            unset = self.reward == RewardModelSettings()
+            need(unset, "loss.reward.margin", self.reward.margin, "leave it out, or set loss.kind=reward")
+        else:
+            temperature = self.temperature
+            need(temperature == 1.0, "loss.temperature", temperature, "leave it out, a reward model has no logits")
         self.settings()  # has rules of its own
 
     def _check_kind(self) -> None:
@@ -164,7 +179,7 @@ class LossConfig:
 
     def _check_without_rollouts(self) -> None:
         """Nothing of RL may be set and then not be used."""
-        name_of = "distillation" if self.kind == "distill" else self.kind.upper()
+        name_of = {"distill": "distillation", "reward": "a reward model"}.get(self.kind, self.kind.upper())
         for name, unset in (
             ("advantage", "grpo"),
             ("old_policy", "trainer"),

@@ -307,7 +307,7 @@ class DPOSettings:
 class RewardModelSettings:
     """Pairwise loss of a reward model: the chosen answer should score `margin` more than the rejected one."""
 
-    margin: float = number(0.0, 0.0, math.inf, "give 0 or more")
+    margin: float = number(0.0, 0.0, LARGEST, "give 0 or more")  # beside the margins that rows may have
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "")
+        _check_numbers(self, "loss.reward.")

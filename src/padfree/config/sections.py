@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, field, replace
-from os.path import expanduser
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from padfree.config.choices import (
@@ -14,15 +13,12 @@ from padfree.config.choices import (
     Better,
     CheckpointingOrAuto,
     CompilerOrAuto,
-    ComputeDtype,
     ContextMethod,
     DeviceName,
     ExportDtype,
     HeadMemory,
-    Init,
     LayerKernels,
     LayoutKind,
-    LoraExport,
     LossOn,
     OnBadRow,
     Overlong,
@@ -35,81 +31,15 @@ from padfree.config.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.loss import LossConfig
+from padfree.config.models import (
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    ReferenceConfig,
+    TeacherConfig,
+    expand_home,
+)
 from padfree.config.rules import closest, need
-
-
-def _expand(section: Any, *names: str) -> None:
-    """Put the user's home folder in the place of `~` in paths; a shell does that only where a word begins with it."""
-    for name in names:
-        value = getattr(section, name)
-        if isinstance(value, str):
-            object.__setattr__(section, name, expanduser(value))
-        elif isinstance(value, tuple):
-            object.__setattr__(section, name, tuple(expanduser(entry) for entry in value))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """`path`: a folder, a Hub id, or a config file (random weights). `dtype` is what is computed in."""
-
-    path: str
-    init: Init = "weights"  # random: whatever weights there are, the run begins without them
-    tokenizer: str | None = None  # None: that of the model
-    dtype: ComputeDtype = "float32"
-    attention: str = "auto"
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        _expand(self, "path", "tokenizer")
-        need(bool(self.path), "model.path", self.path, "give a folder, a Hub id or a config file")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraConfig:
-    """Low-rank adapters (PEFT) instead of all weights: `rank` 0 is without them."""
-
-    rank: int = 0
-    alpha: float | None = None  # None: the rank, a scale of 1
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all-linear",)  # or names of modules, such as q_proj
-    export: LoraExport = "merged"
-
-    def __post_init__(self) -> None:
-        need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
-        need(self.alpha is None or 0 < self.alpha < math.inf, "lora.alpha", self.alpha, "give more than 0")
-        need(0 <= self.dropout < 1, "lora.dropout", self.dropout, "give 0 up to, but not including, 1")
-        need(len(self.targets) > 0, "lora.targets", list(self.targets), 'give names of modules, or "all-linear"')
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceConfig:
-    """The model that the KL term compares with: `path` as in `model`, or none (rollouts may bring `ref_logprobs`)."""
-
-    path: str | None = None
-    offload: bool = False  # its weights wait on the CPU while it is not asked
-    refresh: int | None = None  # after so many rollout batches it takes the trained model's weights; None: never
-    precompute: bool = False  # DPO: score all samples once, keep that in the cache, and train without the reference
-
-    def __post_init__(self) -> None:
-        _expand(self, "path")
-        need(self.path != "", "reference.path", self.path, "give a folder, a Hub id, or leave it out")
-        need(self.refresh is None or self.refresh >= 1, "reference.refresh", self.refresh, "give 1 or more")
-        used = self.path is not None or not (self.offload or self.refresh)
-        need(used, "reference.path", self.path, "give it, reference.offload and reference.refresh are about it")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherConfig:
-    """The model that is learned from, as a loss or as an advantage: `path` as in `model`, with the same vocabulary."""
-
-    path: str | None = None
-    offload: bool = False  # its weights wait on the CPU while it is not asked
-
-    def __post_init__(self) -> None:
-        _expand(self, "path")
-        need(self.path != "", "teacher.path", self.path, "give a folder, a Hub id, or leave it out")
-        used = self.path is not None or not self.offload
-        need(used, "teacher.path", self.path, "give it, teacher.offload is about it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +97,7 @@ class RolloutConfig:
             memory = self.kv_cache_memory
             need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
         self._check_batches()
-        _expand(self, "transfer_folder")
+        expand_home(self, "transfer_folder")
         cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
         need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
         need(self.top_k is None, "rollout.top_k", self.top_k, cure)
@@ -233,7 +163,7 @@ class DataConfig:
     epochs: int | None = 1  # None: until run.steps
 
     def __post_init__(self) -> None:
-        _expand(self, "path")
+        expand_home(self, "path")
         need(len(self.path) > 0, "data.path", list(self.path), "give one file, folder or Hub id, or more")
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
         need(self.subset != "", "data.subset", self.subset, "give a name, or leave it out")
@@ -259,7 +189,7 @@ class EvalConfig:
     passes: float = 1.0  # a response with this reward or more is right
 
     def __post_init__(self) -> None:
-        _expand(self, "path")
+        expand_home(self, "path")
         need(all(self.path), "eval.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
         need(bool(self.split), "eval.split", self.split, "give a name, such as test")
         for name in ("every", "samples", "draws"):
@@ -285,7 +215,7 @@ class BatchConfig:
     share_prefixes: SharePrefixes = "auto"  # what samples of a group begin with is computed once, where that pays
 
     def __post_init__(self) -> None:
-        _expand(self, "cost")
+        expand_home(self, "cost")
         given = (self.samples is not None) + (self.tokens is not None)
         cure = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
         need(given == 1, "batch.samples", self.samples, cure)
@@ -403,7 +333,7 @@ class RunConfig:
     deterministic: bool = False  # only algorithms that give the same bits again
 
     def __post_init__(self) -> None:
-        _expand(self, "folder")
+        expand_home(self, "folder")
         need(bool(self.folder), "run.folder", self.folder, "give the folder that the run writes to")
         need(self.steps is None or self.steps >= 1, "run.steps", self.steps, "give 1 or more")
         need(0 <= self.seed < 1 << 63, "run.seed", self.seed, "give 0 or more, below 2**63")
@@ -422,9 +352,10 @@ class Config:
     data: DataConfig
     batch: BatchConfig
     run: RunConfig
-    lora: LoraConfig = LoraConfig()
-    reference: ReferenceConfig = ReferenceConfig()
-    teacher: TeacherConfig = TeacherConfig()
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -453,8 +384,10 @@ class Config:
             all_turns = self.data.loss_on == "assistant"
             cure = "leave it out, what is trained on in RL is the response"
             need(all_turns, "data.loss_on", self.data.loss_on, cure)
-        if self.loss.command == "dpo":
+        if self.loss.command in ("dpo", "reward"):
             self._check_pairs()
+        if self.loss.command == "dpo":
+            self._check_pair_reference()
         else:
             precompute = self.reference.precompute
             need(not precompute, "reference.precompute", precompute, "leave it out, it is for padfree dpo")
@@ -465,12 +398,16 @@ class Config:
         else:
             cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
             need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
+        if self.loss.command == "reward":
+            cure = "set lora.rank=0, a reward model's new head would not be among the adapters"
+            need(self.lora.rank == 0, "lora.rank", self.lora.rank, cure)
         if self.rollout.reward is not None:
             self._check_rollouts(self.rollout.reward)
+        self._check_critic()
         self._check_eval()
 
     def _check_pairs(self) -> None:
-        """Of data in pairs. A reference that is not named is the model that the run begins with."""
+        """Of data in pairs."""
         samples = self.batch.samples
         cure = "give an even number, it counts answers, two of a pair"
         need(samples is None or samples % 2 == 0, "batch.samples", samples, cure)
@@ -479,6 +416,9 @@ class Config:
         need(self.loss.weights == "token-mean", "loss.weights", self.loss.weights, "leave it out, pairs weigh the same")
         cap = self.eval.samples
         need(cap is None or cap % 2 == 0, "eval.samples", cap, "give an even number, it counts answers, two of a pair")
+
+    def _check_pair_reference(self) -> None:
+        """Of DPO. A reference that is not named is the model that the run begins with."""
         refresh, path = self.reference.refresh, self.reference.path
         need(refresh is None, "reference.refresh", refresh, "leave it out, the reference of DPO stays what it is")
         if not self.loss.dpo.needs_reference:
@@ -489,6 +429,18 @@ class Config:
             cure = "give it, a model that begins with random weights is no reference"
             need(self.model.init == "weights", "reference.path", path, cure)
             object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
+
+    def _check_critic(self) -> None:
+        """Of a critic, which is there where advantages come from it."""
+        if self.loss.advantage != "gae":
+            for entry in fields(CriticConfig):
+                value = getattr(self.critic, entry.name)
+                cure = "leave it out, or set loss.advantage=gae"
+                need(value == entry.default, f"critic.{entry.name}", value, cure)
+            return
+        steps = self.run.steps
+        cure = f"give less than run.steps, {steps}, or the policy is never trained"
+        need(steps is None or self.critic.warmup < steps, "critic.warmup", self.critic.warmup, cure)
 
     def _check_eval(self) -> None:
         """Of evaluations, and of the checkpoint that they choose."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from operator import index as as_index
 from pathlib import Path
 from typing import Any, ClassVar, SupportsIndex
@@ -168,10 +169,18 @@ class TokenizedDataset:
 class PairDataset(TokenizedDataset):
     """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
 
-    `group` names the pair, and `reward` is 1 for the chosen answer and 0 for the other. `report` counts pairs.
+    `group` names the pair, and `reward` is 1 for the chosen answer and 0 for the other. `report` counts pairs. Where
+    rows may have margins, that of a pair is the `raw_reward` of its chosen answer.
     """
 
     samples_per_row: ClassVar[int] = 2
+
+    @cached_property
+    def _margins(self) -> NDArray[np.float64] | None:
+        """[N] of all places of the folder; None where rows were read without margins."""
+        if not read_metadata(self.folder).get("margins"):
+            return None
+        return np.asarray(open_array(self.folder, "margins", (len(self._rows),)))
 
     def _kept_together(
         self, keep: NDArray[np.bool_], truncated: list[SkippedRow], dropped: list[SkippedRow]
@@ -186,8 +195,10 @@ class PairDataset(TokenizedDataset):
     def __getitem__(self, index: SupportsIndex) -> Sample:
         sample = super().__getitem__(index)
         chosen = as_index(index) % 2 == 0
+        margins = self._margins
         return replace(
             sample,
+            raw_reward=None if margins is None or not chosen else float(margins[self._kept[as_index(index)]]),
             uid=f"{sample.uid} {'chosen' if chosen else 'rejected'}",
             group=sample.uid,
             reward=float(chosen),

@@ -59,6 +59,7 @@ class Fields:
 
 
 PAIR_SCHEMA = Schema(kinds={"preference": ("prompt", "chosen", "rejected")}, optional=("tools",))
+REWARD_SCHEMA = Schema(kinds=PAIR_SCHEMA.kinds, optional=("tools", "margin"))
 SFT_SCHEMA = Schema(kinds=SFT_KINDS, optional=SFT_OPTIONAL)
 
 

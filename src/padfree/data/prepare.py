@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from padfree.data.chat import chat_renderer, check_messages, prompt_messages
 from padfree.data.dataset import PairDataset, TokenizedDataset
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
-from padfree.data.fields import PAIR_SCHEMA, SFT_SCHEMA, Fields, Schema, check_mapping, resolve
-from padfree.data.records import RowError, SkippedRow, bad_row, items, string
+from padfree.data.fields import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, Fields, Schema, check_mapping, resolve
+from padfree.data.records import LARGEST, RowError, SkippedRow, bad_row, items, shown, string
 from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package, record_of
 from padfree.data.store import (
@@ -63,6 +63,7 @@ class TokenizedChunk(NamedTuple):
     mask: NDArray[np.bool_]  # [T]
     lengths: NDArray[np.int64]  # [N]
     lines: NDArray[np.int64]  # [N]
+    margins: NDArray[np.float64]  # [N]; 0 where a row has none
     skipped: list[SkippedRow]
 
 
@@ -84,12 +85,14 @@ class RowTokenizer:
         """`fields` is None for a file of which no row could be read, so that here none will be read either."""
         passages: list[Passage] = []
         lines: list[int] = []
+        margins: dict[int, float] = {}
         skipped: list[SkippedRow] = []
         for line, record in zip(chunk.numbers, chunk.records, strict=True):
             try:
                 row = record_of(record)
                 assert fields is not None
                 found = self._passages(row, fields)
+                margins[line] = self._margin(row, fields)
                 passages += found
                 lines += [line] * len(found)
             except RowError as error:
@@ -110,12 +113,16 @@ class RowTokenizer:
             mask=np.concatenate([nothing.astype(np.bool_), *(one.loss_mask for one, _ in samples)]),
             lengths=np.array([len(one.tokens) for one, _ in samples], dtype=np.int64),
             lines=np.array([line for _, line in samples], dtype=np.int64),
+            margins=np.array([margins[line] for _, line in samples], dtype=np.float64),
             skipped=sorted(skipped, key=lambda row: row.line),
         )
 
     def _passages(self, row: dict[str, Any], fields: Fields) -> list[Passage]:
         """Those of the samples that a row makes: always `samples_per_row`."""
         return [self._passage(row, fields)]
+
+    def _margin(self, row: dict[str, Any], fields: Fields) -> float:
+        return 0.0
 
     def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
         loss_on = self._settings.loss_on
@@ -174,6 +181,19 @@ class PairTokenizer(RowTokenizer):
         return Passage.of_spans(*self._chat.trained_spans([*prompt, *follow], tools, "last"))
 
 
+class RewardTokenizer(PairTokenizer):
+    """The same rows, which may have a `margin`: by how much the chosen answer should score more."""
+
+    def _margin(self, row: dict[str, Any], fields: Fields) -> float:
+        column = fields["margin"]
+        value = row.get(column)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
+            raise RowError(f"{column} is {shown(value)}; expected a finite number")
+        return float(value)
+
+
 def load_pairs(
     data: str | Path | Iterable[str | Path],
     tokenizer: PreTrainedTokenizerBase,
@@ -182,10 +202,15 @@ def load_pairs(
     cache: str | Path | None = None,
     num_workers: int | None = None,
     progress: bool | Progress = False,
+    margins: bool = False,
 ) -> PairDataset:
-    """Preference pairs, as `load_sft` loads samples: `prompt`, `chosen` and `rejected` of each row."""
+    """Preference pairs, as `load_sft` loads samples: `prompt`, `chosen` and `rejected` of each row.
+
+    With `margins` a row may have a `margin`, too, which is then the `raw_reward` of its chosen answer.
+    """
     settings = settings or SFTDataSettings()
-    found = _tokenised(data, PairTokenizer, PAIR_SCHEMA, tokenizer, settings, cache, num_workers, progress)
+    kind, schema = (RewardTokenizer, REWARD_SCHEMA) if margins else (PairTokenizer, PAIR_SCHEMA)
+    found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
     return PairDataset(found, max_length=settings.max_length, overlong=settings.overlong)
 
 
@@ -228,6 +253,8 @@ def _tokenised(
     identity = _identity(sources, tokenizer, settings, folder)
     if schema is not SFT_SCHEMA:
         identity["kinds"] = list(schema.kinds)
+    if "margin" in schema.known:
+        identity["margins"] = True
 
     def build(beside: Path) -> None:
         _build(beside, sources, kind(tokenizer, settings), schema, settings, identity, num_workers, progress)
@@ -282,11 +309,15 @@ def _build(
     results = _in_order(tasks, tokenize, _worker_count(num_workers, total))
     rows = [0] * len(sources)
     done = 0
-    with Writer(folder) as writer, contextlib.closing(results), _shown_progress(progress) as report:
+    with (
+        Writer(folder, margins="margin" in schema.known) as writer,
+        contextlib.closing(results),
+        _shown_progress(progress) as report,
+    ):
         for number, chunk, result in results:
             if result.skipped and settings.on_bad_row == "error":
                 raise bad_row(result.skipped[0], chunk.unit)
-            writer.append(result.tokens, result.mask, result.lengths, number, result.lines)
+            writer.append(result.tokens, result.mask, result.lengths, number, result.lines, result.margins)
             writer.skipped.extend(result.skipped)
             rows[number] += len(chunk.numbers)
             done += chunk.size

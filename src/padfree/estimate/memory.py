@@ -105,6 +105,11 @@ def estimate_memory(
         code = config.model.trust_remote_code
         other = skeleton(config.teacher.path, trust_remote_code=code, setting="teacher.path")
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
+    critic = 0
+    if config.loss.advantage == "gae":
+        code, path = config.model.trust_remote_code, config.critic.path or config.model.path
+        other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
+        critic = _counts(other, shards).all * FLOAT32
     sampler = cache = 0
     if config.rollout.reward is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
@@ -114,9 +119,9 @@ def estimate_memory(
     # Over context ranks attention cuts a compiled layer, which then keeps more: counted as if it were not compiled.
     compiled = config.parallel.compile != "none" and config.parallel.context == 1
     return MemoryEstimate(
-        weights=weights,
-        gradients=counts.trained * FLOAT32,
-        optimizer=2 * counts.trained * FLOAT32,
+        weights=weights + critic,
+        gradients=counts.trained * FLOAT32 + critic,
+        optimizer=2 * (counts.trained * FLOAT32 + critic),
         offloaded=config.parallel.offload,
         gathered=_gathered(model, size, reshard) if sharded else 0,
         tokens=tokens,
@@ -225,6 +230,8 @@ def _working(
         backward += 2 * size * (sizes.key + sizes.value) * parallel.context
     copied = 2 * size * (sizes.key + sizes.value) * key_copies(config, prompt_tokens)  # and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:  # one number a token
+        return tokens * backward + int(tokens * copied)
     return max(
         tokens * backward + int(tokens * copied),
         head_bytes(

@@ -80,7 +80,7 @@ def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tupl
     return losses, slope, -slope
 
 
-def _bradley_terry(margin: float, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _bradley_terry(margin: float | Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     difference = chosen - rejected - margin
     slope = -torch.sigmoid(-difference)
     return softplus(-difference), slope, -slope
@@ -95,14 +95,23 @@ def reward_model_loss(
     pairs: Tensor,
     pair_weights: Tensor,
     *,
+    margins: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
-    """Pairwise loss on the scores [T] at `ends` [T] (`sample_ends`), or this rank's share of it."""
+    """Pairwise loss on the scores [T] at `ends` [T] (`sample_ends`), or this rank's share of it.
+
+    `margins` [P] are added to the margin of the settings.
+    """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
     local = segment_sum(torch.where(ends, scores, 0.0), sample_index, num_samples)
     held = segment_sum(ends, sample_index, num_samples)
-    loss = partial(_bradley_terry, settings.margin)
+    margin: float | Tensor = settings.margin
+    if margins is not None:
+        margins = checks.quantity("margins", margins)
+        checks.same_length("pairs", len(pairs), margins=margins)
+        margin = margins.double() + settings.margin
+    loss = partial(_bradley_terry, margin)
     return _pair_loss(local, held, pairs, pair_weights, loss, sample_index, scores.dtype, reduce)
 
 

@@ -5,6 +5,7 @@ interface   the attention function that the model then calls
 probe       whether an architecture can be packed, tried on a small copy
 shrink      the config of that copy
 outputs     hidden states, and the head that scores them
+scalar      heads that give one number: reward models, critics
 structure   a model without weights, and the list of its layers
 files       which files hold which tensors
 load        weights into a model, each rank reading what it holds

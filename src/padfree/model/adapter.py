@@ -146,7 +146,7 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
     reason = unsupported(model.config)
-    verdict = None if reason else probe(model)
+    verdict = None if reason else probe(_probed(model))
     if verdict is None or verdict.leak:
         raise ValueError(
             f"model: {name} cannot be trained packed: {reason or (verdict and verdict.leak)}; {PADDED_CURE}"
@@ -160,6 +160,11 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
             # in front of others: mixers may get their context in the place of a mask
             module.register_forward_pre_hook(check_inputs, with_kwargs=True, prepend=True)
     return model
+
+
+def _probed(model: PreTrainedModel) -> PreTrainedModel:
+    """What can be tried packed: the model, or what is below a head that gives no output for every token."""
+    return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
 def check_stock_packing(model: PreTrainedModel) -> None:

@@ -223,7 +223,8 @@ def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         )
     assert isinstance(empty, PreTrainedModel)
     keep_in_float32(empty, dtype)
-    empty.generation_config = copy.deepcopy(model.generation_config)
+    if empty.can_generate():
+        empty.generation_config = copy.deepcopy(model.generation_config)
     return empty
 
 

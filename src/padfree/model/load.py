@@ -42,18 +42,29 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from padfree.config.choices import Init
+from padfree.config.choices import Init, ModelHead
 from padfree.distributed import raise_together
 from padfree.model.files import one_line, open_model, opened
 from padfree.model.lora import initial_values, is_adapter
+from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
+from padfree.model.scalar import first_weight, scalar_config, scalar_model
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 """What activation checkpointing, torch.compile and PEFT put into the names of parameters."""
+
+OTHER_HEADS = r"(lm_head|embed_out|output)\.(weight|bias)"
+"""Names that the heads of causal language models have in files."""
 
 Region = tuple[slice, ...]
 
@@ -68,20 +79,26 @@ def load_model(
     init: Init = "weights",
     seed: int = 0,
     trust_remote_code: bool = False,
+    head: ModelHead = "tokens",
+    spread: float | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in training mode.
+    """A causal language model in training mode, or with `head` "scalar" one that gives numbers.
 
     `source` is a folder, the id of one on the Hub, or a config (file or object). A config gives random weights, and so
     does `init` "random", whatever the folder has. `shard` is called with the model on the meta device. With `offload`
     the parameters stay on the CPU, as FSDP2's offloading wants them, and only the buffers go to `device`.
+    A scalar head that no file holds is drawn from `seed` with the standard deviation `spread` (None: the config's).
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     name = config.name_or_path or type(config).__name__
     with torch.device("meta"):
-        model = _from_config(config, dtype, trust_remote_code)
+        model = _from_config(config, dtype, trust_remote_code, head)
     keep_in_float32(model, dtype)
     restored = restored_buffers(model)
-    direct = files is not None and _names_match(model, files)
+    fresh = head == "scalar" and (files is None or SCALAR_WEIGHT not in files)
+    if files is not None and head == "scalar":
+        files = without_other_heads(model, files)
+    direct = files is not None and _names_match(model, files, fresh=fresh)
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
     if shard is not None:
         shard(model)
@@ -101,15 +118,18 @@ def load_model(
     with torch.no_grad():
         if direct:
             assert files is not None
-            _read_slices(stored, files, name)
+            _read_slices({place: stored[place] for place in stored if place in files}, files, name)
         else:
 
             def source_model() -> PreTrainedModel:
                 if files is None:
-                    return _initialised(config, dtype, trust_remote_code, seed)
-                return _through_transformers(files, config, dtype, trust_remote_code)
+                    return _initialised(config, dtype, trust_remote_code, seed, head)
+                return _through_transformers(files, config, dtype, trust_remote_code, head)
 
             _send_round(stored, dtypes, source_model)
+        if fresh:
+            drawn = first_weight(tensors[SCALAR_WEIGHT].shape, _spread(config) if spread is None else spread, seed)
+            local_part(tensors[SCALAR_WEIGHT]).copy_(drawn[local_region(tensors[SCALAR_WEIGHT])])
         for tensor_name in tensors.keys() - dtypes.keys():
             tensor = tensors[tensor_name]
             local_part(tensor).copy_(initial_values(tensor_name, tensor.shape, seed)[local_region(tensor)])
@@ -118,7 +138,7 @@ def load_model(
                 buffer = module._buffers[buffer_name]
                 if buffer is not None:
                     buffer.copy_(restored[clean_name(f"{module_name}.{buffer_name}")])
-    if files is not None:
+    if files is not None and head == "tokens":
         folder = next(iter(files.values())).parent
         if (folder / "generation_config.json").exists():
             model.generation_config = _generation_config(folder)
@@ -222,7 +242,11 @@ def opened_together(
 # The model without weights
 
 
-def _from_config(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _from_config(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: ModelHead = "tokens"
+) -> PreTrainedModel:
+    if head == "scalar":
+        return scalar_model(config, dtype, trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
         raise ValueError(f"model: {config.model_type!r} is no causal language model of transformers; give one that is")
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -266,16 +290,26 @@ def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 # Filling it
 
 
-def _names_match(model: PreTrainedModel, files: Mapping[str, Path]) -> bool:
-    """Whether the files hold the model's tensors as they are, so that slices can be read."""
+def _names_match(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> bool:
+    """Whether the files hold the model's tensors as they are, so that slices can be read; `fresh`: but for its head."""
     if get_model_conversion_mapping(model, add_legacy=False):
         return False
-    wanted = set(named_tensors(model))
+    wanted = set(named_tensors(model)) - ({SCALAR_WEIGHT} if fresh else set())
     tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - wanted
     buffers = {name for name, _ in model.named_non_persistent_buffers()}
     ignored = re.compile("|".join((r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ()))))
     unexpected = {name for name in files.keys() - wanted - tied - buffers if not ignored.search(name)}
     return not unexpected and wanted <= files.keys() and not tied & files.keys()
+
+
+def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
+    """The files of a causal language model without its head, in whose place `model` has another."""
+    own = set(named_tensors(model))
+    return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
+
+
+def _spread(config: PreTrainedConfig) -> float:
+    return float(getattr(config, "initializer_range", None) or 0.02)
 
 
 def _read_slices(tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
@@ -304,21 +338,28 @@ def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
         local.copy_(stored[local_region(tensor)] if tensor.ndim else file.get_tensor(name))
 
 
-def _initialised(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, seed: int) -> PreTrainedModel:
+def _initialised(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, seed: int, head: ModelHead = "tokens"
+) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _from_config(copy.deepcopy(config), dtype, trust_remote_code)
+        return _from_config(copy.deepcopy(config), dtype, trust_remote_code, head)
 
 
 def _through_transformers(
-    files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    files: Mapping[str, Path],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    head: ModelHead = "tokens",
 ) -> PreTrainedModel:
+    scalar = head == "scalar"
     folder = next(iter(files.values())).parent
     try:
         with _no_load_report():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_pretrained(
                 folder,
-                config=copy.deepcopy(config),
+                config=scalar_config(config) if scalar else copy.deepcopy(config),
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -335,6 +376,8 @@ def _through_transformers(
         ("mismatched", "give the config that belongs to the weights"),
     ):
         names = sorted(str(name[0] if isinstance(name, tuple) else name) for name in info[f"{kind}_keys"])
+        if scalar:  # a causal language model has another head
+            names = [name for name in names if name != SCALAR_WEIGHT and not re.fullmatch(OTHER_HEADS, name)]
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = "of another shape" if kind == "mismatched" else kind

@@ -6,17 +6,24 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from padfree.config.choices import ModelHead
+from padfree.model.scalar import scalar_model
 
-def skeleton(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
+
+def skeleton(
+    path: str, *, trust_remote_code: bool = False, setting: str = "model.path", head: ModelHead = "tokens"
+) -> PreTrainedModel:
     """The model of a folder, a Hub id or a config file, on the meta device: shapes and no numbers."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
+            if head == "scalar":
+                return scalar_model(config, torch.float32, trust_remote_code)
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a config may hold anything, and each class finds out in its own way
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split()).removeprefix("model: ").replace("; give", ", give")[:250]
         raise ValueError(
             f"{setting}: the config of {path!r} cannot be used ({reason}); give a folder, a Hub id or a config file"
         ) from error

@@ -106,6 +106,7 @@ def _check_inputs(config: Config, folder: Path) -> None:
         ("model.tokenizer", config.model.tokenizer),
         ("reference.path", config.reference.path),
         ("teacher.path", config.teacher.path),
+        ("critic.path", config.critic.path),
         ("batch.cost", config.batch.cost),
         *(("data.path", path) for path in config.data.path),
     ]

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
-from padfree.config.choices import Init
+from padfree.config.choices import Init, ModelHead
 from padfree.config.functions import is_path
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_folder
@@ -38,6 +38,7 @@ from padfree.losses import load_objective
 from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
 from padfree.model.files import open_model
+from padfree.model.scalar import scalar_head_of
 from padfree.model.structure import skeleton
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
@@ -164,7 +165,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
 
 def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
     """The empty model, and what it, the reference and the teacher can all be given."""
-    model = _checked_model(config, config.model.path, "model.path", config.model.init)
+    model = _checked_model(config, config.model.path, "model.path", config.model.init, config.loss.head)
     limits = Limits.of(model)
     path = config.reference.path
     if path is not None and path != config.model.path:
@@ -181,18 +182,24 @@ def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
                 "teacher with the same vocabulary"
             )
         limits = limits.within(Limits.of(teacher))
+    if config.loss.advantage == "gae":
+        own = config.critic.path is None
+        setting, init = ("model.path", config.model.init) if own else ("critic.path", "weights")
+        critic = _checked_model(config, config.critic.path or config.model.path, setting, init, "scalar")
+        limits = limits.within(Limits.of(critic))
     return model, limits
 
 
-def _checked_model(config: Config, path: str, setting: str, init: Init) -> PreTrainedModel:
+def _checked_model(config: Config, path: str, setting: str, init: Init, head: ModelHead = "tokens") -> PreTrainedModel:
     code = config.model.trust_remote_code
-    model = skeleton(path, trust_remote_code=code, setting=setting)
+    model = skeleton(path, trust_remote_code=code, setting=setting, head=head)
     try:
         if Path(path).exists():
             # which tensors its files hold; of a Hub id they would all be downloaded for it
             init_setting = "model.init" if setting == "model.path" else None
             open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
-        lm_head_of(attach(model, config.model.attention))
+        attach(model, config.model.attention)
+        (scalar_head_of if head == "scalar" else lm_head_of)(model)
     except ValueError as error:
         raise ValueError(_renamed(error, "model", setting)) from None
     return model
@@ -307,6 +314,7 @@ def _check_columns(config: Config, source: TrainingData) -> None:
     if loss.advantage == "given":
         needs["advantages"] = ("loss.advantage: 'given'", "loss.advantage=grpo")
     replaced = {"advantages"} if loss.advantage != "given" else set()
+    replaced |= {"values", "returns"} if loss.advantage == "gae" else set()
     replaced |= {"ref_logprobs"} if reference is not None else set()
     for field in TOKEN_ARRAYS:
         missing = [index for index, sample in enumerate(source.samples) if getattr(sample, field) is None]

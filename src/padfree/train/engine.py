@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
-from padfree.config.loss_settings import DistillSettings
+from padfree.config.loss_settings import DistillSettings, RewardModelSettings, ValueSettings
 from padfree.head.budget import Memory
 from padfree.losses import (
     DPOSettings,
@@ -56,7 +56,7 @@ from padfree.train.scorer import Scorer
 class LossSettings:
     """The loss, and how its tokens are weighed."""
 
-    loss: TokenLossSettings | DPOSettings | DistillSettings
+    loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     max_grad_norm: float | None = 1.0  # None: no clipping
@@ -198,8 +198,9 @@ class Engine:
         step: int = 0,
         after: PendingStep | None = None,
         vote: bool = False,
+        apply: bool = True,
     ) -> PendingStep:
-        """The update itself; its numbers come with `finish`.
+        """The update itself; its numbers come with `finish`. Without `apply` the optimizer does nothing.
 
         `after` is the step before this one, if it is not finished yet. Should it turn out not to be finite, this one
         changes nothing either. `vote`: see `StepReport.votes`.
@@ -213,7 +214,8 @@ class Engine:
         if self.settings.max_grad_norm is not None:
             scale_gradients(self.parameters, (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         set_learning_rate(self.optimizer, lr)
-        step_if(self.optimizer, finite)
+        if apply:
+            step_if(self.optimizer, finite)
         self.optimizer.zero_grad(set_to_none=True)
         marks = None if self.clock is None else self.clock.cut()
         return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
@@ -253,7 +255,7 @@ class Engine:
 
 def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
     """The loss that these settings describe, as an engine of this scorer computes it."""
-    assert not isinstance(settings.loss, DistillSettings), "its row loss is made with a teacher"
+    assert not isinstance(settings.loss, DistillSettings | RewardModelSettings | ValueSettings), "made by its owner"
     if isinstance(settings.loss, DPOSettings):
         return PairRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
     return TokenRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)

@@ -110,6 +110,7 @@ class PairMeasure:
 MEASURES: dict[str, Callable[[Engine], RowMeasure]] = {
     "sft": lambda engine: TokenMeasure(engine.scorer.temperature),
     "dpo": lambda engine: PairMeasure(engine.row_loss),
+    "reward": lambda engine: PairMeasure(engine.row_loss),
     "distill": lambda engine: TokenMeasure(engine.scorer.temperature),
 }
 """What is measured on held-out samples, by command."""

@@ -32,6 +32,7 @@ import torch
 
 from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
+from padfree.checkpoint.manifest import Trained
 from padfree.config import Config
 from padfree.config.choices import LOWER_IS_BETTER, Better
 from padfree.distributed import raise_together
@@ -44,6 +45,7 @@ from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
 from padfree.rollout.queue import KEY as QUEUE
+from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
@@ -103,6 +105,7 @@ class Loop:
         *,
         reference: Reference | None = None,
         teacher: Scorer | None = None,
+        critic: Critic | None = None,
         make_samples: MakeSamples | None = None,
         ahead: BatchesAhead | None = None,
         on_step: OnStep | None = None,
@@ -112,10 +115,10 @@ class Loop:
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
 
-        `teacher` gives the advantages where `loss.advantage` is `teacher`. `ahead` makes the samples in place of
-        `make_samples`, from the same batcher.
+        `teacher` gives the advantages where `loss.advantage` is `teacher`, and `critic` where it is `gae`. `ahead`
+        makes the samples in place of `make_samples`, from the same batcher.
         """
-        self.teacher = teacher
+        self.teacher, self.critic = teacher, critic
         self.make_samples, self.ahead, self.evaluate = make_samples, ahead, evaluate
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
         self.on_note = on_note
@@ -329,7 +332,11 @@ class Loop:
             with times.measure("old_logprobs"):
                 old = self.engine.scorer.logprobs(batch)
         metrics = reward_metrics(batch, end_tokens=self.end_tokens) | dict(self.rollout_metrics())
-        if self.teacher is None:
+        if self.critic is not None:
+            with times.measure("critic"):
+                batch, found = self.critic.judged(batch)
+            metrics |= signal_of(batch, "gae").metrics() | found
+        elif self.teacher is None:
             metrics |= signal_of(batch, self.config.loss.advantage).metrics()
             batch = with_advantages(batch, self.config.loss.advantage)
         else:
@@ -372,12 +379,19 @@ class Loop:
         if batch.done == 0:
             metrics = {**batch.times, **metrics}
         schedule = self.config.schedule
-        lr = self.config.optimizer.lr * learning_rate_factor(
+        factor = learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
+        lr = self.config.optimizer.lr * factor
         begin = time.perf_counter()
+        apply = True
+        if self.critic is not None:
+            settings = self.config.critic
+            own = (settings.lr or self.config.optimizer.lr) * factor
+            metrics |= self.critic.step(batch.samples_of(batch.done)[0], lr=own, step=self.step)
+            apply = self.step >= settings.warmup
         prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
-        self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote)
+        self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote, apply=apply)
         self._look_ahead(batch)
         self.updates.finish(keep=1)
         self.step += 1
@@ -410,8 +424,12 @@ class Loop:
             extra=extra,
             rank_state=random_state(),
             reference=None if self.reference is None else self.reference.saved(),
+            critic=self._trained_critic(),
         )
         self._saved_step = self.step
+
+    def _trained_critic(self) -> Trained | None:
+        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
 
     def _reference_record(self) -> dict[str, Any] | None:
         """Of a reference model with weights of its own, unless they change in the run: then checkpoints hold them."""
@@ -438,14 +456,18 @@ class Loop:
         return changed
 
     def _resume(self, path: Path) -> None:
-        options = [{name: group[name] for name in CHANGEABLE} for group in self.engine.optimizer.param_groups]
+        engines = [self.engine, *([] if self.critic is None else [self.critic.engine])]
+        groups = [group for engine in engines for group in engine.optimizer.param_groups]
+        options = [{name: group[name] for name in CHANGEABLE} for group in groups]
         extra, rank_state = self.checkpointer.load(
             path,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             reference=None if self.reference is None else self.reference.tensors(),
+            critic=self._trained_critic(),
         )
-        for group, own in zip(self.engine.optimizer.param_groups, options, strict=True):
+        groups = [group for engine in engines for group in engine.optimizer.param_groups]
+        for group, own in zip(groups, options, strict=True):
             group.update(own)  # the settings of this start, not those of the checkpoint
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:

@@ -38,6 +38,8 @@ class RowSettings:
     layout: LayoutKind = "balanced"
     method: str = "allgather"
     share_prefixes: SharePrefixes = False
+    ends: bool = False  # what is scored is the end of each sample, not its tokens (`at_ends`)
+    pad_token: int | None = None  # which token is no end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,6 +53,7 @@ class MicroBatch:
     is_filler: bool
     pairs: Tensor | None = None  # [P, 2] (chosen, rejected): places among the samples of the row
     pair_weights: Tensor | None = None  # [P] float64
+    margins: Tensor | None = None  # [P] float64, where samples have them
 
 
 def make_micro_batch(
@@ -75,6 +78,8 @@ def make_micro_batch(
         packed = collate([filler(samples)])
     else:
         packed = collate(chosen, weights=None if weights is None else [weights[i] for i in indices])
+        if settings.ends:
+            packed = at_ends(packed, settings.pad_token)
         if prefixes is not None:
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
     packed = packed.padded_to_multiple(mesh.context.size)
@@ -105,10 +110,13 @@ def make_micro_batch(
             old_row = old_row.index_select(0, local.context.plan.own)
         elif local.context.layout is not None and local.entries is not None:
             old_row = old_row.index_select(0, to_device(local.entries.numbers, mesh.device))
-    pairs = pair_weights = None
+    pairs = pair_weights = margins = None
     if pair_weight is not None:
-        found = torch.from_numpy(preference_pairs([] if is_filler else packed.samples))
+        infos = () if is_filler else packed.samples
+        found = torch.from_numpy(preference_pairs(infos))
         pairs = (found.pin_memory() if on_cuda else found).to(mesh.device, non_blocking=True)
+        wanted = torch.tensor([infos[place].raw_reward or 0.0 for place in found[:, 0].tolist()], dtype=torch.float64)
+        margins = (wanted.pin_memory() if on_cuda else wanted).to(mesh.device, non_blocking=True)
         pair_weights = torch.full((len(found),), pair_weight, dtype=torch.float64, device=mesh.device)
     return MicroBatch(
         packed=packed,
@@ -118,7 +126,24 @@ def make_micro_batch(
         is_filler=is_filler,
         pairs=pairs,
         pair_weights=pair_weights,
+        margins=margins,
     )
+
+
+def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
+    """The same row with a label at the end of each sample and nowhere else: its last token that is no padding token.
+
+    samples   a b c | d e <pad>        labels  - - c | - e -
+
+    It is where transformers reads the score of a text. A sample of nothing else is scored at its first token.
+    """
+    ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
+    places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)
+    starts = offsets[:-1][np.diff(offsets) > 0]
+    ends = np.maximum(np.maximum.reduceat(places, starts), starts)
+    labels = np.full(len(ids), IGNORE, dtype=np.int64)
+    labels[ends] = ids[ends]
+    return replace(packed, labels=torch.from_numpy(labels))
 
 
 def filler(samples: Sequence[Sample]) -> Sample:

@@ -40,7 +40,14 @@ from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
 from padfree.train.settle import settle_on
-from padfree.train.setup import build_engine, build_reference, build_teacher_scorer, export, export_dtype
+from padfree.train.setup import (
+    build_critic,
+    build_engine,
+    build_reference,
+    build_teacher_scorer,
+    export,
+    export_dtype,
+)
 from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher
 from padfree.train.updates import OnStep
 
@@ -91,7 +98,7 @@ def _train(
         for line in (*decided.notes, *settled.lines()):
             on_note(line)
     imports.wait()
-    engine = build_engine(config, mesh)
+    engine = build_engine(config, mesh, tokenizer)
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
@@ -112,6 +119,7 @@ def _train(
             batcher,
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
+            critic=build_critic(config, mesh),
             make_samples=sampling,
             ahead=ahead,
             on_step=on_step,
@@ -155,7 +163,7 @@ def evaluate(
         if on_note is not None:
             for line in settled.lines():
                 on_note(line)
-        engine = build_engine(settled.config, mesh)
+        engine = build_engine(settled.config, mesh, decided.tokenizer)
         writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source.samples)
         with nullcontext() if writer is None else closing(writer):
             reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))

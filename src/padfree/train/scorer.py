@@ -10,7 +10,7 @@ Entry j of a sample's array belongs to its token j; it is 0 where token j is not
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -36,6 +36,9 @@ from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
 from padfree.warning import PadfreeWarning
 
+RowScores = Callable[[PreTrainedModel, MicroBatch], Tensor]
+"""[T/cp] numbers of this rank's tokens, exactly 0 where there is no label; or [e] of its entries."""
+
 
 class Scorer:
     """A parallelized model, and how rows are made for it."""
@@ -51,13 +54,16 @@ class Scorer:
         overlong: PackOverlong = "error",
         cost: CostModel | None = None,
     ) -> None:
-        lm_head_of(model)  # refused here rather than in the first step
+        self._check_head(model)  # refused here rather than in the first step
         self.model, self.mesh, self.temperature = model, mesh, temperature
         self.rows = rows or RowSettings()
         self.max_tokens, self.overlong = max_tokens, overlong
         self.cost = cost or CostModel.from_config(model.config)
         self.unshared_reason, self._said_unshared = sharing_obstacle(model), False
         self._check_sharing()
+
+    def _check_head(self, model: PreTrainedModel) -> None:
+        lm_head_of(model)
 
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
         """Which sample runs where. A row may hold `max_tokens` for each of its context ranks.
@@ -103,7 +109,10 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
-        scores = partial(self._scores, self.temperature if temperature is None else temperature)
+        return self._of_tokens(samples, partial(self._scores, self.temperature if temperature is None else temperature))
+
+    def _of_tokens(self, samples: Sequence[Sample], scores: RowScores) -> list[NDArray[np.float32]]:
+        """[n] for each sample, on every rank, of what `scores` gives for the entries of a row."""
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])

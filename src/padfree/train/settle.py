@@ -113,7 +113,7 @@ def settle_on(config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: in
     dist.all_reduce(memory, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     return settle(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code),
+        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
         processes=mesh.loss.size,
         device_type=mesh.device.type,
         memory=float(memory),

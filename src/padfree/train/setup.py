@@ -2,6 +2,7 @@
 
 Config -> build_engine      model, optimizer, loss, and what scores with them
        -> build_reference   the model that the KL term compares with
+       -> build_critic      the value model that is trained beside the policy
        -> export            the trained model as a folder, in the form that is asked for
 """
 
@@ -14,19 +15,23 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config
-from padfree.config.choices import Init
-from padfree.config.loss_settings import DistillSettings
+from padfree.config.choices import Init, ModelHead
+from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh
 from padfree.estimate.cost_file import read_cost
 from padfree.model.export import export_adapters, export_model
 from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
+from padfree.model.scalar import use_pad_token
+from padfree.train.critic import Critic
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
+from padfree.train.row_loss import RowLoss
+from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 from padfree.train.settle import settle_on
 
@@ -47,8 +52,11 @@ def check_placement(config: Config, device_type: str) -> None:
         )
 
 
-def build_engine(config: Config, mesh: Mesh) -> Engine:
-    """The model with its weights, parallelized, and everything a step needs."""
+def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
+    """The model with its weights, parallelized, and everything a step needs.
+
+    The config of a reward model learns from the tokenizer which token is padding.
+    """
     check_placement(config, mesh.device.type)
     config = settle_on(config, mesh).config
     model = _load(
@@ -60,7 +68,10 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         reshard=config.parallel.reshard,
         lora=config.lora,
         init=config.model.init,
+        head=config.loss.head,
     )
+    if config.loss.head == "scalar":
+        use_pad_token(model, tokenizer)
     optimizer = make_optimizer(
         model,
         lr=config.optimizer.lr,
@@ -75,7 +86,9 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
     )
-    row_loss = None
+    row_loss: RowLoss | None = None
+    if isinstance(settings.loss, RewardModelSettings):
+        row_loss = RewardRowLoss(settings.loss, mesh)
     if isinstance(settings.loss, DistillSettings):
         row_loss = DistillationRowLoss(
             settings.loss,
@@ -83,7 +96,54 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
             temperature=config.loss.temperature,
             memory=config.parallel.head_bytes,
         )
-    return Engine(_scorer(config, mesh, model), optimizer, settings, row_loss)
+    return Engine(_scorer(config, mesh, model, config.loss.head), optimizer, settings, row_loss)
+
+
+def build_critic(config: Config, mesh: Mesh) -> Critic | None:
+    """The value model of `loss.advantage` "gae", trained beside the policy; None for any other."""
+    if config.loss.advantage != "gae":
+        return None
+    config = settle_on(config, mesh).config
+    try:
+        model = _load(
+            config,
+            mesh,
+            config.critic.path or config.model.path,
+            offload=config.parallel.offload,
+            checkpointing=config.parallel.checkpointing,
+            reshard=config.parallel.reshard,
+            init=config.model.init if config.critic.path is None else "weights",
+            head="scalar",
+            spread=0.0,  # a new head knows nothing: it expects 0 of everything
+        )
+    except ValueError as error:  # the same line on every rank
+        raise ValueError(str(error).replace("model: ", "critic.path: ", 1)) from None
+    chosen = config.optimizer
+    optimizer = make_optimizer(
+        model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
+    )
+    settings = LossSettings(
+        loss=config.critic.value_settings(),
+        weights=config.loss.weights,
+        constant=config.loss.constant,
+        max_grad_norm=config.critic.max_grad_norm,
+    )
+    engine = Engine(
+        _scorer(config, mesh, model, head="scalar"), optimizer, settings, ValueRowLoss(config.critic.value_settings())
+    )
+    return Critic(engine, config.critic)
+
+
+def build_reward_model(config: Config, mesh: Mesh, path: str, setting: str) -> ScalarScorer:
+    """A reward model that judges responses: frozen, sharded like the trained one, with the tokenizer of its folder."""
+    config = settle_on(config, mesh).config
+    try:
+        model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
+    except ValueError as error:  # the same line on every rank
+        raise ValueError(str(error).replace("model: ", f"{setting}: ", 1)) from None
+    scorer = _scorer(config, mesh, model, head="scalar")
+    assert isinstance(scorer, ScalarScorer)
+    return scorer
 
 
 def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
@@ -154,7 +214,15 @@ def _place(path: str) -> str:
 
 
 def _load(
-    config: Config, mesh: Mesh, path: str, *, offload: bool, init: Init = "weights", **changes: Any
+    config: Config,
+    mesh: Mesh,
+    path: str,
+    *,
+    offload: bool,
+    init: Init = "weights",
+    head: ModelHead = "tokens",
+    spread: float | None = None,
+    **changes: Any,
 ) -> PreTrainedModel:
     steps = transformations(
         mesh,
@@ -173,11 +241,14 @@ def _load(
         init=init,
         seed=config.run.seed,
         trust_remote_code=config.model.trust_remote_code,
+        head=head,
+        spread=spread,
     )
 
 
-def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel) -> Scorer:
-    return Scorer(
+def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel, head: ModelHead = "tokens") -> Scorer:
+    ends = config.loss.head == "scalar"
+    return (ScalarScorer if head == "scalar" else Scorer)(
         model,
         mesh,
         max_tokens=config.batch.max_tokens,
@@ -185,6 +256,8 @@ def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel) -> Scorer:
             layout=config.parallel.layout,
             method=config.parallel.method,
             share_prefixes=config.batch.share_prefixes,
+            ends=ends,
+            pad_token=model.config.pad_token_id if ends else None,
         ),
         temperature=config.loss.temperature,
         overlong=config.batch.overlong,

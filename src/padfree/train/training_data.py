@@ -47,7 +47,7 @@ class TrainingData:
     place: Callable[[int], str]  # the file and line of a sample
 
 
-UNGROUPED = ("reinforce++", "teacher", "given")
+UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 """Advantages that do not compare samples of a group."""
 
 
@@ -134,7 +134,8 @@ def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, impor
 
 def _read_pairs(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
     settings = SFTDataSettings(**text_settings(config.data))
-    found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress)
+    margins = config.loss.command == "reward"
+    found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=margins)
     return TrainingData(samples=found, report=found.report, place=found.place)
 
 
@@ -146,7 +147,13 @@ def _read_distill(config: Config, tokenizer: Any, **options: Any) -> TrainingDat
     return (_read_sft if config.rollout.reward is None else _read_rl)(config, tokenizer, **options)
 
 
-READERS: dict[str, Reader] = {"sft": _read_sft, "distill": _read_distill, "rl": _read_rl, "dpo": _read_pairs}
+READERS: dict[str, Reader] = {
+    "sft": _read_sft,
+    "distill": _read_distill,
+    "rl": _read_rl,
+    "dpo": _read_pairs,
+    "reward": _read_pairs,
+}
 """What reads the data of each command: (config, tokenizer, progress=, import_reward=) -> TrainingData."""
 
 
@@ -232,7 +239,7 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
-GROUP_SIZES = {"sft": 1, "dpo": 2, "distill": 1}
+GROUP_SIZES = {"sft": 1, "dpo": 2, "reward": 2, "distill": 1}
 """How many neighbouring samples of the data are one group, by command."""
 
 

@@ -67,11 +67,22 @@ class Updates:
         return bool(self._begun)
 
     def begin(
-        self, prepared: PreparedStep, *, step: int, lr: float, metrics: Mapping[str, Any], begin: float, vote: bool
+        self,
+        prepared: PreparedStep,
+        *,
+        step: int,
+        lr: float,
+        metrics: Mapping[str, Any],
+        begin: float,
+        vote: bool,
+        apply: bool = True,
     ) -> None:
-        """Begin an update. `metrics` are written beside its own; `begin` is when the host's work on it began."""
+        """Begin an update. `metrics` are written beside its own; `begin` is when the host's work on it began.
+
+        Without `apply` its numbers are found and no weight is changed.
+        """
         after = self._begun[-1].pending if self._begun else None
-        pending = self._engine.begin(prepared, lr=lr, step=step, after=after, vote=vote)
+        pending = self._engine.begin(prepared, lr=lr, step=step, after=after, vote=vote, apply=apply)
         self._begun.append(_Begun(pending=pending, step=step, lr=lr, metrics=metrics, begin=begin))
 
     def finish(self, *, keep: int = 0) -> None:

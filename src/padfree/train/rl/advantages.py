@@ -5,7 +5,8 @@
 
 `grpo`, `dr_grpo` (without the standard deviation) and `rloo` compare a sample with its group; `reinforce++` takes the
 reward as the return of every scored token, `reinforce++_baseline` less the group's mean, both whitened over all scored
-tokens of the rollout batch; `given` keeps what the samples have; `teacher` (`teacher_advantages`) asks another model.
+tokens of the rollout batch; `given` keeps what the samples have; `teacher` (`teacher_advantages`) and `gae`
+(`padfree.train.critic`) ask another model.
 Entry j of an array belongs to token j.
 
 A group with nothing to compare (b above: one reward; or a single sample) has no signal: its advantages are 0 and it
@@ -36,7 +37,7 @@ from padfree.losses import (
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
     """The same samples with advantages [n] each. Groups must be whole in `samples`."""
-    assert kind != "teacher", "see teacher_advantages"
+    assert kind not in ("teacher", "gae"), "see teacher_advantages, and padfree.train.critic"
     if kind == "given":
         for sample in samples:
             _given(sample)
@@ -99,7 +100,7 @@ class Signal:
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
     """Of samples in whole groups. `reinforce++` compares all samples with each other: one group."""
-    if kind in ("given", "teacher"):
+    if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
         return Signal(groups=len(samples), alone=0, equal=flat)
     rewards = [_reward(sample, kind) for sample in samples]
@@ -114,7 +115,7 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
     """Refuse the rollouts of `path` if no group has a signal; a line to say if some have none."""
-    if kind == "teacher":  # what it will say is not known yet
+    if kind in ("teacher", "gae"):  # what they will say is not known yet
         return None
     signal = signal_of(samples, kind)
     if not signal.without:

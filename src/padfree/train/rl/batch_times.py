@@ -15,7 +15,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-PARTS = ("sampling", "rewards", "old_logprobs", "reference", "teacher", "update", "weight_exchange", "waiting")
+PARTS = (
+    "sampling",
+    "rewards",
+    "old_logprobs",
+    "reference",
+    "teacher",
+    "critic",
+    "update",
+    "weight_exchange",
+    "waiting",
+)
 
 
 class BatchTimes:

@@ -1,0 +1,94 @@
+"""Models with a scalar head: one number for each hidden state, in the place of the logits of a vocabulary.
+
+    hidden [n, D]  ->  score.weight [1, D]  ->  [n]
+    reward model   the number at the last token of a conversation
+    critic         the number at every position: what the response is expected to earn from there on
+
+They are transformers' own `...ForSequenceClassification` with one label, so that an exported folder is loaded by
+`AutoModelForSequenceClassification`. Weights may come from a causal language model, whose head is left out and whose
+place the new one takes, or from a folder that has such a head already.
+
+transformers scores a text at its last token that is no padding token (`config.pad_token_id`); so does padfree.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from padfree.model.outputs import base_of
+
+HEAD = "score"
+WEIGHT = f"{HEAD}.weight"
+
+_PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
+"""Models whose head was found right: it is asked for in every micro-batch, and looked at once."""
+
+
+def scalar_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same architecture with one label."""
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    return config
+
+
+def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of this config with a scalar head."""
+    known = type(config) in AutoModelForSequenceClassification._model_mapping
+    if not known and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
+        raise ValueError(
+            f"model: transformers has no {config.model_type!r} with a scalar head (AutoModelForSequenceClassification);"
+            " give a model of another architecture"
+        )
+    model = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+        scalar_config(config), dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    assert isinstance(model, PreTrainedModel)
+    scalar_head_of(model)
+    return model
+
+
+def scalar_head_of(model: PreTrainedModel) -> Tensor:
+    """[1, D] the weight of the head as it is at this moment; refused where the head is more than that."""
+    head, base = getattr(model, HEAD, None), base_of(model)
+    if model in _PLAIN_HEADS:
+        assert isinstance(head, nn.Linear)
+        return head.weight
+    below = {id(parameter) for parameter in base.parameters()}
+    own = [name for name, parameter in model.named_parameters() if id(parameter) not in below]
+    if base is model or not isinstance(head, nn.Linear) or own != [WEIGHT] or len(head.weight) != 1:
+        raise ValueError(
+            f"model: {type(model).__name__} has no scalar head that is one matrix ({WEIGHT} [1, D]); give a causal "
+            "language model, or a reward model with one label"
+        )
+    _PLAIN_HEADS.add(model)
+    return head.weight
+
+
+def scalar_scores(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[n, D] hidden states -> [n] float32, or float64 of those."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return linear(hidden.to(wide), weight.to(wide))[:, 0]
+
+
+def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
+    """What a new head begins with, on the CPU: normal numbers with this standard deviation, the same on any ranks."""
+    number = int.from_bytes(hashlib.sha256(f"{seed} {WEIGHT}".encode()).digest()[:7], "big")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * spread
+
+
+def use_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Let the config say which token is none of a text: the tokenizer's, or the one that ends a text."""
+    if tokenizer is None:
+        return
+    own = tokenizer.pad_token_id
+    if own is None:
+        own = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.eos_token_id
+    model.config.pad_token_id = own

@@ -1,0 +1,99 @@
+"""PPO's critic: a value model that is trained beside the policy, and the advantages that follow from it.
+
+    rollout batch    values V [n] of every response token       before the first update, by the critic as it is then
+                     GAE                advantages, returns [n]  the reward stands on the last scored token
+    every update     critic   ½ (v - return)², clipped around V  its own optimizer, `critic.lr`
+                     policy   as with any other advantage        not in the first `critic.warmup` updates
+
+Values, returns and advantages belong to the samples, so that every update with a batch, in whatever rows and on
+whatever ranks, and after a resume, uses the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from padfree.batch import Sample
+from padfree.config import CriticConfig
+from padfree.losses import gae, token_rewards, whiten
+from padfree.train.engine import Engine, NonFiniteError
+from padfree.train.scalar import ScalarScorer
+
+
+class Critic:
+    """A value model with its optimizer (`engine`), and how advantages are made of what it says."""
+
+    def __init__(self, engine: Engine, settings: CriticConfig) -> None:
+        assert isinstance(engine.scorer, ScalarScorer)
+        self.engine, self.settings = engine, settings
+        self._scorer = engine.scorer
+
+    def judged(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+        """The same samples with values, advantages and returns, and metrics of the values. Every rank calls it."""
+        values = self._scorer.values(samples)
+        found = with_gae(samples, values, self.settings)
+        return found, {"critic/explained_variance": explained_variance(found)}
+
+    def step(self, samples: Sequence[Sample], *, lr: float, step: int) -> dict[str, float]:
+        """One update of the critic towards the returns of these samples; its metrics."""
+        try:
+            report = self.engine.step(samples, lr=lr, step=step)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"critic: {error}", error.samples) from None
+        means = report.statistics
+        found = {
+            "critic/loss": report.loss,
+            "critic/gradient_norm": report.gradient_norm,
+            "critic/lr": lr,
+            "critic/value": means["value"],
+            "critic/return": means["return"],
+            "critic/error": means["value_error"],
+        }
+        if "value_clip_fraction" in means:
+            found["critic/clip_fraction"] = means["value_clip_fraction"]
+        return found
+
+
+def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
+    """The same samples with these values [n] each, and advantages and returns of their tokens.
+
+    The reward of a sample stands on its last scored token. Returns are advantages and values together, before the
+    advantages are whitened.
+    """
+    for sample in samples:
+        if sample.reward is None or not np.isfinite(sample.reward):
+            raise ValueError(f"reward: {sample.reward} in sample {sample.uid!r}; loss.advantage 'gae' needs a number")
+    lengths = [len(sample) for sample in samples]
+    index = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
+    mask = torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    given = torch.from_numpy(np.concatenate(values)).double()
+    longest = max(lengths)
+    earned = token_rewards(rewards, mask, index, max_length=longest)
+    advantages, returns = gae(earned, given, mask, index, gamma=settings.gamma, lam=settings.lam, max_length=longest)
+    if settings.whiten:
+        advantages = whiten(advantages, mask)
+    pieces = [torch.split(array.float(), lengths) for array in (advantages, returns)]
+    return [
+        replace(sample, values=own, advantages=advantage.numpy(), returns=expected.numpy())
+        for sample, own, advantage, expected in zip(samples, values, *pieces, strict=True)
+    ]
+
+
+def explained_variance(samples: Sequence[Sample]) -> float:
+    """Of the returns by the values, over all scored tokens: 1 is a perfect critic, 0 one that says always the same."""
+    scored = [sample.scored for sample in samples]
+    values, returns = (
+        np.concatenate([getattr(sample, name)[mask] for sample, mask in zip(samples, scored, strict=True)]).astype(
+            np.float64
+        )
+        for name in ("values", "returns")
+    )
+    variance = float(returns.var()) if len(returns) else 0.0
+    return 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0

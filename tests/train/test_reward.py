@@ -1,0 +1,264 @@
+"""`padfree reward`: against TRL and plain transformers code, on any layout, killed and resumed, evaluated, exported."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from padfree.batch import Sample
+from padfree.check.padded import padded_rows
+from padfree.cli.main import main
+from padfree.config import Config, config_from_dict
+from padfree.data import load_pairs
+from padfree.distributed import Mesh, make_mesh
+from padfree.losses import RewardModelSettings, reward_model_loss
+from padfree.model.load import load_model
+from padfree.packing import collate
+from padfree.train.loop import Loop
+from padfree.train.microbatch import at_ends
+from padfree.train.run import evaluate, train
+from padfree.train.scalar import ScalarScorer
+from padfree.train.setup import build_engine
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.train.cases import alone
+from tests.train.loop_cases import lines
+
+MARGIN = 0.25
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield alone()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("reward")
+    save_with_tokenizer(found / "model")
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{b}+{a}={a}" if a % 2 else "9", "margin": b / 4}
+        for a in range(4)
+        for b in range(4)
+    ]
+    del rows[0]["margin"]
+    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:12]))
+    (found / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[12:]))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
+
+
+def make_config(folder: Path, place: Path, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": [str(folder / "pairs.jsonl")], "epochs": None},
+        "loss": {"kind": "reward", "reward": {"margin": MARGIN}},
+        "batch": {"samples": 8, "max_tokens": 32, "share_prefixes": True},
+        "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "run": {"folder": str(place), "steps": 4, "device": "cpu"},
+    }
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes}
+    return config_from_dict(values)
+
+
+def make_loop(config: Config, mesh: Mesh) -> Loop:
+    tokenizer = load_tokenizer(config)
+    samples = load_training_data(config, tokenizer).samples
+    return Loop(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
+
+
+def score(model: Any, sample: Sample) -> torch.Tensor:
+    """Plain transformers code."""
+    tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64))
+    found: torch.Tensor = model(input_ids=tokens[None]).logits[0, 0]
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "each prompt twice"])
+def test_gradients_are_those_of_one_pair_at_a_time(shared: bool, mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    config = make_config(folder, tmp_path / "run", batch={"share_prefixes": shared})
+    loop = make_loop(config, mesh)
+    batch = loop._next_batch()
+    assert batch is not None
+    engine = loop.engine
+    prepared = engine.prepare(batch.samples)
+    assert len(prepared.rows) > 1, "pairs are divided over several rows"
+    assert (prepared.plan.prefixes is not None) == shared
+    loss = float(engine.gradients(prepared).loss)
+    plain = AutoModelForSequenceClassification.from_config(
+        copy.deepcopy(engine.model.config), attn_implementation="eager"
+    )
+    plain.load_state_dict(engine.model.state_dict())
+    total = 0.0
+    for first in range(0, len(batch.samples), 2):
+        chosen, rejected = batch.samples[first : first + 2]
+        margin = MARGIN + float(chosen.raw_reward)
+        pair = -logsigmoid(score(plain, chosen) - score(plain, rejected) - margin) * 2 / len(batch.samples)
+        pair.backward()
+        total += float(pair.detach())
+    assert max(float(sample.raw_reward) for sample in batch.samples[::2]) > 0, "rows have margins"
+    assert loss == pytest.approx(total, rel=1e-5)
+    expected = {name: weight.grad for name, weight in plain.named_parameters()}
+    for name, weight in engine.model.named_parameters():
+        assert weight.grad is not None
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(weight.grad, expected[name], rtol=1e-5, atol=max(1e-5 * scale, 1e-7))
+
+
+def on_ranks(rank: int, world: int, runs: list[tuple[int, Config]]) -> None:
+    for context, config in runs:
+        make_loop(config, make_mesh("cpu", context=context)).run()
+
+
+def test_metrics_do_not_depend_on_the_layout(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    make_loop(make_config(folder, tmp_path / "1"), mesh).run()
+    two = [(context, make_config(folder, tmp_path / f"2 of {context}")) for context in (1, 2)]
+    run_ranks(2, on_ranks, two)
+    run_ranks(4, on_ranks, [(2, make_config(folder, tmp_path / "4 of 2"))])
+    expected = lines(tmp_path / "1")
+    assert expected[3]["loss"] < expected[0]["loss"]
+    for name in ("2 of 1", "2 of 2", "4 of 2"):
+        for line, other in zip(lines(tmp_path / name), expected, strict=True):
+            assert line == pytest.approx(other, rel=1e-5, abs=1e-5), name
+
+
+def test_an_exported_model_gives_transformers_the_same_scores(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    """Also where texts end with the padding token, and in padded batches; evaluation, the best one, and going on."""
+    held_out = {"path": [str(folder / "test.jsonl")], "every": 2}
+    train(make_config(folder, tmp_path / "run", eval=held_out, checkpoint={"best": "eval/accuracy"}))
+    found = [json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [0, 2, 4]
+    assert set(found[-1]) >= {"eval/loss", "eval/accuracy", "eval/margin"}
+    exported = tmp_path / "run" / "model"
+    model: Any = AutoModelForSequenceClassification.from_pretrained(exported).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert model.config.num_labels == 1
+    assert model.config.pad_token_id == tokenizer.eos_token_id, "the tokenizer has no other padding token"
+    samples = list(load_pairs(folder / "test.jsonl", tokenizer, margins=True))
+    assert all(sample.tokens[-1] == tokenizer.eos_token_id for sample in samples)
+    packed = ScalarScorer(load_model(exported, head="scalar", shard=attached), mesh, max_tokens=1024).rewards(samples)
+    with torch.no_grad():
+        single = torch.stack([score(model, sample) for sample in samples])
+        rows = padded_rows(samples)
+        ids = torch.where(rows.attention_mask.bool(), rows.input_ids, tokenizer.eos_token_id)
+        together = model(input_ids=ids, attention_mask=rows.attention_mask).logits[:, 0]
+    torch.testing.assert_close(torch.from_numpy(packed), single, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together, single, rtol=1e-4, atol=1e-5)
+    pairs = [float(chosen.raw_reward) + MARGIN for chosen in samples[::2]]
+    expected = -logsigmoid(single[::2] - single[1::2] - torch.tensor(pairs)).mean()
+    assert found[-1]["eval/loss"] == pytest.approx(float(expected), rel=1e-5)
+    again = evaluate(make_config(folder, tmp_path / "no run", model={"path": str(exported)}, eval=held_out))
+    assert again["eval/loss"] == pytest.approx(found[-1]["eval/loss"], rel=1e-6)
+
+
+def attached(model: Any) -> None:
+    from padfree.model import attach
+
+    attach(model)
+
+
+def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
+    """TRL's own method on the same scores and margins."""
+    trainer = pytest.importorskip("trl.trainer.reward_trainer", reason="TRL is not installed", exc_type=ImportError)
+    rng = np.random.default_rng(0)
+    theirs = torch.from_numpy(rng.normal(size=6)).requires_grad_()  # three chosen ones, then three rejected
+    margins = torch.tensor([0.0, 0.5, 1.25], dtype=torch.float64)
+    own: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(center_rewards_coefficient=None),
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"attention_mask": torch.ones(6, 4), "margin": margins}
+    expected = trainer.RewardTrainer.compute_loss(own, lambda **_: SimpleNamespace(logits=theirs[:, None]), inputs)
+    expected.backward()
+    order = [0, 3, 1, 4, 2, 5]  # on a row a pair lies side by side, each sample having two tokens
+    ends = torch.tensor([False, True] * 6)
+    ours = torch.zeros(12, dtype=torch.float64)
+    ours[1::2] = theirs.detach()[order]
+    ours.requires_grad_()
+    output = reward_model_loss(
+        ours,
+        ends,
+        torch.arange(6).repeat_interleave(2),
+        6,
+        RewardModelSettings(),
+        torch.arange(6).view(3, 2),
+        torch.full((3,), 1 / 3, dtype=torch.float64),
+        margins=margins,
+    )
+    output.loss.backward()
+    assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    torch.testing.assert_close(ours.grad[1::2], theirs.grad[order], rtol=1e-12, atol=0.0)
+    metrics = own._metrics["train"]
+    statistics = {name: float(total / count) for name, (total, count) in output.statistics.items()}
+    assert statistics["accuracy"] == pytest.approx(metrics["accuracy"][0])
+    assert statistics["margin"] == pytest.approx(metrics["margin"][0])
+
+
+def test_ends_are_the_last_tokens_that_are_no_padding() -> None:
+    samples = [Sample(tokens=np.array(tokens)) for tokens in ([3, 4, 5], [0, 6, 0, 0], [0, 0], [7])]
+    packed = collate(samples)
+    found = at_ends(packed, 0).labels
+    assert found.tolist() == [-100, -100, 5, -100, 6, -100, -100, 0, -100, 7]
+    assert at_ends(packed, None).labels.tolist() == [-100, -100, 5, -100, -100, -100, 0, -100, 0, 7]
+
+
+def test_resume_is_bitwise(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    whole = make_loop(make_config(folder, tmp_path / "whole"), mesh)
+    whole.run()
+    for steps in (1, 3, 4):
+        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}), mesh)
+        part.run()
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    for name, weight in whole.engine.model.state_dict().items():
+        assert torch.equal(weight, part.engine.model.state_dict()[name]), name
+
+
+def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(Path(__file__).parents[2] / "recipes" / "reward.toml")
+    small = [f"model.path={folder / 'model'}", f"data.path={folder / 'pairs.jsonl'}", "model.dtype=float32"]
+    small += ["batch.samples=8", "batch.max_tokens=64", "run.device=cpu", f"run.folder={tmp_path / 'run'}"]
+    assert main(["reward", recipe, *small, "--dry-run"]) == 0
+    assert "first step: 8 samples" in capsys.readouterr().out
+    assert main(["plan", recipe, *small]) == 0
+    assert "24 samples" in capsys.readouterr().out
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1", "chosen": "2", "rejected": "3", "margin": "much"}\n')
+    for changes, message in (
+        (["batch.samples=7"], "batch.samples: 7; give an even number"),
+        (["reference.path=m"], "reference.path: 'm'; leave it out"),
+        (["lora.rank=4"], "lora.rank: 4; set lora.rank=0"),
+        (["loss.temperature=2"], "loss.temperature: 2.0; leave it out"),
+        (["loss.reward.margin=-1"], "loss.reward.margin: -1.0; give 0 or more"),
+        ([f"data.path={bad}"], "margin is 'much'; expected a finite number"),
+        (["batch.max_tokens=8"], "in its two answers"),
+        (["loss.kind=dpo", "loss.reward.margin=0"], "use padfree dpo for it"),
+    ):
+        assert main(["reward", recipe, *small, *changes, "--dry-run"]) == 1
+        error = capsys.readouterr().err
+        assert message in error, error
+        assert error.count("\n") == 1
