@@ -32,6 +32,14 @@ def is_path(name: str) -> bool:
     return PATH.fullmatch(name) is not None
 
 
+MODEL = "model:"
+
+
+def model_of(reward: str | None) -> str | None:
+    """The folder or Hub id that a reward names as `model:folder`; None: it is a function."""
+    return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
     """A setting whose value may be a user's function."""

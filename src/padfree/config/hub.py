@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from padfree.config.functions import model_of
 from padfree.config.sections import Config
 
 SECONDS = 10.0
@@ -37,6 +38,9 @@ def check_names(config: Config) -> None:
         check_name(config.teacher.path, "teacher.path")
     if config.critic.path is not None:
         check_name(config.critic.path, "critic.path")
+    judge = model_of(config.rollout.reward)
+    if judge is not None:
+        check_name(judge, "rollout.reward")
     for part, names in (("data", config.data.path), ("eval.path", config.eval.path)):
         for name in names:
             if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():

@@ -29,7 +29,7 @@ from padfree.config.choices import (
     SharePrefixes,
     WeightTransfer,
 )
-from padfree.config.functions import is_path
+from padfree.config.functions import is_path, model_of
 from padfree.config.loss import LossConfig
 from padfree.config.models import (
     CriticConfig,
@@ -484,6 +484,12 @@ class Config:
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
         vllm = self.rollout.engine == "vllm"
         need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
+        judged = model_of(reward) is not None
+        need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
+        cure = "set rollout.staleness=0, the reward model is asked by all processes together"
+        need(not judged or self.rollout.staleness == 0, "rollout.staleness", self.rollout.staleness, cure)
+        cure = "leave it out: rollout.reward, if that is a model, judges held-out responses, too"
+        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, cure)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
         need(known, "reference.path", None, cure)

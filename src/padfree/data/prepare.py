@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from padfree.data.chat import chat_renderer, check_messages, prompt_messages
 from padfree.data.dataset import PairDataset, TokenizedDataset
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, Fields, Schema, check_mapping, resolve
-from padfree.data.records import LARGEST, RowError, SkippedRow, bad_row, items, shown, string
+from padfree.data.records import LARGEST, RowError, SkippedRow, attempt, bad_row, items, shown, string
 from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package, record_of
 from padfree.data.store import (
@@ -179,6 +179,15 @@ class PairTokenizer(RowTokenizer):
             raise RowError(f"{column}[{len(follow) - 1}].role is not 'assistant'; expected the answer to end with it")
         tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
         return Passage.of_spans(*self._chat.trained_spans([*prompt, *follow], tools, "last"))
+
+    def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
+        """Prompts, texts or messages, each with an answer to it, as `__call__` makes samples of those of pairs."""
+        fields = Fields(kind="preference", columns={name: name for name in PAIR_SCHEMA.known})
+        passages = [
+            attempt(self._answered, {"prompt": prompt, "chosen": answer}, fields, "chosen") for prompt, answer in rows
+        ]
+        encoded = iter(self._encoder.encode([one for one in passages if isinstance(one, Passage)]))
+        return [next(encoded) if isinstance(one, Passage) else one for one in passages]
 
 
 class RewardTokenizer(PairTokenizer):

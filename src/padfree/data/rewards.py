@@ -8,7 +8,8 @@ A reward function takes the response and the row that its prompt came from, with
     def length_penalty(response: str, row: Mapping[str, Any]) -> float: ...
 
 It is code of its own, so what it raises or returns is checked, and the error names the sample.
-`padfree.config.functions` finds it. `check_reward_name` says what is wrong with a name without importing anything.
+`padfree.config.functions` finds it. `model:folder` is a reward model, which judges whole batches
+(`padfree.train.rl.reward_model`). `check_reward_name` says what is wrong with a name without importing anything.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config.functions import UserFunction, is_path
+from padfree.config.functions import UserFunction, is_path, model_of
 from padfree.config.rules import shown_error
 from padfree.data.records import LARGEST, shown
 
@@ -104,14 +105,15 @@ class Reward:
 
 def check_reward_name(name: str) -> None:
     """Refuse a name that cannot be a reward's. Nothing is imported: no code but padfree's own runs."""
-    if name in BUILT_IN:
+    if name in BUILT_IN or model_of(name):
         return
     if not is_path(name):
-        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function'")
+        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, 'module:function', or 'model:folder'")
     USER_REWARD.check(name)
 
 
 def load_reward(name: str) -> Reward:
     """A built-in reward, or `module:function` from the installed packages or the current folder, which is imported."""
     check_reward_name(name)
+    assert model_of(name) is None, "a model is no function: padfree.train.rl.reward_model"
     return Reward(name, BUILT_IN[name] if name in BUILT_IN else USER_REWARD.load(name))

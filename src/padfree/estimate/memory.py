@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.config import Config
+from padfree.config.functions import model_of
 from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
@@ -104,6 +105,10 @@ def estimate_memory(
     if config.teacher.path is not None:
         code = config.model.trust_remote_code
         other = skeleton(config.teacher.path, trust_remote_code=code, setting="teacher.path")
+        reference += _counts(other, shards).all * (size if sharded else FLOAT32)
+    if (judge := model_of(config.rollout.reward)) is not None:
+        code = config.model.trust_remote_code
+        other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar")
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     critic = 0
     if config.loss.advantage == "gae":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ NUM_SHOWN = 4
 """How many groups of a batch show their first response in the file of examples."""
 
 
+Judge = Callable[[Sequence[tuple[Prompt, str]]], list[float]]
+"""Rewards of this rank's responses: prompts and texts to numbers. A collective of all ranks."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
     """A response, and what it earned. Travels between ranks."""
@@ -56,12 +60,19 @@ class RolloutWriter:
     """Prompts to rewarded samples, by a sampler."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, sampler: Sampler, tokenizer: Any, prompts: Sequence[Prompt] = ()
+        self,
+        config: Config,
+        mesh: Mesh,
+        sampler: Sampler,
+        tokenizer: Any,
+        prompts: Sequence[Prompt] = (),
+        judge: Judge | None = None,
     ) -> None:
-        """`prompts` are all of the run, for `rollout.filter` to take others from."""
+        """`prompts` are all of the run, for `rollout.filter` to take others from. `judge` is a model as the reward."""
         assert config.rollout.reward is not None
         self.config, self.mesh, self.sampler, self.tokenizer = config, mesh, sampler, tokenizer
-        self.reward = load_reward(config.rollout.reward)
+        self.judge = judge
+        self.reward = load_reward(config.rollout.reward) if judge is None else None
         self.timings: dict[str, float] = {}  # seconds of the last batch besides sampling, by what they were spent on
         self._spare = SparePrompts(prompts, config.run.seed)
         self._batch_metrics: dict[str, float] = {}
@@ -114,8 +125,7 @@ class RolloutWriter:
         written: list[Written] = []
         error = None
         try:
-            for number, response in zip(own, responses, strict=True):
-                written.append(self._rewarded(number, response, prompts[number], reward))
+            written = self._all_rewarded(own, responses, prompts, reward)
         except ValueError as caught:
             error = str(caught)
         found = self._gathered(written, error)
@@ -168,18 +178,34 @@ class RolloutWriter:
         responses = self.sampler.sample(self._requests(prompts, batch, own))
         begin = time.perf_counter()
         try:
-            written = [
-                self._rewarded(number, response, prompts[number])
-                for number, response in zip(own, responses, strict=True)
-            ]
+            written = self._all_rewarded(own, responses, prompts)
         except ValueError as error:
             return [], str(error)
         self.timings["rewards"] += time.perf_counter() - begin
         return written, None
 
+    def _all_rewarded(
+        self,
+        numbers: Sequence[int],
+        responses: Sequence[Response],
+        prompts: Sequence[Prompt],
+        reward: Reward | None = None,
+    ) -> list[Written]:
+        """This rank's responses, by their numbers among `prompts`, with their rewards."""
+        pairs = zip(numbers, responses, strict=True)
+        if reward is not None or self.judge is None:
+            return [self._rewarded(number, response, prompts[number], reward) for number, response in pairs]
+        texts = [self._text_of(response) for response in responses]
+        earned = self.judge([(prompts[number], text) for number, text in zip(numbers, texts, strict=True)])
+        return [
+            Written(number, response, text, value)
+            for (number, response), text, value in zip(pairs, texts, earned, strict=True)
+        ]
+
     def _rewarded(self, number: int, response: Response, prompt: Prompt, reward: Reward | None = None) -> Written:
-        text = self._text_of(response)
-        return Written(number, response, text, (reward or self.reward)(text, prompt.row, prompt.uid))
+        text, reward = self._text_of(response), reward or self.reward
+        assert reward is not None
+        return Written(number, response, text, reward(text, prompt.row, prompt.uid))
 
     def _gathered(self, written: list[Written], error: str | None) -> dict[int, Written]:
         """Those of all ranks, by number; an error of one rank is raised on all, so that nobody waits for it."""

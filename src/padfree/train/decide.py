@@ -26,7 +26,7 @@ from padfree.attention import BACKENDS, choose_backend
 from padfree.batch import TOKEN_ARRAYS
 from padfree.config import Config
 from padfree.config.choices import Init, ModelHead
-from padfree.config.functions import is_path
+from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_folder
 from padfree.data import TokenizedDataset
@@ -48,7 +48,7 @@ from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
 from padfree.train.rl.reference_model import check_same_tensors
-from padfree.train.setup import check_placement
+from padfree.train.setup import check_judge, check_placement
 from padfree.train.training_data import (
     GROUP_SIZES,
     Samples,
@@ -59,6 +59,7 @@ from padfree.train.training_data import (
     load_tokenizer,
     load_training_data,
     make_batcher,
+    open_tokenizer,
 )
 
 
@@ -187,6 +188,11 @@ def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
         setting, init = ("model.path", config.model.init) if own else ("critic.path", "weights")
         critic = _checked_model(config, config.critic.path or config.model.path, setting, init, "scalar")
         limits = limits.within(Limits.of(critic))
+    if (judge := model_of(config.rollout.reward)) is not None:
+        _checked_model(config, judge, "rollout.reward", "weights", "scalar")
+        if Path(judge).exists():
+            check_judge(judge, open_model(judge, trust_remote_code=config.model.trust_remote_code)[1])
+            open_tokenizer(judge, "rollout.reward", config.model.trust_remote_code)
     return model, limits
 
 
@@ -357,7 +363,8 @@ def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> I
                 f"run.steps is {steps}, but the data end after about {there} steps, before that{end}; set "
                 f"run.steps={there}, or data.epochs=none"
             )
-    if dry and config.rollout.reward is not None and config.rollout.reward not in BUILT_IN:
+    own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
+    if dry and own_function and config.rollout.reward not in BUILT_IN:
         yield f"rollout.reward {config.rollout.reward} is not imported by a dry run: whether it works is not known"
     if dry and is_path(config.loss.kind):
         yield f"loss.kind {config.loss.kind} is not imported by a dry run: whether it works is not known"

@@ -43,6 +43,7 @@ from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
     build_engine,
+    build_judge,
     build_reference,
     build_teacher_scorer,
     export,
@@ -213,7 +214,7 @@ def _rollout_writer(
         ahead = make_ahead_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
         return AheadWriter(config, mesh, ahead, tokenizer, prompts)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    return RolloutWriter(config, mesh, sampler, tokenizer, prompts)
+    return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
 
 
 def _longest(config: Config, longest: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ Config -> build_engine      model, optimizer, loss, and what scores with them
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.config.choices import Init, ModelHead
+from padfree.config.functions import model_of
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh
 from padfree.estimate.cost_file import read_cost
 from padfree.model.export import export_adapters, export_model
 from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
-from padfree.model.scalar import use_pad_token
+from padfree.model.scalar import WEIGHT, use_pad_token
 from padfree.train.critic import Critic
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
@@ -30,10 +32,12 @@ from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
+from padfree.train.rl.reward_model import ModelReward
 from padfree.train.row_loss import RowLoss
 from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 from padfree.train.settle import settle_on
+from padfree.train.training_data import open_tokenizer
 
 
 def check_placement(config: Config, device_type: str) -> None:
@@ -134,16 +138,29 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
     return Critic(engine, config.critic)
 
 
-def build_reward_model(config: Config, mesh: Mesh, path: str, setting: str) -> ScalarScorer:
-    """A reward model that judges responses: frozen, sharded like the trained one, with the tokenizer of its folder."""
+def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
+    """The reward model that `rollout.reward` names: frozen, sharded like the trained one; None for a function."""
+    path, code = model_of(config.rollout.reward), config.model.trust_remote_code
+    if path is None:
+        return None
     config = settle_on(config, mesh).config
     try:
+        check_judge(path, opened_together(path, trust_remote_code=code)[1])
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except ValueError as error:  # the same line on every rank
-        raise ValueError(str(error).replace("model: ", f"{setting}: ", 1)) from None
+        raise ValueError(str(error).replace("model: ", "rollout.reward: ", 1)) from None
     scorer = _scorer(config, mesh, model, head="scalar")
     assert isinstance(scorer, ScalarScorer)
-    return scorer
+    scorer.overlong = "alone"  # texts of another tokenizer are no samples of this run
+    return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
+
+
+def check_judge(path: str, files: Mapping[str, Path] | None) -> None:
+    """Refuse a model without a trained scalar head."""
+    if files is None or WEIGHT not in files:
+        raise ValueError(
+            f"rollout.reward: {path} has no {WEIGHT}; give the folder of a model that padfree reward wrote"
+        )
 
 
 def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from padfree.batch import Sample
 from padfree.config import Config, DataConfig
+from padfree.config.functions import model_of
 from padfree.config.hub import check_name
 from padfree.config.rules import shown_error
 from padfree.data import (
@@ -117,7 +118,7 @@ def _read_sft(config: Config, tokenizer: Any, *, progress: bool | Progress, impo
 def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
     data, read = config.data, RolloutDataSettings(**text_settings(config.data))
     if config.rollout.reward is not None:
-        if import_reward:
+        if import_reward and model_of(config.rollout.reward) is None:
             load_reward(config.rollout.reward)
         room = config.rollout.max_new_tokens
         prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)

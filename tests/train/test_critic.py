@@ -1,0 +1,271 @@
+"""PPO with a critic: GAE and the value loss against one sample at a time, on any layout, killed and resumed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification
+
+from padfree.batch import Sample
+from padfree.config import Config, CriticConfig, config_from_dict
+from padfree.distributed import Mesh, make_mesh
+from padfree.train.critic import Critic, explained_variance, with_gae
+from padfree.train.loop import Loop
+from padfree.train.run import train
+from padfree.train.setup import build_critic, build_engine
+from padfree.train.training_data import make_batcher
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.train.cases import alone, small_model, weights_of
+from tests.train.loop_cases import lines, samples
+
+CRITIC = {"lr": 2e-2, "warmup": 1, "gamma": 0.97, "lam": 0.9, "clip": 0.05}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    yield alone()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("critic")
+    small_model().save_pretrained(found / "model")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
+
+
+def make_config(folder: Path, place: Path, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "data": {"path": ["in memory"], "epochs": 3},
+        "loss": {"kind": "clip", "advantage": "gae", "epochs": 2, "mini_batches": 2},
+        "critic": CRITIC,
+        "batch": {"samples": 6, "max_tokens": 16},
+        "optimizer": {"lr": 5e-3, "eps": 1e-3},
+        "run": {"folder": str(place), "steps": 6, "device": "cpu"},
+    }
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes}
+    return config_from_dict(values)
+
+
+def several_turns() -> list[Sample]:
+    """Rollouts, one of which has a tool's answer between two turns of its own."""
+    found = samples()
+    mask = found[3].mask.copy()
+    mask[5:8] = False
+    assert mask[8:].any()
+    found[3] = Sample(tokens=found[3].tokens, loss_mask=mask, reward=2.0, group=found[3].group, uid=found[3].uid)
+    return [Sample(tokens=s.tokens, loss_mask=s.mask, reward=s.reward, group=s.group, uid=s.uid) for s in found]
+
+
+def make_loop(config: Config, mesh: Mesh) -> Loop:
+    return Loop(
+        config,
+        build_engine(config, mesh),
+        make_batcher(config, several_turns()),
+        critic=build_critic(config, mesh),
+    )
+
+
+def moved(critic: Critic) -> None:
+    """Weights away from where they began: a new head is 0."""
+    with torch.no_grad():
+        for number, (name, weight) in enumerate(critic.engine.model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+            weight += (0.3 if name == "score.weight" else 0.02) * noise
+
+
+def plain_model(critic: Critic) -> Any:
+    """transformers' own class with the critic's weights."""
+    config = copy.deepcopy(critic.engine.model.config)
+    plain = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    plain.load_state_dict(critic.engine.model.state_dict())
+    return plain
+
+
+def plain_values(model: Any, sample: Sample) -> torch.Tensor:
+    """[n] of one sample by itself: the value of a token is read at the token before it."""
+    tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64))
+    hidden = model.model(input_ids=tokens[None]).last_hidden_state[0]
+    values = model.score(hidden)[:, 0]
+    return torch.cat([values.new_zeros(1), values[:-1]])
+
+
+def plain_gae(sample: Sample, values: list[float], settings: CriticConfig) -> tuple[list[float], list[float]]:
+    """A loop from the last scored token to the first."""
+    places = np.flatnonzero(sample.scored).tolist()
+    advantages, returns = [0.0] * len(sample), [0.0] * len(sample)
+    following, running = 0.0, 0.0
+    for place in reversed(places):
+        reward = sample.reward if place == places[-1] else 0.0
+        assert reward is not None
+        running = reward + settings.gamma * following - values[place] + settings.gamma * settings.lam * running
+        advantages[place], returns[place], following = running, running + values[place], values[place]
+    return advantages, returns
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared prefixes"])
+def test_values_advantages_and_returns_of_one_sample_at_a_time(
+    shared: bool, mesh: Mesh, folder: Path, tmp_path: Path
+) -> None:
+    config = make_config(folder, tmp_path, batch={"share_prefixes": shared}, critic={"whiten": False})
+    critic = build_critic(config, mesh)
+    assert critic is not None
+    moved(critic)
+    batch = several_turns()
+    batch += [Sample(tokens=s.tokens, loss_mask=s.mask, reward=1.0, group=s.group, uid=f"{s.uid} again") for s in batch]
+    found, metrics = critic.judged(batch)
+    plain = plain_model(critic)
+    for sample in found:
+        with torch.no_grad():
+            values = plain_values(plain, sample).double().numpy() * sample.scored
+        advantages, returns = plain_gae(sample, values.tolist(), config.critic)
+        for name, expected in (("values", values), ("advantages", advantages), ("returns", returns)):
+            np.testing.assert_allclose(getattr(sample, name), expected, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert metrics == {"critic/explained_variance": pytest.approx(explained_variance(found))}
+
+
+def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    """Clipped, by one sample at a time."""
+    config = make_config(folder, tmp_path)
+    critic = build_critic(config, mesh)
+    assert critic is not None
+    batch, _ = critic.judged(several_turns())
+    moved(critic)
+    engine, clip = critic.engine, CRITIC["clip"]
+    prepared = engine.prepare(batch)
+    assert len(prepared.rows) > 1
+    sums = engine.gradients(prepared)
+    plain, count, total, clipped = plain_model(critic), sum(s.num_labels for s in batch), 0.0, 0
+    for sample in batch:
+        if not sample.num_labels:
+            continue
+        scored = torch.from_numpy(sample.scored)
+        values = plain_values(plain, sample)[scored]
+        old, returns = (torch.from_numpy(np.asarray(getattr(sample, n)))[scored] for n in ("values", "returns"))
+        held = (old + (values - old).clamp(-clip, clip) - returns).square()
+        loss = torch.maximum((values - returns).square(), held).sum() / (2 * count)
+        loss.backward()
+        total += float(loss.detach())
+        clipped += int((held > (values - returns).square()).sum())
+    assert 0 < clipped < count, "some values are held back, and some are not"
+    assert float(sums.loss) == pytest.approx(total, rel=1e-5)
+    fraction, number = sums.statistics["value_clip_fraction"]
+    assert float(fraction / number) == pytest.approx(clipped / count)
+    for name, weight in engine.model.named_parameters():
+        expected = dict(plain.named_parameters())[name].grad
+        assert weight.grad is not None
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(weight.grad, expected, rtol=1e-5, atol=max(1e-5 * scale, 1e-7))
+
+
+def on_ranks(rank: int, world: int, runs: list[tuple[int, Config]]) -> None:
+    for context, config in runs:
+        make_loop(config, make_mesh("cpu", context=context)).run()
+
+
+def test_metrics_do_not_depend_on_the_layout(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    def config(name: str) -> Config:
+        return make_config(folder, tmp_path / name, run={"steps": 3})
+
+    make_loop(config("1"), mesh).run()
+    run_ranks(2, on_ranks, [(context, config(f"2 of {context}")) for context in (1, 2)])
+    run_ranks(4, on_ranks, [(2, config("4 of 2"))])
+    expected = lines(tmp_path / "1")
+    assert {"critic/loss", "critic/explained_variance", "critic/clip_fraction"} <= expected[0].keys()
+    for name in ("2 of 1", "2 of 2", "4 of 2"):
+        for line, other in zip(lines(tmp_path / name), expected, strict=True):
+            assert line == pytest.approx(other, rel=1e-5, abs=1e-5), name
+
+
+def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    loop = make_loop(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
+    assert loop.critic is not None
+    seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+    loop.updates.on_step = lambda _: seen.append((weights_of(loop.engine.model), weights_of(loop.critic.engine.model)))
+    before = weights_of(loop.engine.model)
+    loop.run()
+    for policy, _ in seen[:2]:
+        assert all(torch.equal(policy[name], weight) for name, weight in before.items())
+    assert not all(torch.equal(seen[2][0][name], weight) for name, weight in before.items())
+    assert not all(torch.equal(seen[0][1][name], weight) for name, weight in seen[1][1].items())
+
+
+@pytest.mark.parametrize("steps", [(2, 3, 6), (4, 6)], ids=["inside batches", "between batches"])
+def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    whole = make_loop(make_config(folder, tmp_path / "whole"), mesh)
+    whole.run()
+    for count in steps:
+        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": count}), mesh)
+        part.run()
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert whole.critic is not None
+    assert part.critic is not None
+    for one, other in ((whole.engine, part.engine), (whole.critic.engine, part.critic.engine)):
+        for name, weight in weights_of(one.model).items():
+            assert torch.equal(weight, weights_of(other.model)[name]), name
+
+
+def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """A model with other sizes as the critic; prompts that the policy answers; rewards by a reward model."""
+    policy = save_with_tokenizer(tmp_path / "policy")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "9"}\n' * 2)
+    common: dict[str, Any] = {"batch": {"samples": 2, "max_tokens": 64}, "optimizer": {"lr": 1e-3}}
+    train(
+        config_from_dict(
+            {
+                **common,
+                "model": {"path": str(save_with_tokenizer(tmp_path / "base", hidden_size=48))},
+                "data": {"path": [str(pairs)]},
+                "loss": {"kind": "reward"},
+                "run": {"folder": str(tmp_path / "reward"), "steps": 1, "device": "cpu"},
+            }
+        )
+    )
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a}+1="}) + "\n" for a in range(3)))
+    judge = tmp_path / "reward" / "model"
+    train(
+        config_from_dict(
+            {
+                **common,
+                "model": {"path": str(policy)},
+                "critic": {"path": str(judge), "lr": 1e-2},
+                "data": {"path": [str(prompts)], "epochs": None},
+                "loss": {"kind": "clip", "advantage": "gae"},
+                "rollout": {"reward": f"model:{judge}", "group": 2, "max_new_tokens": 4},
+                "run": {"folder": str(tmp_path / "rl"), "steps": 2, "device": "cpu"},
+            }
+        )
+    )
+    found = lines(tmp_path / "rl")
+    assert len(found) == 2
+    assert all(np.isfinite(line["critic/loss"]) and line["reward"] != 0.0 for line in found)
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
+    batch = several_turns()
+    values = [np.linspace(-1, 1, len(sample), dtype=np.float32) for sample in batch]
+    found = with_gae(batch, values, CriticConfig())
+    joined = np.concatenate([np.asarray(s.advantages)[s.scored] for s in found])
+    assert joined.mean() == pytest.approx(0.0, abs=1e-6)
+    assert joined.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
+    returns = with_gae(batch, values, CriticConfig(whiten=False))
+    for one, other in zip(found, returns, strict=True):
+        assert np.array_equal(np.asarray(one.returns), np.asarray(other.returns))

@@ -1,0 +1,92 @@
+"""Runs of every way to train that are killed with SIGKILL in the middle, and resumed: the same to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from padfree.checkpoint.checkpointer import latest_in
+from padfree.config import Config
+from padfree.record.files import CHECKPOINTS
+from padfree.train.run import train
+from tests.models import save_with_tokenizer
+from tests.train.loop_cases import lines
+from tests.train.ways import WAYS, way_config, write_data
+
+STEPS, KILLED_AT = 4, 3
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_to_the_bit(tmp_path: Path) -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PADFREE_CACHE": str(tmp_path / "cache")}
+    # A process of its own, with one thread, to fork from.
+    result = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for way in WAYS:
+        whole, killed = tmp_path / f"{way} whole", tmp_path / f"{way} killed"
+        assert len(lines(whole)) == STEPS
+        assert lines(whole) == lines(killed), way
+        found = [latest_in(folder / CHECKPOINTS) for folder in (whole, killed)]
+        files = [sorted(path.glob("rank-*")) for path in found if path is not None]
+        assert len(files[0]) == len(files[1]) == 1
+        # Weights and optimizer state of all that is trained, the critic among it, and the random state.
+        assert files[0][0].read_bytes() == files[1][0].read_bytes(), way
+
+
+def forked(function: Callable[[], Any], output: Path) -> int:
+    """The exit code of a child that runs this; less than 0: what killed it."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            with output.open("a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            function()
+            code = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)  # noqa: T201
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die(config: Config) -> None:
+    made = 0
+
+    def on_step(_: Any) -> None:
+        nonlocal made
+        made += 1
+        if made == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(config, on_step=on_step)
+
+
+def main(folder: Path) -> None:
+    save_with_tokenizer(folder / "model")
+    save_with_tokenizer(folder / "teacher", hidden_size=48)
+    write_data(folder, [(f"{a}+{b}=", f"the sum is {a + b}") for a in range(3) for b in (2, 5)])
+    for way in WAYS:
+        changes: dict[str, Any] = {"checkpoint": {"every": 1, "export": False}, "run": {"steps": STEPS}}
+        whole, killed = (way_config(folder, way, f"{way} {name}", **changes) for name in ("whole", "killed"))
+        output = folder / f"{way}.txt"
+        assert forked(lambda: train(whole), output) == 0, output.read_text()  # noqa: B023
+        assert forked(lambda: die(killed), output) == -signal.SIGKILL, output.read_text()  # noqa: B023
+        written = (folder / f"{way} killed" / "metrics.jsonl").read_text().splitlines()
+        assert 0 < len([json.loads(line) for line in written]) < STEPS
+        assert forked(lambda: train(killed), output) == 0, output.read_text()  # noqa: B023
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
