@@ -25,11 +25,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, Sample
 from padfree.check.compare import Extent, extent
 from padfree.check.model_source import ModelSource
-from padfree.config.choices import LayoutKind
+from padfree.config.choices import LayoutKind, ModelHead
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
@@ -105,6 +106,7 @@ class PackedPath:
         backend: str = "auto",
         seed: int = 0,
         trust_remote_code: bool = False,
+        head: ModelHead = "tokens",
     ) -> None:
         steps = transformations(mesh, attention=backend, dtype=dtype)
         model = load_model(
@@ -113,11 +115,17 @@ class PackedPath:
             shard=lambda model: parallelize(model, steps),
             seed=seed,
             trust_remote_code=trust_remote_code,
+            head=head,
         )
         model.train(False)  # without dropout, of which no two runs have the same
-        scorer = Scorer(model, mesh, max_tokens=1, overlong="alone")
-        self.mesh, self.model, self.scorer = mesh, model, scorer
-        self.engine = Engine(scorer, make_optimizer(model, lr=0.0), LossSettings(loss=SFTSettings()))
+        self.mesh, self.model, self.scorer = mesh, model, self._scorer(model, mesh)
+        self.engine = self._engine(self.scorer)
+
+    def _scorer(self, model: PreTrainedModel, mesh: Mesh) -> Scorer:
+        return Scorer(model, mesh, max_tokens=1, overlong="alone")
+
+    def _engine(self, scorer: Scorer) -> Engine:
+        return Engine(scorer, make_optimizer(scorer.model, lr=0.0), LossSettings(loss=SFTSettings()))
 
     def lay_out(self, variation: Variation) -> None:
         """Divide samples like this from now on."""

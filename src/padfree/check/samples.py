@@ -13,7 +13,7 @@ import numpy as np
 
 from padfree.batch import Sample
 from padfree.config import DataConfig
-from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_sft, read_rollouts
+from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_pairs, load_sft, read_rollouts
 from padfree.data.sources import open_sources
 from padfree.train.training_data import open_tokenizer, text_settings
 
@@ -28,14 +28,24 @@ def chosen_samples(
     tokenizer: str | None,
     max_length: int,
     trust_remote_code: bool = False,
+    pairs: bool = False,
 ) -> list[Sample]:
     """`count` samples of SFT data or of rollouts (files with a `reward`), the first `max_length` tokens of each.
+
+    With `pairs` the data are `prompt`, `chosen` and `rejected`, and whole pairs are taken.
 
     `data`: files, or these with the settings of a run's `[data]`. `tokenizer` is a folder or a Hub id; rollouts of
     token ids need none.
     """
     data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
     chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
+    if pairs:
+        if tokenizer is None:
+            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+        loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
+        answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
+        places = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
+        return [answers[2 * place + member] for place in places for member in range(2)]
     source = open_sources(data.path, split=data.split, subset=data.subset)[0]
     rollouts = "reward" in {data.columns.get(name, name) for name in source.columns() or ()}
     if rollouts:

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from padfree.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
+LOSSES = ("nll", "dpo", "distill", "reward", "value")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,6 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--samples", type=int, default=8, metavar="N", help="so many, short to long (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to this (default 1024)")
     add("--tokenizer", metavar="PATH", help="folder or Hub id (default: the model's)")
+    add("--loss", default="nll", metavar="NAME", help="nll, dpo, distill, reward or value (default nll)")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
@@ -58,6 +61,8 @@ def run(settings: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: {value}; give {least} or more")
     if settings.dtype is not None and settings.dtype not in DTYPES:
         raise ValueError(f"--dtype: {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+    if settings.loss not in LOSSES:
+        raise ValueError(f"--loss: {settings.loss!r}; choose one of {', '.join(LOSSES)}")
     if settings.layers is not None and settings.full:
         raise ValueError(f"--layers: {settings.layers} together with --full; give one of them")
     data = data_settings(settings)
@@ -76,7 +81,7 @@ def run(settings: argparse.Namespace) -> None:
 
     import torch
 
-    from padfree.check import check_model, chosen_samples
+    from padfree.check import check_loss, check_model, chosen_samples
     from padfree.check.samples import has_tokenizer
     from padfree.model.structure import skeleton
 
@@ -91,12 +96,14 @@ def run(settings: argparse.Namespace) -> None:
             tokenizer=tokenizer,
             max_length=settings.max_length,
             trust_remote_code=settings.trust_remote_code,
+            pairs=settings.loss in ("dpo", "reward"),
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.path)}" + (f" ({cut} cut to --max-length)" if cut else "")
-    report = check_model(
+    check: Any = check_model if settings.loss == "nll" else partial(check_loss, loss=settings.loss)
+    report = check(
         settings.model,
-        samples,
+        samples=samples,
         origin=origin,
         dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
         backend=settings.backend,
