@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from padfree.batch import Sample
@@ -148,6 +149,16 @@ def test_a_run_resumes_to_the_bit(folders: tuple[Path, Path], tmp_path: Path) ->
     assert {"loss/cross_entropy", "loss/teacher_cross_entropy"} <= whole[0].keys()
     name = "model.safetensors"
     assert (tmp_path / "whole/model" / name).read_bytes() == (tmp_path / "parts/model" / name).read_bytes()
+
+
+def test_a_teacher_with_other_weights_is_refused_on_a_resume(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher = save_with_tokenizer(tmp_path / "teacher", hidden_size=48)
+    train(make_config(tmp_path / "run", (folders[0], teacher), steps=1))
+    weights = load_file(teacher / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, teacher / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^teacher.path: .*teacher has other weights than .*; give the same model"):
+        train(make_config(tmp_path / "run", (folders[0], teacher), steps=2))
 
 
 def test_the_students_own_responses(folders: tuple[Path, Path], tmp_path: Path) -> None:

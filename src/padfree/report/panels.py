@@ -55,6 +55,7 @@ GROUPS: Mapping[str, Sequence[Panel]] = {
                 "seconds/rewards": "rewards",
                 "seconds/reference": "reference",
                 "seconds/teacher": "teacher",
+                "seconds/critic": "critic",
                 "seconds/old_logprobs": "old log-probabilities",
                 "seconds/update": "update",
             },
@@ -104,6 +105,18 @@ GROUPS: Mapping[str, Sequence[Panel]] = {
             "Log-probabilities of trainer and sampler", "mean absolute difference", {"loss/sampler_difference": "nats"}
         ),
         Panel("Advantage", "mean over tokens", {"loss/advantage": "advantage"}),
+    ),
+    "Critic": (
+        Panel("Value loss", "loss", {"critic/loss": "loss"}, always=True),
+        Panel(
+            "Variance of the returns that the values explain",
+            "share",
+            {"critic/explained_variance": "share"},
+            always=True,
+        ),
+        Panel("Values and returns", "mean over tokens", {"critic/value": "value", "critic/return": "return"}),
+        Panel("Values held back by the clip", "share of tokens", {"critic/clip_fraction": "share"}),
+        Panel("Gradient norm of the critic", "norm", {"critic/gradient_norm": "norm"}, log=True),
     ),
     "Responses": (
         Panel(

@@ -45,7 +45,7 @@ class Critic:
         try:
             report = self.engine.step(samples, lr=lr, step=step)
         except NonFiniteError as error:
-            raise NonFiniteError(f"critic: {error}", error.samples) from None
+            raise NonFiniteError(f"critic: {error}; lower critic.lr", error.samples) from None
         means = report.statistics
         found = {
             "critic/loss": report.loss,

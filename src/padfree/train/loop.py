@@ -39,6 +39,7 @@ from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.losses import PolicySettings, needs_old_logprobs
+from padfree.model.load import named_tensors
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
@@ -47,6 +48,7 @@ from padfree.record.trackers import Trackers
 from padfree.rollout.queue import KEY as QUEUE
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
+from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
 from padfree.train.metrics import reward_metrics
@@ -142,7 +144,13 @@ class Loop:
             keep_last=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
         )
-        self.made_with = made_with(config, engine.model.config, data=data, reference=self._reference_record())
+        self.made_with = made_with(
+            config,
+            engine.model.config,
+            data=data,
+            reference=self._reference_record(),
+            teacher=self._teacher_fingerprint(),
+        )
         check_ranks_agree(self.made_with, self.mesh.loss.group)
         torch.manual_seed(config.run.seed + self.mesh.loss.rank)
         newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
@@ -441,6 +449,12 @@ class Loop:
             "model": model_fields(reference.scorer.model.config),
             "weights": self.checkpointer.fingerprint(reference.tensors()) if stays else None,
         }
+
+    def _teacher_fingerprint(self) -> str | None:
+        """Of the weights that distillation learns from, as a loss or as an advantage."""
+        row_loss = self.engine.row_loss
+        found = row_loss.teacher if isinstance(row_loss, DistillationRowLoss) else self.teacher and self.teacher.model
+        return None if found is None else self.checkpointer.fingerprint(named_tensors(found))
 
     def _compared(self, path: Path, note: OnNote) -> dict[str, tuple[Any, Any]]:
         """Settings that are not those of the checkpoint, which is refused where they must be."""

@@ -3,7 +3,7 @@
     checkpoint               this start
     data      digest    ==   digest         of the samples that are trained on, not of names or numbers of rows
     model     fields    ==   fields         of the model's config that change what it computes
-    reference the same       the same       and its weights, by a fingerprint
+    reference the same       the same       and its weights, by a fingerprint; so a teacher
     settings  by name   ->   RULES          may change: said, and kept in events.jsonl; must stay: refused by name
 
 A run resumes on any number of processes. The order of the samples and the shapes of what is saved must not change; what
@@ -167,14 +167,16 @@ def made_with(
     *,
     data: Mapping[str, Any] | None = None,
     reference: Mapping[str, Any] | None = None,
+    teacher: str | None = None,
 ) -> dict[str, Any]:
-    """The record that goes into every checkpoint of a run."""
+    """The record that goes into every checkpoint of a run. `teacher` is a fingerprint of its weights."""
     return {
         "settings": flat_settings(config),
         "data": None if data is None else dict(data),
         "model": model_fields(model),
         "transformers": model.transformers_version,
         "reference": None if reference is None else dict(reference),
+        "teacher": teacher,
     }
 
 
@@ -294,6 +296,12 @@ def check_made_with(
         raise ValueError(
             f"data.path: {', '.join(config.data.path)} has other content ({sizes[1]}) than {path} was made with "
             f"({sizes[0]}); give the same data, {anew}"
+        )
+    taught = there.get("teacher"), here["teacher"]
+    if None not in taught and taught[0] != taught[1]:
+        raise ValueError(
+            f"teacher.path: {config.teacher.path} has other weights than {path} was made with; give the same model, "
+            f"{anew}"
         )
     reference = there["reference"], here["reference"]
     if reference[0] is not None and reference[1] is not None and "reference.path" not in changed:

@@ -1,0 +1,84 @@
+"""PPO with a critic beside GRPO on the demo's task: rewards, value loss and explained variance, on one page.
+
+    python bench/ppo.py --folder runs/ppo            about ten minutes on two cores; --steps for more or fewer
+
+Both begin with the demo's fine-tuned model, see the same prompts in the same order and draw with the same seeds. What
+differs is where advantages come from: rewards less the mean of their group, or GAE with the values of a critic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
+from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
+from padfree.config import Config, CriticConfig
+from padfree.report.build import write_report
+from padfree.train.run import train
+
+CRITIC = CriticConfig(lr=5e-3, warmup=1, lam=1.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
+    parser = argparse.ArgumentParser(description="PPO with a critic beside GRPO on the demo's task.")
+    parser.add_argument("--folder", default="runs/ppo", help="where everything is written (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="of each of the two (default %(default)s)")
+    parser.add_argument("--sft-steps", type=int, default=200, help="before them (default %(default)s)")
+    parser.add_argument("--responses", type=int, default=128, help="of a step (default %(default)s)")
+    given = parser.parse_args(arguments)
+    folder = Path(given.folder)
+    sizes = Sizes(sft_steps=given.sft_steps, rl_steps=given.steps, responses=given.responses)
+    prepare(folder, sizes)
+    grpo = rl_config(folder, sizes)
+    runs = {"grpo": in_folder(grpo, folder / "grpo"), "ppo": with_critic(in_folder(grpo, folder / "ppo"))}
+    for config in runs.values():
+        train(config)
+    page = folder / "ppo.html"
+    write_report([folder / name for name in runs], page)
+    found = {name: metrics(folder / name) for name in runs}
+    for name, lines in found.items():
+        print(f"{name:>5}  reward {quarters(lines, 'reward')}")
+    print(f"  ppo  value loss {quarters(found['ppo'], 'critic/loss')}")
+    print(f"  ppo  explained variance {quarters(found['ppo'], 'critic/explained_variance')}")
+    print(f"the curves of both are in {page}")
+    return found
+
+
+def prepare(folder: Path, sizes: Sizes) -> None:
+    """The demo's data and its fine-tuned model, unless an earlier call has made them."""
+    if (folder / "sft" / "model").exists():
+        return
+    rows = write_rows(folder / "data" / "train.jsonl", problems(sizes.rows, 0))
+    write_rows(folder / "data" / "prompts.jsonl", problems(sizes.prompts, 1))
+    write_model(folder / "model", train_tokenizer(rows), sizes.hidden)
+    train(sft_config(folder, sizes))
+
+
+def in_folder(config: Config, folder: Path) -> Config:
+    return replace(config, run=replace(config.run, folder=str(folder)))
+
+
+def with_critic(config: Config) -> Config:
+    return replace(config, loss=replace(config.loss, advantage="gae"), critic=CRITIC)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def quarters(lines: Sequence[dict[str, Any]], name: str) -> str:
+    """The means of the four quarters of a run."""
+    values = [line[name] for line in lines]
+    ends = [len(values) * part // 4 for part in range(5)]
+    parts = [values[a:b] for a, b in pairwise(ends) if b > a]
+    return " ".join(f"{sum(part) / len(part):.3f}" for part in parts)
+
+
+if __name__ == "__main__":
+    main()
