@@ -31,7 +31,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "check",
         usage="padfree check --model MODEL [--data FILE ...] [data.name=value ...] [options]",
         help="compare packed training of your model with one sample at a time",
-        description="Compares log-probabilities, loss and all gradients with plain HF code. Exit code 1: they differ.",
+        description="Compares loss and all gradients with plain HF code. Exit code 1: they differ.",
         epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
     )
     add = command.add_argument

@@ -22,10 +22,10 @@ COMMANDS = {
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
     "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
-    "reward": ("padfree.cli.train", "teach a reward model on pairs of answers, for rollout.reward or transformers"),
+    "reward": ("padfree.cli.train", "train a reward model on pairs of answers"),
     "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
     "distill": ("padfree.cli.train", "learn the distributions of a teacher"),
-    "rl": ("padfree.cli.train", "update a policy on rollout files, or on responses it writes itself (rollout.reward)"),
+    "rl": ("padfree.cli.train", "update a policy on rollout files, or on its own responses"),
 }
 """By name: the module that has the command, and what it does in a line."""
 
