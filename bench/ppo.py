@@ -22,7 +22,7 @@ from padfree.config import Config, CriticConfig
 from padfree.report.build import write_report
 from padfree.train.run import train
 
-CRITIC = CriticConfig(lr=5e-3, warmup=1, lam=1.0)
+CRITIC = CriticConfig(lr=3e-3, lam=1.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:

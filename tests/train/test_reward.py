@@ -26,11 +26,12 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.losses import RewardModelSettings, reward_model_loss
 from padfree.model.load import load_model
 from padfree.packing import collate
+from padfree.rollout import Prompt
 from padfree.train.loop import Loop
 from padfree.train.microbatch import at_ends
 from padfree.train.run import evaluate, train
 from padfree.train.scalar import ScalarScorer
-from padfree.train.setup import build_engine
+from padfree.train.setup import build_engine, build_judge
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
@@ -236,6 +237,82 @@ def test_resume_is_bitwise(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     for name, weight in whole.engine.model.state_dict().items():
         assert torch.equal(weight, part.engine.model.state_dict()[name]), name
+
+
+def judged(rank: int, world: int, config: Config, context: int) -> list[float]:
+    """Rewards of this rank's responses: the last rank has none, the first all others."""
+    judge = build_judge(config, make_mesh("cpu", context=context))
+    assert judge is not None
+    return judge(ANSWERS if rank == 0 else [])
+
+
+ANSWERS = [
+    (Prompt(tokens=np.array([1]), room=4, row=row, uid=f"row {number}", source="rows"), text)
+    for number, (row, text) in enumerate(
+        (({"prompt": "1+2="}, "3"), ({"prompt": "1+2="}, "12+0=9"), ({"question": "x", "prompt": "4+4="}, ""))
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def judge_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained reward model."""
+    place = tmp_path_factory.mktemp("judge")
+    train(make_config(folder, place / "run", run={"steps": 2}))
+    return place / "run" / "model"
+
+
+def rl_config(folder: Path, judge: Path, place: Path) -> Config:
+    prompts = place / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a}+1="}) + "\n" for a in range(3)))
+    return config_from_dict(
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"path": [str(prompts)], "epochs": None},
+            "loss": {"kind": "clip"},
+            "batch": {"samples": 4, "max_tokens": 64},
+            "rollout": {"reward": f"model:{judge}", "group": 2, "max_new_tokens": 5},
+            "eval": {"path": [str(prompts)], "passes": -100.0},
+            "run": {"folder": str(place / "rl"), "steps": 2, "device": "cpu"},
+        }
+    )
+
+
+def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder: Path, tmp_path: Path) -> None:
+    """Whoever asks, on any ranks: the scores that transformers gives to prompt, response and end token."""
+    config = rl_config(folder, judge_folder, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(judge_folder).eval()
+
+    def by_transformers(prompt: str, text: str) -> float:
+        ids = [*tokenizer(prompt)["input_ids"], *tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+
+    expected = [by_transformers(prompt.row["prompt"], text) for prompt, text in ANSWERS]
+    assert judged(0, 1, config, 1) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for context in (1, 2):
+        found = run_ranks(2, judged, config, context)
+        assert found == [pytest.approx(expected, rel=1e-5, abs=1e-6), []]
+    train(config)
+    shown = [json.loads(line) for line in (tmp_path / "rl" / "rollouts.jsonl").read_text().splitlines()]
+    assert shown
+    for line in shown:
+        prompt = line["prompt"].replace(" ", "")  # which the tokenizer puts between its letters
+        assert line["reward"] == pytest.approx(by_transformers(prompt, line["response"]), rel=1e-5, abs=1e-6)
+    measured = [json.loads(line) for line in (tmp_path / "rl" / "evaluation.jsonl").read_text().splitlines()]
+    assert measured[0]["eval/reward"] != 0.0
+
+
+def test_what_cannot_judge_is_refused(folder: Path, judge_folder: Path, tmp_path: Path) -> None:
+    config = rl_config(folder, folder / "model", tmp_path)
+    with pytest.raises(ValueError, match=r"^rollout.reward: .*model has no score.weight; give the folder"):
+        train(config)
+    judge = build_judge(rl_config(folder, judge_folder, tmp_path), alone())
+    assert judge is not None
+    prompt = Prompt(tokens=np.array([1]), room=4, row={"prompt": ["1"]}, uid="row 7", source="rows")
+    with pytest.raises(ValueError, match=r"^rollout.reward: the reward model cannot read row 7 .*; change the row"):
+        judge([(prompt, "2")])
 
 
 def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

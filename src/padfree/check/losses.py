@@ -179,7 +179,8 @@ class _LossCheck:
             box[0] = prepared(self.loss, samples, own)
             teacher = None
             if self.loss == "distill":
-                teacher = load_model(self.source.source, **load).eval()  # type: ignore[arg-type]
+                teacher = load_model(self.source.source, **load)  # type: ignore[arg-type]
+                teacher.train(False)
                 make_teacher(teacher)
             outcome = plain_loss(model, box[0], self.loss, teacher=teacher)
             other = plain_loss(model, box[0], self.loss, teacher=teacher, padded=True)

@@ -453,7 +453,9 @@ class Loop:
     def _teacher_fingerprint(self) -> str | None:
         """Of the weights that distillation learns from, as a loss or as an advantage."""
         row_loss = self.engine.row_loss
-        found = row_loss.teacher if isinstance(row_loss, DistillationRowLoss) else self.teacher and self.teacher.model
+        found = None if self.teacher is None else self.teacher.model
+        if isinstance(row_loss, DistillationRowLoss):
+            found = row_loss.teacher
         return None if found is None else self.checkpointer.fingerprint(named_tensors(found))
 
     def _compared(self, path: Path, note: OnNote) -> dict[str, tuple[Any, Any]]:
