@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from padfree.batch import Sample
+from padfree.cli.main import main
 from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.train.critic import Critic, explained_variance, with_gae
@@ -257,6 +258,33 @@ def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Pat
     found = lines(tmp_path / "rl")
     assert len(found) == 2
     assert all(np.isfinite(line["critic/loss"]) and line["reward"] != 0.0 for line in found)
+
+
+def test_dry_run_plan_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, rollouts = save_with_tokenizer(tmp_path / "model"), tmp_path / "rollouts.jsonl"
+    rows = [{"prompt": f"{a}+1=", "response": "2", "reward": a % 2, "group": str(a // 2)} for a in range(4)]
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = str(Path(__file__).parents[2] / "recipes" / "rl.toml")
+    small = [f"model.path={policy}", f"data.path={rollouts}", "model.dtype=float32", "loss.advantage=gae"]
+    small += ["batch.samples=4", "batch.max_tokens=64", "run.device=cpu", f"run.folder={tmp_path / 'run'}"]
+    sizes = []
+    for advantage in ("gae", "grpo"):
+        assert main(["rl", recipe, *small, f"loss.advantage={advantage}", "--dry-run"]) == 0
+        printed = capsys.readouterr().out
+        assert "first step: 4 samples" in printed
+        (memory,) = (line for line in printed.splitlines() if line.startswith("memory: about"))
+        sizes.append(float(memory.split()[2]))
+    assert sizes[0] > 1.2 * sizes[1], "the critic is a second model that is trained"
+    assert main(["plan", recipe, *small]) == 0
+    assert "4 samples" in capsys.readouterr().out
+    for changes, message in (
+        (["critic.path=nowhere/at/all"], "critic.path: "),
+        (["loss.advantage=grpo", "critic.warmup=3"], "critic.warmup: 3; leave it out, or set loss.advantage=gae"),
+    ):
+        assert main(["rl", recipe, *small, *changes, "--dry-run"]) == 1
+        error = capsys.readouterr().err
+        assert message in error, error
+        assert error.count("\n") == 1
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
