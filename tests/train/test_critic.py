@@ -88,13 +88,14 @@ def moved(critic: Critic) -> None:
     with torch.no_grad():
         for number, (name, weight) in enumerate(critic.engine.model.named_parameters()):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-            weight += (0.3 if name == "score.weight" else 0.02) * noise
+            weight.add_(noise, alpha=0.3 if name == "score.weight" else 0.02)
 
 
 def plain_model(critic: Critic) -> Any:
     """transformers' own class with the critic's weights."""
     config = copy.deepcopy(critic.engine.model.config)
-    plain = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    kind: Any = AutoModelForSequenceClassification
+    plain = kind.from_config(config, attn_implementation="eager").eval()
     plain.load_state_dict(critic.engine.model.state_dict())
     return plain
 
@@ -161,7 +162,7 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
         old, returns = (torch.from_numpy(np.asarray(getattr(sample, n)))[scored] for n in ("values", "returns"))
         held = (old + (values - old).clamp(-clip, clip) - returns).square()
         loss = torch.maximum((values - returns).square(), held).sum() / (2 * count)
-        loss.backward()
+        torch.autograd.backward(loss)
         total += float(loss.detach())
         clipped += int((held > (values - returns).square()).sum())
     assert 0 < clipped < count, "some values are held back, and some are not"
@@ -198,7 +199,8 @@ def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Pat
     loop = make_loop(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
     assert loop.critic is not None
     seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-    loop.updates.on_step = lambda _: seen.append((weights_of(loop.engine.model), weights_of(loop.critic.engine.model)))
+    policy_model, critic_model = loop.engine.model, loop.critic.engine.model
+    loop.updates.on_step = lambda _: seen.append((weights_of(policy_model), weights_of(critic_model)))
     before = weights_of(loop.engine.model)
     loop.run()
     for policy, _ in seen[:2]:

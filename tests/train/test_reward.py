@@ -114,7 +114,7 @@ def test_gradients_are_those_of_one_pair_at_a_time(shared: bool, mesh: Mesh, fol
         chosen, rejected = batch.samples[first : first + 2]
         margin = MARGIN + float(chosen.raw_reward)
         pair = -logsigmoid(score(plain, chosen) - score(plain, rejected) - margin) * 2 / len(batch.samples)
-        pair.backward()
+        torch.autograd.backward(pair)
         total += float(pair.detach())
     assert max(float(sample.raw_reward) for sample in batch.samples[::2]) > 0, "rows have margins"
     assert loss == pytest.approx(total, rel=1e-5)
@@ -209,7 +209,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path) -> None:
         torch.full((3,), 1 / 3, dtype=torch.float64),
         margins=margins,
     )
-    output.loss.backward()
+    torch.autograd.backward(output.loss)
     assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     assert ours.grad is not None
     assert theirs.grad is not None

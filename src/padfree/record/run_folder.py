@@ -35,6 +35,7 @@ from filelock import FileLock, Timeout
 
 import padfree
 from padfree.config import Config
+from padfree.config.functions import model_of
 from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
 from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
@@ -107,6 +108,7 @@ def _check_inputs(config: Config, folder: Path) -> None:
         ("reference.path", config.reference.path),
         ("teacher.path", config.teacher.path),
         ("critic.path", config.critic.path),
+        ("rollout.reward", model_of(config.rollout.reward)),
         ("batch.cost", config.batch.cost),
         *(("data.path", path) for path in config.data.path),
     ]
