@@ -108,7 +108,7 @@ def check_reward_name(name: str) -> None:
     if name in BUILT_IN or model_of(name):
         return
     if not is_path(name):
-        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, 'module:function', or 'model:folder'")
+        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'")
     USER_REWARD.check(name)
 
 
