@@ -35,12 +35,18 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     ]
     (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     questions = [{"question": row["prompt"], "answer": f"#### {row['response']}"} for row in rows]
-    (folder / "rl-local.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    for name in ("rl-local", "rl-ppo"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "9"} for row in rows]
-    (folder / "dpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    for name in ("dpo", "reward"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
     teacher = save_with_tokenizer(tmp_path_factory.mktemp("teacher"), hidden_size=48)
-    short = {"rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"], "distill": [f"teacher.path={teacher}"]}
+    short = {
+        "rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"],
+        "rl-ppo": ["rollout.max_new_tokens=4", "critic.warmup=1"],
+        "distill": [f"teacher.path={teacher}"],
+    }
     return {
         name: [
             *small,
@@ -48,7 +54,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
             "run.device=cpu",
         ]
-        for name in ("sft", "distill", "rl", "rl-local", "dpo")
+        for name in ("sft", "distill", "rl", "rl-local", "rl-ppo", "dpo", "reward")
     }
 
 
