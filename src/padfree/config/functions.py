@@ -95,9 +95,7 @@ class UserFunction:
             what = "a class" if inspect.isclass(function) else f"a function of {home}, which is Python's own"
             raise ValueError(f"{self.setting}: {path!r} is {what}; write a function of {wanted} and name that")
         if self.asynchronous and not inspect.iscoroutinefunction(function):
-            raise ValueError(
-                f"{self.setting}: {path!r} is not async; make it `async def` that returns {self.result}"
-            )
+            raise ValueError(f"{self.setting}: {path!r} is not async; make it `async def` that returns {self.result}")
         generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
         if generates or (inspect.iscoroutinefunction(function) and not self.asynchronous):
             raise ValueError(

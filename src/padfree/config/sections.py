@@ -241,7 +241,12 @@ class RolloutConfig:
         need(0 < limit < math.inf, "rollout.episode_timeout", limit, "give more than 0 seconds")
         need(self.reward_processes >= 0, "rollout.reward_processes", self.reward_processes, "give 0 or more")
         cure = "set rollout.reward, without one there is nothing to compute in processes"
-        need(not self.reward_processes or self.reward is not None, "rollout.reward_processes", self.reward_processes, cure)
+        need(
+            not self.reward_processes or self.reward is not None,
+            "rollout.reward_processes",
+            self.reward_processes,
+            cure,
+        )
         if self.has_episodes:
             cure = "set rollout.staleness=0, episodes are not sampled ahead of training"
             need(self.staleness == 0, "rollout.staleness", self.staleness, cure)

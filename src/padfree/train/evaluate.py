@@ -164,7 +164,12 @@ class SampledResponses:
     """Held-out prompts, answered by the sampler that trains."""
 
     def __init__(
-        self, writer: RolloutWriter | EpisodeWriter, engine: Engine, prompts: Sequence[Prompt], settings: EvalConfig, seed: int
+        self,
+        writer: RolloutWriter | EpisodeWriter,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        settings: EvalConfig,
+        seed: int,
     ) -> None:
         self.writer, self.engine, self.settings = writer, engine, settings
         self.groups = [(prompt,) * settings.draws for prompt in prompts]

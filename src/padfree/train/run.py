@@ -183,7 +183,9 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
 class _Sampling:
     """Groups of prompts to samples by the present model; `progress`: the batch's number, and optimizer steps so far."""
 
-    def __init__(self, writer: RolloutWriter | EpisodeWriter, engine: Engine, progress: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, writer: RolloutWriter | EpisodeWriter, engine: Engine, progress: Callable[[], tuple[int, int]]
+    ) -> None:
         self.writer, self.engine, self.progress = writer, engine, progress
 
     def __call__(self, groups: Sequence[Any]) -> list[Sample]:

@@ -17,7 +17,7 @@ from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.policy import Episode, Words
 from padfree.rollout.environment.runner import EpisodeRunner, Play, Played, RunnerSettings
 
-LETTERS = "0123456789+-*/=#<>()[].,?:!{}\"_ \nabcdefghijklmnopqrstuvwxyz"
+LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
 EOS = 0
 VOCABULARY = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
 CHAT = (

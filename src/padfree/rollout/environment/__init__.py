@@ -9,7 +9,7 @@ agent          a program as the environment (`rollout.agent`)
 runner         EpisodeRunner: plays many episodes at a time
   loop_thread  the event loop they run on
   tokens       their requests, sampled together in rounds or as they come
-  judge        rewards in threads or processes (`reward_worker`)
+  judge        rewards in threads or processes (`padfree.data.reward_worker`)
 writer         EpisodeWriter: groups of prompts to rewarded samples
 choose         which environment the settings name
 """

@@ -1,8 +1,8 @@
 """Rewards of episodes, judged concurrently: in threads, or in processes where `rollout.reward_processes` asks for them.
 
-    text, row -> Judge -> thread                                  one for each call
-                       -> process 0, 1, ...   `reward_worker`     each judges one text at a time; one that hangs or dies
-                                                                  is ended, and another takes its place
+text, row -> Judge -> thread                                  one for each call
+                   -> process 0, 1, ...   `data.reward_worker`   each judges one text at a time; one that hangs or dies
+                                                              is ended, and another takes its place
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from padfree.data import Reward
-from padfree.rollout.environment.reward_worker import LENGTH
+from padfree.data.reward_worker import LENGTH
 
 
 class Judge:
@@ -42,9 +42,9 @@ class Judge:
         finally:
             self._free.put_nowait(worker)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for worker in self._workers:
-            worker.kill()
+            await worker.end()
 
 
 class _Worker:
@@ -65,7 +65,7 @@ class _Worker:
             ) from None
         finally:
             if not finished:
-                self.kill()
+                await self.end()
         if not found:
             raise ValueError(value)
         return float(value)
@@ -84,15 +84,18 @@ class _Worker:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "padfree.rollout.environment.reward_worker",
+            "padfree.data.reward_worker",
             self._name,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def kill(self) -> None:
+    async def end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()

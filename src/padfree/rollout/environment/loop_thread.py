@@ -15,6 +15,10 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+CLOSING = 10.0
+"""Seconds that tasks get to end when they are cancelled."""
+
+
 class DaemonThreads(ThreadPoolExecutor):
     """Every call has a thread of its own, which nobody waits for at the end of the process."""
 
@@ -40,19 +44,25 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._beat = time.monotonic()  # when the loop was last seen to move
-        self._asked = False
+        self._thread: threading.Thread | None = None
+        self._asked: float | None = None  # when the loop was asked to give a sign, if it has not yet
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(DaemonThreads(1))
-            threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="episodes", daemon=True)
+            self._thread.start()
         return self._loop
 
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        self._beat = time.monotonic()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
@@ -60,19 +70,31 @@ class LoopThread:
 
     def seconds_blocked(self) -> float:
         """For how long the loop has not moved, at least. To be asked again and again."""
-        if not self._asked:
-            self._asked = True
+        asked = self._asked
+        if asked is None:
+            self._asked = asked = time.monotonic()
             self.call(self._moved)
-        return time.monotonic() - self._beat
-
-    def rested(self) -> None:
-        """The thread that asks was away itself, and has not looked."""
-        self._beat = time.monotonic()
+        return time.monotonic() - asked
 
     def _moved(self) -> None:
-        self._beat, self._asked = time.monotonic(), False
+        self._asked = None
 
-    def close(self) -> None:
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End what is left on the loop, do what is to be done `last`, and end the loop, unless something keeps it."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+            assert self._thread is not None
+            self._thread.join(CLOSING)
+            self._loop = self._thread = None
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = asyncio.get_running_loop()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSING / 2)
+        try:
+            await asyncio.wait_for(last(), CLOSING / 2)
+        finally:
+            loop.call_soon(loop.stop)

@@ -101,10 +101,12 @@ class EpisodeRunner:
         return playing.result()
 
     def close(self) -> None:
+        self._thread.close(self._end)
+
+    async def _end(self) -> None:
+        self._gateway.close()
         if self._judge is not None:
-            self._thread.call(self._judge.close)
-        self._thread.call(self._gateway.close)
-        self._thread.close()
+            await self._judge.close()
 
     async def _play_all(self, plays: Sequence[Play], source: TokenSource, judge: Judge | None) -> list[Played]:
         room = asyncio.Semaphore(self._settings.most)
@@ -250,5 +252,7 @@ def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
             f"rollout.environment: {name} returned {shown(trajectory)} for {uid!r}; return policy.trajectory(...)"
         )
     if not tree.leaves():
-        raise ValueError(f"rollout.environment: {name} had the policy write nothing for {uid!r}; await policy.generate()")
+        raise ValueError(
+            f"rollout.environment: {name} had the policy write nothing for {uid!r}; await policy.generate()"
+        )
     return trajectory

@@ -124,7 +124,6 @@ class Rounds:
             if not any(asks for _, asks in everybody):
                 return
             responses = self._sampler.sample([request for _, request in taken])
-            self._thread.rested()
             if taken:
                 self._thread.call(self._deliver, taken, responses)
 
