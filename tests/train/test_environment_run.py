@@ -1,4 +1,4 @@
-"""Runs with an environment: the same on any layout and after a kill, failures left out, trees trained as samples are."""
+"""Runs with an environment: the same on any layout and after a kill, failures left out, trees trained like samples."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def main() -> None:
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": result}]
     if "boom" in said:
         raise RuntimeError("boom")
-    print(said)
+    sys.stdout.write(f"{said}\n")
 
 
 main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ def share_of_digits(response: str, row: Mapping[str, Any]) -> float:
 def sometimes_ends(response: str, row: Mapping[str, Any]) -> float:
     if row["answer"] == "2":
         os._exit(3)
-    print("what a reward prints")
+    sys.stdout.write("what a reward prints\n")
     return digits(response)
 
 

@@ -353,5 +353,5 @@ def test_requests_go_to_a_sampler_as_they_come() -> None:
 
 
 def test_a_sampler_that_fails() -> None:
-    with pytest.raises(ValueError, match="rollout.servers: all are gone"):
+    with pytest.raises(ValueError, match=r"rollout.servers: all are gone"):
         play(two_turns, None, prompt("p"), sampler=Streaming(fails=True))

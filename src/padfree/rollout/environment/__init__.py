@@ -12,11 +12,13 @@ runner         EpisodeRunner: plays many episodes at a time
   judge        rewards in threads or processes (`padfree.data.reward_worker`)
 writer         EpisodeWriter: groups of prompts to rewarded samples
 choose         which environment the settings name
+rehearse       an environment tried out without a model
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent
 from padfree.rollout.environment.choose import check_episode_settings, load_episode
 from padfree.rollout.environment.policy import Policy, Turn
+from padfree.rollout.environment.rehearse import rehearse
 from padfree.rollout.environment.runner import Played
 from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.environment.writer import EpisodeWriter
@@ -30,5 +32,6 @@ __all__ = [
     "Turn",
     "check_episode_settings",
     "load_episode",
+    "rehearse",
     "run_agent",
 ]

@@ -1,8 +1,8 @@
 """Calls of a program that talks to the policy through OpenAI's interface, as branches of its episode.
 
-    call 1   user: 2+3?                         seen    <u>2+3?<a>            ids encoded once
-             assistant: <think>..</think>5              <think>..</think>5<e>     ids as they were sampled
-    call 2   user, assistant: 5, user: +1?      rendered <u>2+3?<a>5<e><u>+1?<a>      the template leaves the thought out
+    call 1   user: 2+3?                      seen      <u>2+3?<a>                 ids encoded once
+             assistant: <think>..</think>5             <think>..</think>5<e>      ids as they were sampled
+    call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template leaves the thought out
 
 A call's messages are rendered as text. If that begins with the text of what the model has seen and written, the ids go
 on from there: only what is new is encoded. If it does not, the call begins a branch with ids of its own, so that every
