@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from tokenizers import decoders
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
+from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
@@ -31,6 +33,7 @@ from padfree.train.training_data import load_tokenizer, load_training_data, make
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.environment.rewards import digits
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving
 from tests.train.loop_cases import TIMES
 from tests.train.test_shared_prefixes import assert_close, gradients
 
@@ -287,6 +290,70 @@ def test_evaluation_plays_episodes(model_folder: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in found] == [0, 1, 2]
     assert all(0 <= line["eval/reward"] <= 1 and line["eval/response_length"] > 2 for line in found)
     assert lines(tmp_path / "with") == lines(tmp_path / "without")
+
+
+# Programs, servers, dry runs
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }} {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+
+
+def test_an_agent_is_trained_and_repeats_itself(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "template").write_text(TEMPLATE)
+    agent = Path(__file__).parents[1] / "rollout" / "environment" / "agent.py"
+    rollout: dict[str, Any] = {
+        "environment": None,
+        "agent": [sys.executable, str(agent), "{prompt}"],
+        "reward": f"{REWARDS}:share_of_digits",
+        "group": 2,
+    }
+    for name in ("one", "two"):
+        train(
+            make_config(
+                tmp_path / name,
+                model_folder,
+                data={"chat_template": str(tmp_path / "template"), "prompt_format": "chat"},
+                batch={"samples": 6, "max_tokens": 60},
+                rollout=rollout,
+                run={"steps": 2},
+            )
+        )
+    found = lines(tmp_path / "one")
+    assert found == lines(tmp_path / "two")
+    assert [line["agent/calls"] >= 6 and line["episodes"] == 6 for line in found] == [True, True]
+    assert found[0]["agent/drawn_otherwise"] == found[0]["agent/calls"]
+    assert found[0]["reward_max"] > 0
+    for line in lines(tmp_path / "one", "rollouts.jsonl"):
+        assert line["prompt"].startswith("u ")
+        assert line["prompt"].endswith(" a ")
+
+
+def test_servers_get_the_requests_of_episodes(model_folder: Path, tmp_path: Path) -> None:
+    """Log-probabilities of all leaves are the trainer's, as far as another program rounds alike."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    with serving(FakeVllm(model=model, tokenizer=tokenizer, vocabulary=len(tokenizer))) as urls:
+        rollout = {"engine": "vllm", "servers": urls, "transfer": "files", "timeout": 300.0}
+        train(make_config(tmp_path / "run", model_folder, rollout=rollout, run={"steps": 2}))
+    for line in lines(tmp_path / "run"):
+        assert (line["samples"], line["turns"]) == (24, 2)
+        assert 0 < line["loss/sampler_difference"] < 1e-5
+
+
+def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_config(tmp_path / "run", model_folder)  # writes the prompts
+    words = [f"model.path={model_folder}", f"data.path={tmp_path / 'prompts.jsonl'}", f"run.folder={tmp_path / 'run'}"]
+    recipe = str(Path(__file__).parents[2] / "recipes" / "rl-environment.toml")
+    assert main(["rl", recipe, *words, "rollout.max_new_tokens=20", "run.device=cpu", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "rollout.environment padfree.rollout.environment.calculator:episode is not imported by a dry run" in printed
+    assert "12 prompts" in printed
+    assert main(["plan", recipe, *words, "rollout.max_new_tokens=20"]) == 1
+    said = capsys.readouterr().err
+    assert "rollout.environment: it has responses written during the run, their lengths are not known; plan" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

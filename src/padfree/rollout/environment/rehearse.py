@@ -1,6 +1,6 @@
 """An environment tried out without a model: it is told what the policy would write.
 
-    leaves = rehearse(episode, "48/2?", ["<<48/2=", "#### 24"], tokenizer)
+leaves = rehearse(episode, "48/2?", ["<<48/2=", "#### 24"], tokenizer)
 """
 
 from __future__ import annotations
