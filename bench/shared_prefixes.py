@@ -3,7 +3,7 @@
     python bench/shared_prefixes.py                                   a small model on the CPU
     python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
     python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
-    python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and as trees
+    python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and trees
     python bench/shared_prefixes.py --device cuda --attention         keys gathered against parts merged, one layer
     python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
 
@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=36_864, help="of a micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--calculator", type=Path, default=None)
+    parser.add_argument("--groups", type=int, default=16, help="of the calculator's episodes")
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--attention", action="store_true", help="one layer's attention, gathered and merged")
     args = parser.parse_args()
@@ -301,11 +302,11 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
         return
     if args.calculator is not None:
         for probes, name in ((False, "episodes with a calculator"), (True, "trees, a branch at each answer")):
-            samples = calculator_groups(args.calculator, 16, probes=probes)
+            samples = calculator_groups(args.calculator, args.groups, probes=probes)
             engine.scorer.rows = RowSettings(share_prefixes="auto")
             everything = calculator_groups(args.calculator, 200, probes=probes)
             print(f"rho of {len(everything)} samples of 200 groups {engine.scorer.plan(everything).sharing:.3f}")
-            print(f"{len(samples)} samples of 16 groups, {sum(map(len, samples))} tokens")
+            print(f"{len(samples)} samples of {args.groups} groups, {sum(map(len, samples))} tokens")
             shown(name, compare(engine, samples, args.repeats))
         return
     for prompt, response in LENGTHS[args.device]:

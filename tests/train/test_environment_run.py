@@ -150,16 +150,18 @@ def same(samples: list[Sample], others: list[Sample]) -> None:
     for sample, other in zip(samples, others, strict=True):
         assert np.array_equal(sample.tokens, other.tokens)
         assert np.array_equal(sample.mask, other.mask)
+        assert sample.logprobs is not None
+        assert other.logprobs is not None
         assert np.array_equal(sample.logprobs, other.logprobs)
         assert (sample.uid, sample.group, sample.reward) == (other.uid, other.group, other.reward)
 
 
 def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_path: Path) -> None:
     """To the bit; also where rewards are computed in processes."""
-    reward = {"reward": f"{REWARDS}:share_of_digits", "environment": None, "batch": 12}
+    reward: dict[str, Any] = {"reward": f"{REWARDS}:share_of_digits", "environment": None, "batch": 12}
     with distributed(device="cpu"):
         expected = first_samples(make_config(tmp_path / "plain", model_folder, rollout=reward), RolloutWriter)
-        settings = {
+        settings: dict[str, dict[str, Any]] = {
             "own": {"environment": f"{HERE}:one_turn"},
             "judged": {"environment": f"{HERE}:words_alone", "reward": f"{REWARDS}:share_of_digits"},
             "processes": {**reward, "reward_processes": 2},

@@ -32,7 +32,8 @@ def tokenizer(template: str | None = None) -> Any:
     made = Tokenizer(WordLevel(VOCABULARY, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
     fast.chat_template = template
     return fast
 
@@ -86,7 +87,7 @@ class Scripted:
         tokens = np.array(ids(said), np.int64)[: request.room]
         return Response(
             tokens=tokens,
-            logprobs=-(np.arange(len(tokens), dtype=np.float32) + 1) / 8,
+            logprobs=(-(np.arange(len(tokens)) + 1) / 8).astype(np.float32),
             ended=bool(tokens[-1] == EOS),
             version=0,
         )

@@ -147,7 +147,8 @@ class _Session:
     async def play(self, episode: Episode, judge: Judge | None) -> Played:
         settings, prompt = self._runner._settings, self._play.prompt
         failure = None
-        trajectory, leaves = None, ()
+        trajectory: Trajectory | None = None
+        leaves: tuple[Leaf, ...] = ()
         try:
             async with self._clock:
                 self._run_clock()

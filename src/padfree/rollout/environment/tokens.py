@@ -16,7 +16,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from padfree.rollout.base import AheadSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.loop_thread import LoopThread
@@ -193,7 +193,7 @@ class Streams:
 
 def make_token_source(sampler: Sampler, thread: LoopThread, timeout: float) -> TokenSource:
     if hasattr(sampler, "begin"):
-        return Streams(sampler, thread, timeout)
+        return Streams(cast(AheadSampler, sampler), thread, timeout)
     return Rounds(sampler, thread, timeout)
 
 
