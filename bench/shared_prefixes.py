@@ -3,6 +3,7 @@
     python bench/shared_prefixes.py                                   a small model on the CPU
     python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
     python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
+    python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and trees
     python bench/shared_prefixes.py --device cuda --attention         keys gathered against parts merged, one layer
     python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,8 @@ from padfree.cp.levels import attend_levels, prepare_levels
 from padfree.distributed import make_mesh
 from padfree.losses import ClipSettings, PolicySettings
 from padfree.packing import collate
+from padfree.rollout import Prompt
+from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
@@ -132,6 +136,65 @@ def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
     return samples
 
 
+class ByteTokenizer:
+    """A byte a token; 0 ends a response."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
+        return {"input_ids": list(text.encode()) if isinstance(text, str) else [list(one.encode()) for one in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(token for token in ids if token).decode(errors="replace")
+
+
+async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
+    """The calculator, and behind each of its answers a branch that is asked for the result at once."""
+    while True:
+        turn = await policy.generate()
+        question = calculator.QUESTION.search(turn.text)
+        if question is None:
+            return policy.trajectory()
+        policy.add(f"{calculator.calculate(question[1]) or 'error'}>>")
+        probe = policy.branch()
+        probe.add(" So the answer is")
+        await probe.generate()
+
+
+def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sample]:
+    """The solutions as what a policy writes to a calculator: a turn up to each question, and one to the end."""
+    samples = []
+    for number, line in enumerate((folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]):
+        row = json.loads(line)
+        for model in MODELS:
+            solution = row[model]["solution"]
+            turns = [f"{part}=" for part in re.split(r"(?<=<<)([^<>=]+)=[^<>]*>>", solution)]
+            turns = [f"{before[:-1]}{question}" for before, question in zip(turns[:-1:2], turns[1::2], strict=True)] + [
+                turns[-1][:-1]
+            ]
+            if probes:
+                turns = [one for turn in turns[:-1] for one in (turn, " 42.")] + turns[-1:]
+            leaves = rehearse(
+                probed if probes else calculator.episode,
+                row["question"],
+                turns,
+                ByteTokenizer(),
+                row={"answer": "42"},
+                room=1 << 16,
+                reward="exact_match",
+            )
+            samples += [
+                Sample(
+                    tokens=leaf.tokens,
+                    loss_mask=leaf.sampled,
+                    advantages=np.ones(len(leaf.tokens), dtype=np.float32),
+                    group=number,
+                )
+                for leaf in leaves
+            ]
+    return samples
+
+
 def play_context(world: int, device: torch.device, repeats: int) -> None:
     """Attention of each rank of a row of 8k prompts, forward and backward, against an eighth of the whole."""
     tokens = (1 << 17) if device.type == "cuda" else 1 << 11
@@ -208,6 +271,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=36_864, help="of a micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=None)
+    parser.add_argument("--calculator", type=Path, default=None)
+    parser.add_argument("--groups", type=int, default=16, help="of the calculator's episodes")
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--attention", action="store_true", help="one layer's attention, gathered and merged")
     args = parser.parse_args()
@@ -234,6 +299,15 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
         everything = gsm8k_groups(args.gsm8k, 1 << 20)
         print(f"rho of all {len(everything)} solutions {engine.scorer.plan(everything).sharing:.3f}")
         shown("GSM8K, groups of 4", compare(engine, samples, args.repeats))
+        return
+    if args.calculator is not None:
+        for probes, name in ((False, "episodes with a calculator"), (True, "trees, a branch at each answer")):
+            samples = calculator_groups(args.calculator, args.groups, probes=probes)
+            engine.scorer.rows = RowSettings(share_prefixes="auto")
+            everything = calculator_groups(args.calculator, 200, probes=probes)
+            print(f"rho of {len(everything)} samples of 200 groups {engine.scorer.plan(everything).sharing:.3f}")
+            print(f"{len(samples)} samples of {args.groups} groups, {sum(map(len, samples))} tokens")
+            shown(name, compare(engine, samples, args.repeats))
         return
     for prompt, response in LENGTHS[args.device]:
         samples = group(prompt, response, args.group, SHAPES[shape]["vocab_size"])

@@ -121,6 +121,7 @@ def one_by_one(*calls: Mistake) -> Mistake:
 
 
 DISTILL = ("loss.kind=distill", "teacher.path=m")
+PLAYED = "rollout.environment=padfree.rollout.environment.calculator:episode"
 SERVED = 'rollout.launch.command=["vllm", "serve"]'
 
 HELD_OUT = "eval.path=test.jsonl"
@@ -225,6 +226,19 @@ CASES["config"] = [
     ("rollout.engine", changed("rollout.engine=in_proces", recipe="rl"), "rollout.engine=in_process"),
     ("rollout.kv_cache_memory", changed("rollout.kv_cache_memory=0", recipe="rl"), "rollout.kv_cache_memory=auto"),
     ("rollout.reward", changed("rollout.reward=exact_match")),
+    ("rollout.environment", changed("rollout.environment=calculator", recipe="rl-local"), PLAYED),
+    ("rollout.environment", changed("rollout.environment=a:b")),
+    ("rollout.agent", changed("rollout.agent=a", "rollout.environment=a:b", recipe="rl-local")),
+    ("rollout.agent", changed('rollout.agent=["a", ""]', recipe="rl-local"), "rollout.agent=a"),
+    ("rollout.reward", changed("rollout.agent=a", recipe="rl")),
+    ("rollout.episode_timeout", changed("rollout.episode_timeout=0", recipe="rl-local")),
+    ("rollout.episode_timeout", changed(PLAYED, "rollout.episode_timeout=1200", recipe="rl-local")),
+    ("rollout.reward_processes", changed("rollout.reward_processes=-1", recipe="rl-local")),
+    ("rollout.reward_processes", changed("rollout.reward_processes=2", recipe="rl"), "rollout.reward=exact_match"),
+    ("rollout.on_failure", changed("rollout.on_failure=ignore", recipe="rl-local")),
+    ("rollout.staleness", changed(PLAYED, "rollout.staleness=1", recipe="rl-vllm")),
+    ("rollout.staleness", changed("rollout.on_failure=skip", "rollout.staleness=1", recipe="rl-vllm")),
+    ("rollout.overlong_buffer", changed(PLAYED, "rollout.overlong_buffer=8", recipe="rl-local")),
     ("rollout.top_p", changed("rollout.top_p=0.9", recipe="rl-vllm")),
     ("rollout.top_k", changed("rollout.top_k=50", recipe="rl-vllm")),
     ("rollout.staleness", changed("rollout.staleness=-1", recipe="rl-vllm"), "rollout.staleness=2"),
@@ -1378,6 +1392,9 @@ CASES["decide"] = [
     ("d.jsonl line 9", dry_run("rl", [*GROUPED, {**ROLLOUT, "reward": None}])),
     ("d.jsonl line 5", dry_run("rl-local", [*TASKS, {"prompt": None}])),
     ("reward", dry_run("rl-local", TASKS, "rollout.reward=best"), "rollout.reward=exact_match"),
+    ("rollout.environment", dry_run("rl-local", TASKS, "rollout.environment=os:system"), PLAYED),
+    ("rollout.environment", dry_run("rl-local", TASKS, "rollout.environment=no_such_module:episode"), PLAYED),
+    ("rollout.agent", dry_run("rl-local", TASKS, "rollout.agent=no-such-program"), "rollout.agent=sh"),
     ("reward", dry_run("rl-local", [*TASKS, {"prompt": "1", "answer": "x"}]), "rollout.reward=exact_match"),
 ]
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
+from padfree.rollout.environment import rehearse
 from tests.models import save_with_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -47,7 +49,15 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_example_has_a_test() -> None:
     named = {path.stem for path in FOLDER.glob("*.py")}
-    assert named == {"dpo_pairs", "distill_jsonl", "sft_jsonl", "rl_own_reward", "foreign_loop", "hf_trainer"}
+    assert named == {
+        "dpo_pairs",
+        "distill_jsonl",
+        "sft_jsonl",
+        "rl_own_reward",
+        "rl_own_environment",
+        "foreign_loop",
+        "hf_trainer",
+    }
 
 
 def test_distill_jsonl(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +115,24 @@ def test_rl_own_reward(model: str, data: str, tmp_path: Path, monkeypatch: pytes
     assert len(rewards) == 8
     assert rewards[-1] > rewards[0]
     assert (run / "rollouts.jsonl").exists()
+
+
+def test_rl_own_environment(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers pay a little, so an untrained model learns to write some; its questions are answered meanwhile."""
+    module = example("rl_own_environment", monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    (leaf,) = rehearse(module.episode, "12*3?", ["is 12*3=", "36"], tokenizer, row={"answer": "36"})
+    assert leaf.tokens.tolist() == [*tokenizer("12*3?is 12*3=<eos>36" + "36<eos>")["input_ids"]]
+    assert leaf.sampled.astype(int).tolist() == [0] * 5 + [1] * 9 + [0] * 2 + [1] * 3
+    assert leaf.reward == 1.0
+    run = tmp_path / "run"
+    arguments = ["--model", model, "--prompts", data, "--folder", str(run), "--dtype", "float32", "--lr", "2e-2"]
+    sizes = ["--samples", "32", "--group", "4", "--max-new-tokens", "6", "--max-tokens", "256", "--steps", "8"]
+    rewards = module.main([*arguments, *sizes])
+    assert len(rewards) == 8
+    assert rewards[-1] > rewards[0]
+    assert "environment/questions" in json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
 
 
 def test_rl_own_reward_on_the_prompts_of_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

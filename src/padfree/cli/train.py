@@ -213,7 +213,7 @@ def description(config: Config) -> Iterator[str]:
         overlong=config.batch.overlong,
         groups=[number for number, group in enumerate(groups) for _ in group] if in_pairs else None,
     )
-    sampled = config.rollout.reward is not None
+    sampled = config.rollout.source is not None
     lengths_of_rows = {
         "longest": -(-int(plan.tokens.max()) // context),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,

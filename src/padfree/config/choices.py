@@ -54,6 +54,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "response_length")
 SAMPLING_ENGINES = ("in_process", "vllm")  # or the user's own as module:function
 WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
+OnFailure = Literal["error", "skip"]
 
 # schedule
 ScheduleKind = Literal["constant", "linear", "cosine"]

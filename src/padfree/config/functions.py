@@ -48,6 +48,7 @@ class UserFunction:
     noun: str  # what such a function is
     arguments: tuple[str, ...]  # what it is called with
     result: str  # what it returns
+    asynchronous: bool = False  # whether it is a coroutine function
 
     def check(self, path: str) -> None:
         """Refuse a path that cannot be loaded, as far as that shows without importing anything.
@@ -101,7 +102,10 @@ class UserFunction:
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
             what = "a class" if inspect.isclass(function) else f"a function of {home}, which is Python's own"
             raise ValueError(f"{self.setting}: {path!r} is {what}; write a function of {wanted} and name that")
-        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        if self.asynchronous and not inspect.iscoroutinefunction(function):
+            raise ValueError(f"{self.setting}: {path!r} is not async; make it `async def` that returns {self.result}")
+        generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        if generates or (inspect.iscoroutinefunction(function) and not self.asynchronous):
             raise ValueError(
                 f"{self.setting}: {path!r} is async or a generator; make it a plain function that returns {self.result}"
             )

@@ -21,6 +21,7 @@ from padfree.config.choices import (
     LayoutKind,
     LossOn,
     OnBadRow,
+    OnFailure,
     Overlong,
     PromptFormat,
     RolloutFilter,
@@ -58,12 +59,18 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """Rollouts of the run itself: `reward` names a built-in or `module:function`; None: `data.path` has finished ones.
+    """Rollouts of the run itself: `reward` names a built-in or `module:function`, `environment` or `agent` what the
+    policy talks to; without any of them `data.path` has finished ones.
 
-    With it `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
+    With one `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
     """
 
     reward: str | None = None
+    environment: str | None = None  # module:function of an episode
+    agent: tuple[str, ...] = ()  # or the words of a program that is one, with the policy at its OPENAI_BASE_URL
+    episode_timeout: float = 300.0  # seconds of an episode's own, its reward's too; waiting for tokens does not count
+    on_failure: OnFailure = "error"  # skip: a group whose episode or reward raises or hangs is left out
+    reward_processes: int = 0  # that rewards are computed in; 0: in the process
     group: int = 8  # responses to a prompt
     max_new_tokens: int = 256
     engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
@@ -90,6 +97,20 @@ class RolloutConfig:
         """`kv_cache_memory` in bytes; None: auto."""
         return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
+    @property
+    def source(self) -> str | None:
+        """The setting that has the run write its responses itself; None: it does not."""
+        for name in ("environment", "agent", "reward"):
+            if getattr(self, name):
+                return f"rollout.{name}"
+        return None
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether responses come from episodes: of an environment, or as what can fail by itself."""
+        plays = self.environment is not None or bool(self.agent)
+        return plays or (self.reward is not None and (self.on_failure == "skip" or self.reward_processes > 0))
+
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
             need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
@@ -105,6 +126,7 @@ class RolloutConfig:
         need(self.canary is None or self.canary > 0, "rollout.canary", self.canary, "give more than 0, or leave it out")
         need(self.transfer_folder != "", "rollout.transfer_folder", "", "give a folder, or leave it out")
         self._check_engine()
+        self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
         if self.engine != "vllm":
             cure = "set rollout.engine=vllm, or leave it out"
@@ -134,6 +156,32 @@ class RolloutConfig:
         need(right, "rollout.overlong_buffer", self.overlong_buffer, cure)
         penalty = self.overlong_penalty
         need(0 < penalty < math.inf, "rollout.overlong_penalty", penalty, "give more than 0")
+
+    def _check_episodes(self) -> None:
+        environment, agent = self.environment, list(self.agent)
+        right = environment is None or is_path(environment)
+        cure = "give 'module:function', such as padfree.rollout.environment.calculator:episode"
+        need(right, "rollout.environment", environment, cure)
+        need(all(agent), "rollout.agent", agent, "give words, none of them empty")
+        cure = "leave it out, rollout.environment is the environment (padfree.rollout.environment.run_agent runs one)"
+        need(not agent or environment is None, "rollout.agent", agent, cure)
+        cure = "set rollout.reward=exact_match or another, it judges what rollout.agent prints"
+        need(not agent or self.reward is not None, "rollout.reward", None, cure)
+        limit = self.episode_timeout
+        need(0 < limit < math.inf, "rollout.episode_timeout", limit, "give more than 0 seconds")
+        need(self.reward_processes >= 0, "rollout.reward_processes", self.reward_processes, "give 0 or more")
+        cure = "set rollout.reward, without one there is nothing to compute in processes"
+        need(
+            not self.reward_processes or self.reward is not None,
+            "rollout.reward_processes",
+            self.reward_processes,
+            cure,
+        )
+        if self.has_episodes:
+            cure = "set rollout.staleness=0, episodes are not sampled ahead of training"
+            need(self.staleness == 0, "rollout.staleness", self.staleness, cure)
+            cure = "leave it out, an episode gives the reward that it wants for its length"
+            need(self.overlong_buffer == 0, "rollout.overlong_buffer", self.overlong_buffer, cure)
 
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):
@@ -401,8 +449,8 @@ class Config:
         if self.loss.command == "reward":
             cure = "set lora.rank=0, a reward model's new head would not be among the adapters"
             need(self.lora.rank == 0, "lora.rank", self.lora.rank, cure)
-        if self.rollout.reward is not None:
-            self._check_rollouts(self.rollout.reward)
+        if self.rollout.source is not None:
+            self._check_rollouts(self.rollout.source)
         self._check_critic()
         self._check_eval()
 
@@ -444,7 +492,7 @@ class Config:
 
     def _check_eval(self) -> None:
         """Of evaluations, and of the checkpoint that they choose."""
-        command, sampled = self.loss.command, self.rollout.reward is not None
+        command, sampled = self.loss.command, self.rollout.source is not None
         if self.eval.path and (command == "rl" or sampled):
             cure = "set rollout.reward, responses to held-out prompts come from the sampler of the run"
             need(sampled, "eval.path", list(self.eval.path), cure)
@@ -466,11 +514,12 @@ class Config:
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
         need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or of one source: eval/FILE/NAME")
 
-    def _check_rollouts(self, reward: str) -> None:
-        """Of responses that are written in the run."""
+    def _check_rollouts(self, setting: str) -> None:
+        """Of responses that are written in the run, because of this setting."""
         command = self.loss.command
         sampled = command in ("rl", "distill")
-        need(sampled, "rollout.reward", reward, f"leave it out, padfree {command} has no rollouts")
+        value = getattr(self.rollout, setting.removeprefix("rollout."))
+        need(sampled, setting, value, f"leave it out, padfree {command} has no rollouts")
         group, samples = self.rollout.group, self.batch.samples
         need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none for rollouts")
         assert samples is not None
@@ -482,9 +531,14 @@ class Config:
         cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
         need(compared, "rollout.group", group, cure)
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
+        limit = self.rollout.episode_timeout
+        need(not self.rollout.has_episodes or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
         vllm = self.rollout.engine == "vllm"
         need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
+        reward = self.rollout.reward
         judged = model_of(reward) is not None
+        cure = "give a function: a reward model judges whole responses, without environments, processes and failures"
+        need(not judged or not self.rollout.has_episodes, "rollout.reward", reward, cure)
         need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
         cure = "set rollout.staleness=0, the reward model is asked by all processes together"
         need(not judged or self.rollout.staleness == 0, "rollout.staleness", self.rollout.staleness, cure)

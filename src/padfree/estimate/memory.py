@@ -116,7 +116,7 @@ def estimate_memory(
         other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
         critic = _counts(other, shards).all * FLOAT32
     sampler = cache = 0
-    if config.rollout.reward is not None and config.rollout.engine == "in_process":
+    if config.rollout.source is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
@@ -217,7 +217,7 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     if config.batch.share_prefixes is False or config.loss.kind == "sft":
         return 0.0
     group, prompt, response = 8, 1, 1
-    if config.rollout.reward is not None:
+    if config.rollout.source is not None:
         group, prompt, response = config.rollout.group, prompt_tokens, config.rollout.max_new_tokens
     return (prompt + group * (prompt + response)) / (prompt + group * response)
 

@@ -50,9 +50,9 @@ def load_steps(
     """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here."""
     if lengths is not None:
         return sft_steps(read_lengths(lengths), config)
-    if config.rollout.reward is not None:
+    if config.rollout.source is not None:
         raise ValueError(
-            f"rollout.reward: {config.rollout.reward!r} writes responses during the run, their lengths are not known; "
+            f"{config.rollout.source}: it has responses written during the run, their lengths are not known; "
             "plan rollout files, or --lengths"
         )
     # The devices that are planned for need not be here.

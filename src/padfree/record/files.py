@@ -9,6 +9,7 @@ evaluation.jsonl         one line an evaluation; its `step` is the number of ste
 events.jsonl             starts, settled settings, resumes, compilations, ends
 rows.jsonl               rows of the data that were skipped, dropped or cut
 rollouts.jsonl           a few responses of each batch that was sampled
+failures.jsonl           episodes and rewards that raised or hung
 nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number
 checkpoints/step-*       what can be resumed from
 model/                   the trained model, exported
@@ -24,5 +25,6 @@ EVALUATION = "evaluation.jsonl"
 EVENTS = "events.jsonl"
 ROWS = "rows.jsonl"
 ROLLOUTS = "rollouts.jsonl"
+FAILURES = "failures.jsonl"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
 CHECKPOINTS, MODEL, BEST_MODEL = "checkpoints", "model", "model-best"

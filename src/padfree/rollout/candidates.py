@@ -91,7 +91,7 @@ class Candidates:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    return min(rewards) != max(rewards)
+    return len(set(rewards)) > 1
 
 
 def overlong_penalty(length: int, room: int, settings: RolloutConfig) -> float:

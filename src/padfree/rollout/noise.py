@@ -39,6 +39,19 @@ def key_behind(key: int, position: int) -> int:
     return int(splitmix64(values).view(np.int64)[0])
 
 
+def turn_key(key: int, place: tuple[int, ...]) -> int:
+    """For a turn of an episode, by its place in the tree: branches on the way to it, and the turn's number there.
+
+    The first turn of the first branch has the key of the response; turns of a greedy episode are all greedy.
+    """
+    if key == GREEDY or place == (0,):
+        return key
+    values = np.array([key], np.int64).view(np.uint64)
+    for number in (len(place), *place):
+        values = splitmix64(values ^ np.array([number], np.int64).view(np.uint64))
+    return int(splitmix64(values).view(np.int64)[0])
+
+
 def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tensor:
     """[R, V] float32 for the token at this position of each response, one for all or [R]; `keys` [R] int64."""
     at_position = _mixed_on_device(keys ^ position)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -54,6 +54,25 @@ class Written:
     response: Response
     text: str
     reward: float  # as the function gave it
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return (self.reward,)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.response.tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self.response.ended
+
+
+class Rewarded(Protocol):
+    """What a number of the batch has earned: one reward, or one for each leaf of an episode; none where it failed."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]: ...
 
 
 class RolloutWriter:
@@ -220,11 +239,7 @@ class RolloutWriter:
 
     def _told(self, own: Any) -> list[Any]:
         """What every rank says."""
-        group = self.mesh.loss.group
-        everybody: list[Any] = [None] * self.mesh.loss.size
-        with watching("the exchange of rollouts", group):
-            dist.all_gather_object(everybody, own, group=group)
-        return everybody
+        return told(own, self.mesh)
 
     def _text_of(self, response: Response) -> str:
         """Without the token that ended it."""
@@ -245,6 +260,14 @@ class RolloutWriter:
             "tokens": len(written.response.tokens),
             "ended": written.response.ended,
         }
+
+
+def told(own: Any, mesh: Mesh) -> list[Any]:
+    """What every rank says, on every rank."""
+    everybody: list[Any] = [None] * mesh.loss.size
+    with watching("the exchange of rollouts", mesh.loss.group):
+        dist.all_gather_object(everybody, own, group=mesh.loss.group)
+    return everybody
 
 
 def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
@@ -268,9 +291,12 @@ def numbers_of(groups: Sequence[Group], index: int) -> range:
     return range(first, first + len(groups[index]))
 
 
-def signals(groups: Sequence[Group], asked: Iterable[int], written: Mapping[int, Written]) -> dict[int, bool]:
+def signals(groups: Sequence[Group], asked: Iterable[int], written: Mapping[int, Rewarded]) -> dict[int, bool]:
     """Of each group that was asked for, whether its rewards differ."""
-    return {index: has_signal([written[number].reward for number in numbers_of(groups, index)]) for index in asked}
+    return {
+        index: has_signal([reward for number in numbers_of(groups, index) for reward in written[number].rewards])
+        for index in asked
+    }
 
 
 def _samples(groups: Sequence[Group], written: Sequence[Written], settings: RolloutConfig) -> list[Sample]:

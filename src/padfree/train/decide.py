@@ -44,6 +44,7 @@ from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import check_engine_name
+from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
@@ -119,7 +120,7 @@ def _decided(
     model, limits = check_models(config)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
-    if config.rollout.reward is not None:
+    if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
     source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
     check_source(config, source, limits, tokenizer)
@@ -150,9 +151,10 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     if requested != "auto" and requested not in BACKENDS:
         raise ValueError(f"model.attention: {requested!r}; set it to auto, or to one of {', '.join(BACKENDS)}")
     check_placement(config, device_type)
-    if config.rollout.reward is not None:
-        check_reward_name(config.rollout.reward)
-        check_reward_name(config.eval.reward or config.rollout.reward)
+    if config.rollout.source is not None:
+        for name in {config.rollout.reward, config.eval.reward} - {None}:
+            check_reward_name(str(name))
+        check_episode_settings(config.rollout)
         check_engine_name(config.rollout.engine)
     if is_path(config.loss.kind):
         USER_OBJECTIVE.check(config.loss.kind)
@@ -244,7 +246,7 @@ def check_source(
     config: Config, source: TrainingData, limits: Limits, tokenizer: Any, *, setting: str = "data.path"
 ) -> None:
     """Refuse data that the model cannot take or that lack what the loss needs."""
-    sampled = config.rollout.reward is not None
+    sampled = config.rollout.source is not None
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
     # Text can hold no token that its tokenizer does not have, so that only a larger one makes it worth looking.
@@ -366,6 +368,9 @@ def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> I
     own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
     if dry and own_function and config.rollout.reward not in BUILT_IN:
         yield f"rollout.reward {config.rollout.reward} is not imported by a dry run: whether it works is not known"
+    if dry and config.rollout.environment is not None:
+        name = config.rollout.environment
+        yield f"rollout.environment {name} is not imported by a dry run: whether it works is not known"
     if dry and is_path(config.loss.kind):
         yield f"loss.kind {config.loss.kind} is not imported by a dry run: whether it works is not known"
 
@@ -374,12 +379,12 @@ def count_steps(config: Config, samples: Samples, *, enough: int) -> int:
     """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
     epochs = config.data.epochs
     assert epochs is not None
-    if config.loss.command != "rl" and config.rollout.reward is None and config.batch.samples is not None:
+    if config.loss.command != "rl" and config.rollout.source is None and config.batch.samples is not None:
         return -(-len(samples) // config.batch.samples) * epochs
     if config.batch.tokens is not None and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough:
         return enough  # no step has more tokens than its budget
     once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
-    counted = _Lengths(samples) if config.loss.command != "rl" and config.rollout.reward is None else samples
+    counted = _Lengths(samples) if config.loss.command != "rl" and config.rollout.source is None else samples
     updates = 0
     for groups in make_batcher(once, counted):
         in_batch = sum(len(group) for group in groups)

@@ -31,6 +31,7 @@ from padfree.head import matches, score
 from padfree.losses import segment_sum
 from padfree.model import hidden_states, lm_head_of
 from padfree.rollout import Prompt
+from padfree.rollout.environment import EpisodeWriter, Played
 from padfree.rollout.noise import GREEDY, response_keys
 from padfree.rollout.writer import RolloutWriter, Written
 from padfree.train.determinism import random_state, restore_random_state
@@ -164,7 +165,12 @@ class SampledResponses:
     """Held-out prompts, answered by the sampler that trains."""
 
     def __init__(
-        self, writer: RolloutWriter, engine: Engine, prompts: Sequence[Prompt], settings: EvalConfig, seed: int
+        self,
+        writer: RolloutWriter | EpisodeWriter,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        settings: EvalConfig,
+        seed: int,
     ) -> None:
         self.writer, self.engine, self.settings = writer, engine, settings
         self.groups = [(prompt,) * settings.draws for prompt in prompts]
@@ -190,7 +196,7 @@ class SampledResponses:
                 sums[index] += value
         return by_source(rows, self._metrics)
 
-    def _sums(self, written: Sequence[Written]) -> list[float]:
+    def _sums(self, written: Sequence[Written | Played]) -> list[float]:
         """Of one prompt: 1, then sums over its responses, and whether any of them is right."""
         right = [one.reward >= self.settings.passes for one in written]
         return [
@@ -198,8 +204,8 @@ class SampledResponses:
             sum(one.reward for one in written),
             float(sum(right)),
             float(any(right)),
-            float(sum(len(one.response.tokens) for one in written)),
-            float(sum(not one.response.ended for one in written)),
+            float(sum(one.num_tokens for one in written)),
+            float(sum(not one.ended for one in written)),
         ]
 
     def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
@@ -218,7 +224,7 @@ def make_evaluation(
     config: Config,
     engine: Engine,
     held_out: TrainingData | None,
-    writer: RolloutWriter | None,
+    writer: RolloutWriter | EpisodeWriter | None,
     reference: Reference | None = None,
 ) -> Evaluate | None:
     """What `[eval]` asks for; None: nothing."""

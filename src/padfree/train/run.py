@@ -18,7 +18,8 @@ from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
-from padfree.data import TokenizedDataset
+from padfree.data import RolloutDataSettings, TokenizedDataset
+from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
 from padfree.record.files import BEST_MODEL, CHECKPOINTS, MODEL, ROWS
@@ -26,6 +27,7 @@ from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
+from padfree.rollout.environment import EpisodeWriter
 from padfree.rollout.queue import AheadWriter
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
@@ -49,7 +51,7 @@ from padfree.train.setup import (
     export,
     export_dtype,
 )
-from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher
+from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnStep
 
 
@@ -190,7 +192,9 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
 class _Sampling:
     """Groups of prompts to samples by the present model; `progress`: the batch's number, and optimizer steps so far."""
 
-    def __init__(self, writer: RolloutWriter, engine: Engine, progress: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, writer: RolloutWriter | EpisodeWriter, engine: Engine, progress: Callable[[], tuple[int, int]]
+    ) -> None:
         self.writer, self.engine, self.progress = writer, engine, progress
 
     def __call__(self, groups: Sequence[Any]) -> list[Sample]:
@@ -205,20 +209,23 @@ class _Sampling:
 
 def _rollout_writer(
     config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, samples: Samples
-) -> RolloutWriter | None:
+) -> RolloutWriter | EpisodeWriter | None:
     """What makes samples of prompts; None where the run's data are samples already."""
-    if config.rollout.reward is None:
+    if config.rollout.source is None:
         return None
     prompts = [prompt for prompt in samples if isinstance(prompt, Prompt)]
     if config.rollout.staleness:
         ahead = make_ahead_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
         return AheadWriter(config, mesh, ahead, tokenizer, prompts)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    if config.rollout.has_episodes:
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
+        return EpisodeWriter(config, mesh, sampler, tokenizer, prompts, chat=chat)
     return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
 
 
 def _longest(config: Config, longest: int) -> dict[str, int]:
     """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
-    if config.rollout.reward is not None:
+    if config.rollout.source is not None:
         return {"prompt_tokens": longest}
     return {"longest": -(-longest // config.parallel.context)}

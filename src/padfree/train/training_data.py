@@ -32,6 +32,7 @@ from padfree.data import (
 from padfree.data.prepare import Progress
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
+from padfree.rollout.environment import load_episode
 from padfree.train.rl.advantages import check_signal
 
 Samples = Sequence[Sample | Prompt] | TokenizedDataset
@@ -59,7 +60,7 @@ def load_tokenizer(config: Config) -> Any:
     """
     path = Path(config.model.tokenizer or config.model.path)
     if path.exists() and not (path.is_dir() and any(path.glob("tokenizer*"))):
-        given = config.loss.command == "rl" and config.rollout.reward is None
+        given = config.loss.command == "rl" and config.rollout.source is None
         if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
@@ -117,9 +118,11 @@ def _read_sft(config: Config, tokenizer: Any, *, progress: bool | Progress, impo
 
 def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
     data, read = config.data, RolloutDataSettings(**text_settings(config.data))
-    if config.rollout.reward is not None:
-        if import_reward and model_of(config.rollout.reward) is None:
+    if config.rollout.source is not None:
+        if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
             load_reward(config.rollout.reward)
+        if import_reward:
+            load_episode(config.rollout)
         room = config.rollout.max_new_tokens
         prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
         return TrainingData(
@@ -145,7 +148,7 @@ Reader = Callable[..., TrainingData]
 
 def _read_distill(config: Config, tokenizer: Any, **options: Any) -> TrainingData:
     """Text to learn from, or prompts that the student answers."""
-    return (_read_sft if config.rollout.reward is None else _read_rl)(config, tokenizer, **options)
+    return (_read_sft if config.rollout.source is None else _read_rl)(config, tokenizer, **options)
 
 
 READERS: dict[str, Reader] = {
@@ -198,7 +201,7 @@ def longest_of(samples: Samples) -> int:
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
     """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
-    if config.loss.command != "rl" or config.rollout.reward is not None:
+    if config.loss.command != "rl" or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
     return check_signal(samples, config.loss.advantage, ", ".join(config.data.path))
@@ -213,7 +216,7 @@ def make_batcher(config: Config, samples: Samples) -> Batcher:
     if not len(samples):
         raise ValueError(f"data.path: {', '.join(data.path)} has no samples; give files with at least one")
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
-    if config.loss.command != "rl" and config.rollout.reward is None:
+    if config.loss.command != "rl" and config.rollout.source is None:
         size = GROUP_SIZES[config.loss.command]
         source = _Neighbours(samples, size)
         if batch.samples is not None:

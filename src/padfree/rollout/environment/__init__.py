@@ -1,0 +1,37 @@
+"""Environments: episodes of several turns, tools in between, branches, and programs that nobody changed.
+
+trajectory     Branch, Tree, Trajectory: token ids and what of them was sampled
+policy         Policy: what an episode is given
+calculator     a built-in environment: word problems with a calculator
+agent          a program as the environment (`rollout.agent`)
+  gateway      OpenAI's interface to the policy, for such programs
+  calls        their calls as branches, token for token
+runner         EpisodeRunner: plays many episodes at a time
+  loop_thread  the event loop they run on
+  tokens       their requests, sampled together in rounds or as they come
+  judge        rewards in threads or processes (`padfree.data.reward_worker`)
+writer         EpisodeWriter: groups of prompts to rewarded samples
+choose         which environment the settings name
+rehearse       an environment tried out without a model
+"""
+
+from padfree.rollout.environment.agent import Finished, run_agent
+from padfree.rollout.environment.choose import check_episode_settings, load_episode
+from padfree.rollout.environment.policy import Policy, Turn
+from padfree.rollout.environment.rehearse import rehearse
+from padfree.rollout.environment.runner import Played
+from padfree.rollout.environment.trajectory import Trajectory
+from padfree.rollout.environment.writer import EpisodeWriter
+
+__all__ = [
+    "EpisodeWriter",
+    "Finished",
+    "Played",
+    "Policy",
+    "Trajectory",
+    "Turn",
+    "check_episode_settings",
+    "load_episode",
+    "rehearse",
+    "run_agent",
+]

@@ -1,0 +1,41 @@
+"""Which environment the settings name: the user's own by import path, a program, or none, which is one turn."""
+
+from __future__ import annotations
+
+import shutil
+
+from padfree.config.functions import UserFunction
+from padfree.config.sections import RolloutConfig
+from padfree.rollout.environment.agent import agent_episode
+from padfree.rollout.environment.policy import Episode, one_turn
+
+USER_ENVIRONMENT = UserFunction(
+    setting="rollout.environment",
+    noun="tool environment",
+    arguments=("prompt", "policy"),
+    result="policy.trajectory(...)",
+    asynchronous=True,
+)
+
+
+def check_episode_settings(settings: RolloutConfig) -> None:
+    """Refuse an environment that cannot be found. Nothing is imported or started."""
+    if settings.environment is not None:
+        USER_ENVIRONMENT.check(settings.environment)
+    if settings.agent and shutil.which(settings.agent[0]) is None:
+        raise ValueError(
+            f"rollout.agent: {settings.agent[0]!r} is no program that can be started; give its path, or one on PATH"
+        )
+
+
+def load_episode(settings: RolloutConfig) -> Episode:
+    """The coroutine function of an episode; the module of the user's own is imported."""
+    if settings.environment is not None:
+        episode: Episode = USER_ENVIRONMENT.load(settings.environment)
+        return episode
+    return agent_episode(settings.agent) if settings.agent else one_turn
+
+
+def environment_name(settings: RolloutConfig) -> str:
+    """For messages."""
+    return settings.environment or " ".join(settings.agent) or f"a response for {settings.reward}"

@@ -1,0 +1,100 @@
+"""An event loop in a thread of its own: episodes run there, the sampler runs in the thread that asks for a batch.
+
+The thread and those that serve `asyncio.to_thread` are daemons: a tool that never returns does not keep the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+CLOSING = 10.0
+"""Seconds that tasks get to end when they are cancelled."""
+
+
+class DaemonThreads(ThreadPoolExecutor):
+    """Every call has a thread of its own, which nobody waits for at the end of the process."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*args, **named)
+            except BaseException as error:  # whoever waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="environment call", daemon=True).start()
+        return future
+
+
+class LoopThread:
+    """The loop, begun when it is first needed."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._asked: float | None = None  # when the loop was asked to give a sign, if it has not yet
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop.set_default_executor(DaemonThreads(1))
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="episodes", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def seconds_blocked(self) -> float:
+        """For how long the loop has not moved, at least. To be asked again and again."""
+        asked = self._asked
+        if asked is None:
+            self._asked = asked = time.monotonic()
+            self.call(self._moved)
+        return time.monotonic() - asked
+
+    def _moved(self) -> None:
+        self._asked = None
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End what is left on the loop, do what is to be done `last`, and end the loop, unless something keeps it."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+            assert self._thread is not None
+            self._thread.join(CLOSING)
+            self._loop = self._thread = None
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = asyncio.get_running_loop()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSING / 2)
+        try:
+            await asyncio.wait_for(last(), CLOSING / 2)
+        finally:
+            loop.call_soon(loop.stop)

@@ -1,0 +1,80 @@
+"""An environment tried out without a model: it is told what the policy would write.
+
+leaves = rehearse(episode, "48/2?", ["<<48/2=", "#### 24"], tokenizer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from padfree.data import load_reward
+from padfree.data.chat import ChatRenderer
+from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.policy import Episode, Words
+from padfree.rollout.environment.runner import EpisodeRunner, Play, RunnerSettings
+from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.prompts import Prompt
+
+
+def rehearse(
+    episode: Episode,
+    prompt: str,
+    turns: Sequence[str],
+    tokenizer: Any,
+    *,
+    row: Mapping[str, Any] | None = None,
+    chat: bool = False,
+    room: int = 1000,
+    reward: str | None = None,
+) -> tuple[Leaf, ...]:
+    """The leaves of one episode, in which the policy writes these turns, one after the other, each to its end.
+
+    `prompt` stands as it is; with `chat` what the environment replies goes through the tokenizer's chat template.
+    """
+    words = Words(tokenizer, ChatRenderer(tokenizer) if chat else None)
+    judge = None if reward is None else Judge(load_reward(reward))
+    settings = RunnerSettings(name="the episode", most=1, timeout=60.0, skips=False)
+    runner = EpisodeRunner(episode, _Turns(turns, words, tokenizer.eos_token_id), words, judge, settings)
+    given = Prompt(
+        tokens=np.array(words.encode(prompt), np.int64),
+        room=room,
+        row={"prompt": prompt, **(row or {})},
+        uid="rehearsal",
+        source="rehearsal",
+    )
+    try:
+        (played,) = runner.play([Play(number=0, prompt=given, key=1)], lambda said: [said])
+    finally:
+        runner.close()
+    return played.leaves
+
+
+class _Turns:
+    """A sampler that says what it was told to, with a log-probability of -1 for each token."""
+
+    def __init__(self, turns: Sequence[str], words: Words, eos: int) -> None:
+        self._turns, self._words, self._eos = list(turns), words, eos
+
+    def update_weights(self, trained: Any, version: int) -> None:
+        raise AssertionError("there is no model")
+
+    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+        return [self._response(request) for request in requests]
+
+    def _response(self, request: SamplingRequest) -> Response:
+        if not self._turns:
+            raise ValueError("turns: the episode asks for more than were given; give one for each call of generate")
+        ids = [*self._words.encode(self._turns.pop(0)), self._eos][: request.room]
+        tokens = np.array(ids, np.int64)
+        logprobs = np.full(len(tokens), -1.0, np.float32)
+        return Response(tokens=tokens, logprobs=logprobs, ended=ids[-1] == self._eos, version=0)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass

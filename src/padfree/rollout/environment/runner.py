@@ -1,0 +1,259 @@
+"""Plays episodes: many at a time on one event loop, each with its time-out, its rewards and its failures.
+
+    plays      0 1 2 3 4 5 …     at most `most` at a time; the next begins when one has its trajectory
+    a play     episode -> leaves -> rewards -> Played
+                   |                   |
+                   raises, hangs       raises, hangs          Played with a failure, or the end of the run
+
+The time-out counts an episode's own time: while it waits for tokens, its clock stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from padfree.config.rules import shown_error
+from padfree.data.records import LARGEST, shown
+from padfree.rollout.base import Response, Sampler, SamplingRequest
+from padfree.rollout.environment.gateway import Gateway
+from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.loop_thread import LoopThread
+from padfree.rollout.environment.policy import Episode, Policy, Words
+from padfree.rollout.environment.tokens import Place, Tell, TokenSource, make_token_source
+from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
+from padfree.rollout.prompts import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Play:
+    """An episode to play: the number of its response in the batch, and the key of its draws."""
+
+    number: int
+    prompt: Prompt
+    key: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Played:
+    """What became of an episode. Travels between ranks. With a failure it has no leaves."""
+
+    number: int
+    leaves: tuple[Leaf, ...] = ()
+    failure: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(leaf.reward for leaf in self.leaves)
+
+    @property
+    def reward(self) -> float:
+        """The mean of its leaves; of an episode that failed 0."""
+        return sum(self.rewards) / max(len(self.rewards), 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled in all leaves, shared ones counted with each."""
+        return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.leaves) and all(leaf.ended for leaf in self.leaves)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSettings:
+    """`name`: of the environment, for messages. `skips`: a failure is kept, and not raised."""
+
+    name: str
+    most: int
+    timeout: float
+    skips: bool
+    temperature: float = 1.0
+
+
+class EpisodeRunner:
+    """Plays episodes with one sampler. `judge` gives rewards where episodes do not."""
+
+    def __init__(
+        self, episode: Episode, sampler: Sampler, words: Words, judge: Judge | None, settings: RunnerSettings
+    ) -> None:
+        self._episode, self._sampler, self.words, self._judge = episode, sampler, words, judge
+        self._settings = settings
+        self._thread = LoopThread()
+        self._gateway = Gateway(words, settings.temperature)
+
+    def play(self, plays: Sequence[Play], tell: Tell, judge: Judge | None = None) -> list[Played]:
+        """In the order of the plays. Every rank calls it with its own; `tell` lets all know what one says."""
+        source = make_token_source(self._sampler, self._thread, self._settings.timeout)
+        playing = self._thread.submit(self._play_all(plays, source, judge or self._judge))
+        try:
+            source.serve(playing, tell)
+        except BaseException:
+            playing.cancel()
+            raise
+        return playing.result()
+
+    def close(self) -> None:
+        self._thread.close(self._end)
+
+    async def _end(self) -> None:
+        self._gateway.close()
+        if self._judge is not None:
+            await self._judge.close()
+
+    async def _play_all(self, plays: Sequence[Play], source: TokenSource, judge: Judge | None) -> list[Played]:
+        room = asyncio.Semaphore(self._settings.most)
+        tasks: list[asyncio.Task[Played]] = []
+        try:
+            for play in plays:
+                await room.acquire()
+                source.began(play.number)
+                session = _Session(self, play, source, room.release)
+                tasks.append(asyncio.create_task(session.play(self._episode, judge), name=play.prompt.uid))
+                self._raise_failure(tasks)
+            for task in asyncio.as_completed(tasks):
+                await task
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _raise_failure(self, tasks: Sequence[asyncio.Task[Played]]) -> None:
+        for task in tasks:
+            if task.done():
+                task.result()
+
+
+class _Session:
+    """One episode while it is played; what its policies ask for goes through here."""
+
+    def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
+        self._runner, self._play, self._source, self._free = runner, play, source, free
+        self.words, self.key = runner.words, play.key
+        self._tree = Tree(play.prompt)
+        self._clock = asyncio.timeout(None)
+        self._asking = 0
+        self._remaining = runner._settings.timeout
+        self._left = False
+
+    async def play(self, episode: Episode, judge: Judge | None) -> Played:
+        settings, prompt = self._runner._settings, self._play.prompt
+        failure = None
+        trajectory: Trajectory | None = None
+        leaves: tuple[Leaf, ...] = ()
+        try:
+            async with self._clock:
+                self._run_clock()
+                trajectory = await episode(prompt, Policy(self._tree, self._tree.root, self))
+                self._leave()
+                leaves = await self._leaves(_checked(trajectory, self._tree, settings.name), judge)
+        except Exception as error:  # an environment is code of its own
+            if self._clock.expired():
+                failure = f"took more than {settings.timeout:g} s (rollout.episode_timeout)"
+            elif isinstance(error, ValueError) and str(error).startswith(("reward: ", "rollout.", "data.")):
+                failure = str(error)
+            else:
+                failure = f"raised {shown_error(error)}"
+        finally:
+            self._leave()
+            self._runner._gateway.forget(self._tree)
+        if failure is not None:
+            if not settings.skips:
+                raise ValueError(self._line(failure))
+            return Played(number=self._play.number, failure=failure, counts=dict(self._tree.counts))
+        assert trajectory is not None
+        metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
+        return Played(number=self._play.number, leaves=leaves, metrics=metrics, counts=dict(self._tree.counts))
+
+    def _line(self, failure: str) -> str:
+        if failure.startswith(("reward: ", "rollout.", "data.")):
+            return failure
+        cure = "correct it, or set rollout.on_failure=skip"
+        return f"rollout.environment: {self._runner._settings.name} {failure} for {self._play.prompt.uid!r}; {cure}"
+
+    async def _leaves(self, trajectory: Trajectory, judge: Judge | None) -> tuple[Leaf, ...]:
+        branches = self._tree.leaves()
+        texts = [self._text(branch.ids, branch.ended) for branch in branches]
+        found: list[Awaitable[float]] = []
+        for branch, text in zip(branches, texts, strict=True):
+            own = trajectory.reward if branch.reward is None else branch.reward
+            found.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, judge))
+        rewards = await asyncio.gather(*found)
+        return tuple(leaf_of(*one) for one in zip(branches, texts, rewards, strict=True))
+
+    async def _reward(self, own: Any, text: str, judge: Judge | None) -> float:
+        prompt, name = self._play.prompt, self._runner._settings.name
+        if own is None:
+            if judge is None:
+                raise ValueError(
+                    f"rollout.reward: none, and {name} gave {prompt.uid!r} none either; give one of them, as in "
+                    "policy.trajectory(reward=1.0)"
+                )
+            return await judge(text, prompt.row, prompt.uid)
+        if judge is not None:
+            raise ValueError(
+                f"rollout.reward: {judge.reward.name!r}, but {name} gave {prompt.uid!r} a reward itself; leave one of "
+                "them out"
+            )
+        if not isinstance(own, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < own < LARGEST:
+            raise ValueError(
+                f"rollout.environment: {name} gave {prompt.uid!r} {shown(own)} as a reward; give a finite number"
+            )
+        return float(own)
+
+    def _text(self, ids: Sequence[int], ended: bool) -> str:
+        """Behind the prompt, where the branch has that, without the token that ended it."""
+        prompt = self._play.prompt.tokens
+        behind = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
+        return self.words.decode(ids[behind:-1] if ended else ids[behind:])
+
+    # What policies ask for
+
+    async def respond(self, place: Place, request: SamplingRequest) -> Response:
+        if not self._asking and not self._left:
+            when = self._clock.when()
+            if when is not None:
+                self._remaining = when - asyncio.get_running_loop().time()
+                self._clock.reschedule(None)
+        self._asking += 1
+        try:
+            return await self._source.respond(self._play.number, place, request)
+        finally:
+            self._asking -= 1
+            if not self._asking:
+                self._run_clock()
+
+    def _run_clock(self) -> None:
+        if not self._clock.expired() and not self._left:
+            self._clock.reschedule(asyncio.get_running_loop().time() + max(self._remaining, 0.0))
+
+    async def serve(self, tree: Tree) -> str:
+        return await self._runner._gateway.address(tree, self)
+
+    def _leave(self) -> None:
+        """Another episode may begin."""
+        if not self._left:
+            self._source.left(self._play.number)
+            self._free()
+            self._left = True
+
+
+def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
+    uid = tree.prompt.uid
+    if not isinstance(trajectory, Trajectory) or trajectory.tree is not tree:
+        raise ValueError(
+            f"rollout.environment: {name} returned {shown(trajectory)} for {uid!r}; return policy.trajectory(...)"
+        )
+    if not tree.leaves():
+        raise ValueError(
+            f"rollout.environment: {name} had the policy write nothing for {uid!r}; await policy.generate()"
+        )
+    return trajectory

@@ -1,0 +1,123 @@
+"""A tokenizer of single letters, a sampler that says what it was told to say, and episodes played with both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from padfree.data import Reward
+from padfree.data.chat import ChatRenderer
+from padfree.rollout import Prompt, Response, SamplingRequest
+from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.policy import Episode, Words
+from padfree.rollout.environment.runner import EpisodeRunner, Play, Played, RunnerSettings
+
+LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
+EOS = 0
+VOCABULARY = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
+CHAT = (
+    "{% for message in messages %}[{{ message['role'][0] }}]{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+THINKING = CHAT.replace("message['content']", "message['content'].split('!')[-1]")
+"""Whatever stands before the last `!` of a message is left out."""
+
+
+def tokenizer(template: str | None = None) -> Any:
+    made = Tokenizer(WordLevel(VOCABULARY, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=made, unk_token="<unk>", eos_token="<eos>")
+    fast.chat_template = template
+    return fast
+
+
+def words(template: str | None = None) -> Words:
+    made = tokenizer(template)
+    return Words(made, None if template is None else ChatRenderer(made))
+
+
+def ids(text: str) -> list[int]:
+    """A letter a token; `$` is the end of a response."""
+    return [EOS if letter == "$" else VOCABULARY[letter] for letter in text]
+
+
+def text(tokens: Sequence[int]) -> str:
+    """The other way round."""
+    letters = {index: letter for letter, index in VOCABULARY.items()}
+    return "".join("$" if token == EOS else letters[int(token)] for token in tokens)
+
+
+def prompt(question: str, *, room: int = 60, **row: Any) -> Prompt:
+    return Prompt(
+        tokens=np.array(ids(question)),
+        room=room,
+        row={"prompt": question, **row},
+        uid=f"rows.jsonl:{question}",
+        source="rows.jsonl",
+    )
+
+
+class Scripted:
+    """Answers each context as the script says: by its text, or by a function of that and of the key."""
+
+    def __init__(self, script: Mapping[str, str] | Callable[[str, int], str]) -> None:
+        self.script = script
+        self.rounds: list[list[str]] = []
+        self.keys: dict[str, list[int]] = {}
+
+    def update_weights(self, trained: Any, version: int) -> None:
+        pass
+
+    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
+        contexts = [text(request.tokens.tolist()) for request in requests]
+        self.rounds.append(contexts)
+        for context, request in zip(contexts, requests, strict=True):
+            self.keys.setdefault(context, []).append(request.key)
+        return [self._response(*each) for each in zip(contexts, requests, strict=True)]
+
+    def _response(self, context: str, request: SamplingRequest) -> Response:
+        said = self.script(context, request.key) if callable(self.script) else self.script[context]
+        tokens = np.array(ids(said), np.int64)[: request.room]
+        return Response(
+            tokens=tokens,
+            logprobs=(-(np.arange(len(tokens)) + 1) / 8).astype(np.float32),
+            ended=bool(tokens[-1] == EOS),
+            version=0,
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def play(
+    episode: Episode,
+    script: Any,
+    *prompts: Prompt,
+    template: str | None = None,
+    reward: Callable[..., float] | None = None,
+    keys: Sequence[int] | None = None,
+    sampler: Any = None,
+    **settings: Any,
+) -> list[Played]:
+    """Play an episode for each prompt on one rank."""
+    judge = None if reward is None else Judge(Reward("tests:reward", reward))
+    chosen = {"name": "tests:episode", "most": 8, "timeout": 60.0, "skips": False, **settings}
+    runner = EpisodeRunner(episode, sampler or Scripted(script), words(template), judge, RunnerSettings(**chosen))
+    try:
+        plays = [
+            Play(number=number, prompt=one, key=100 + number if keys is None else keys[number])
+            for number, one in enumerate(prompts)
+        ]
+        return runner.play(plays, lambda said: [said])
+    finally:
+        runner.close()

@@ -1,0 +1,54 @@
+"""Rewards in processes: what they return, and what becomes of one that ends or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from padfree.data import load_reward
+from padfree.rollout.environment.judge import Judge
+
+HERE = "tests.rollout.environment.rewards"
+
+
+def test_processes_judge_and_are_replaced() -> None:
+    async def judged() -> list[float]:
+        judge = Judge(load_reward(f"{HERE}:sometimes_ends"), processes=1)
+        try:
+            with pytest.raises(
+                ValueError, match=r"reward: .*:sometimes_ends ended its process for sample 'a'; correct"
+            ):
+                await judge("1", {"answer": "2"}, "a")
+            return [await judge(text, {"answer": "1"}, "b") for text in ("12", "x")]
+        finally:
+            await judge.close()
+
+    assert asyncio.run(judged()) == [0.25, 0.0]
+
+
+def test_one_that_hangs_is_ended() -> None:
+    async def judged() -> float:
+        judge = Judge(load_reward(f"{HERE}:hangs"), processes=1)
+        try:
+            assert await judge("1", {"answer": "1"}, "a") == 0.125
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await judge("1", {"answer": "2"}, "a")
+            return await judge("12", {"answer": "1"}, "a")
+        finally:
+            await judge.close()
+
+    assert asyncio.run(judged()) == 0.25
+
+
+def test_what_a_reward_raises_is_what_is_raised() -> None:
+    async def judged() -> None:
+        judge = Judge(load_reward("exact_match"), processes=1)
+        try:
+            with pytest.raises(ValueError, match=r"reward: exact_match raised ValueError: answer: .* for sample 'a'"):
+                await judge("1", {}, "a")
+        finally:
+            await judge.close()
+
+    asyncio.run(judged())

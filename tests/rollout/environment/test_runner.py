@@ -1,0 +1,357 @@
+"""Episodes: branches, order, draws, rounds, time-outs and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from padfree.rollout import Prompt, Response, SamplingRequest
+from padfree.rollout.environment import Policy, Trajectory
+from padfree.rollout.environment.policy import one_turn
+from padfree.rollout.noise import GREEDY, turn_key
+from tests.rollout.environment.environment_cases import Scripted, ids, play, prompt, text
+
+
+async def branching(task: Prompt, policy: Policy) -> Trajectory:
+    """A first turn, then two branches behind it, one of which branches again; one is begun and left."""
+    await policy.generate()
+    first, second = policy.branch(), policy.branch()
+    policy.branch().add("never")
+    first.add("x")
+    second.add("yy")
+    await asyncio.gather(first.generate(), second.generate())
+    third = second.branch()
+    second.add("?")
+    await second.generate(max_tokens=1)
+    third.add("!")
+    await third.generate()
+    first.reward, second.reward = 0.25, 0.75
+    return policy.trajectory(reward=-1.0)
+
+
+SCRIPT = {
+    "p": "ab$",
+    "pab$x": "c$",
+    "pab$yy": "d$",
+    "pab$yyd$?": "ef$",
+    "pab$yyd$!": "g$",
+}
+
+
+def test_a_tree_becomes_its_leaves() -> None:
+    (played,) = play(branching, SCRIPT, prompt("p"))
+    shown = [(text(leaf.tokens.tolist()), leaf.sampled.astype(int).tolist(), leaf.reward) for leaf in played.leaves]
+    assert shown == [
+        ("pab$xc$", [0, 1, 1, 1, 0, 1, 1], 0.25),
+        ("pab$yyd$?e", [0, 1, 1, 1, 0, 0, 1, 1, 0, 1], 0.75),
+        ("pab$yyd$!g$", [0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1], -1.0),
+    ]
+    assert [(leaf.turns, leaf.ended) for leaf in played.leaves] == [(2, True), (3, False), (3, True)]
+    assert played.rewards == (0.25, 0.75, -1.0)
+
+
+def test_a_parent_that_goes_on_is_a_leaf_of_its_own() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        other = policy.branch()
+        await policy.generate()
+        await other.generate()
+        return policy.trajectory(1.0)
+
+    draws = iter(["a$", "b$", "c$"])
+    (played,) = play(episode, lambda context, key: next(draws), prompt("p"))
+    assert [text(leaf.tokens.tolist()) for leaf in played.leaves] == ["pa$b$", "pa$c$"]
+
+
+def test_draws_follow_from_the_place_in_the_tree_and_not_from_who_is_fast() -> None:
+    def episode(slow: str) -> Any:
+        async def run(task: Prompt, policy: Policy) -> Trajectory:
+            async def go_on(name: str, branch: Policy) -> None:
+                await asyncio.sleep(0.05 if name == slow else 0.0)
+                branch.add(name)
+                await branch.generate()
+                await branch.generate()
+
+            first, second = policy.branch(), policy.branch()
+            await asyncio.gather(go_on("a", first), go_on("b", second))
+            return policy.trajectory(0.0)
+
+        return run
+
+    found = []
+    for slow in ("a", "b"):
+        sampler = Scripted(lambda context, key: f"{key % 10}$")
+        play(episode(slow), None, prompt("p"), prompt("q"), sampler=sampler)
+        found.append(sampler.keys)
+    assert found[0] == found[1]
+    keys = [key for several in found[0].values() for key in several]
+    assert len(set(keys)) == len(keys) == 8
+
+
+def test_keys_of_turns() -> None:
+    places = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (-1, 0), (2**63 - 1, 1)]
+    assert turn_key(77, (0,)) == 77, "one turn draws what a rollout without an environment does"
+    assert len({turn_key(77, place) for place in places}) == len(places)
+    assert {turn_key(GREEDY, place) for place in places} == {GREEDY}
+    assert turn_key(-5, (1, 2)) != turn_key(5, (1, 2))
+
+
+def test_a_round_waits_for_everybody_and_is_in_the_order_of_the_episodes() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        for turn in range(int(task.row["prompt"])):
+            await asyncio.sleep(0.03 if task.row["prompt"] == "3" and turn else 0.0)
+            await policy.generate()
+        return policy.trajectory(0.0)
+
+    sampler = Scripted(lambda context, key: "a$")
+    play(episode, None, *map(prompt, "3122"), sampler=sampler, most=3)
+    assert sampler.rounds == [["3", "1", "2"], ["3a$", "2a$", "2"], ["3a$a$", "2a$"]], "the last begins in round two"
+
+
+def test_requests_of_one_prompt_hold_one_array() -> None:
+    seen: list[Sequence[SamplingRequest]] = []
+
+    class Watching(Scripted):
+        def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
+            seen.append(requests)
+            return super().sample(requests)
+
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        await asyncio.gather(policy.branch().generate(), policy.branch().generate())
+        return policy.trajectory(0.0)
+
+    task = prompt("p")
+    play(episode, None, task, task, sampler=Watching(lambda context, key: "a$"))
+    first, second = seen
+    assert first[0].tokens is first[1].tokens is task.tokens
+    assert second[0].tokens is second[1].tokens
+    assert second[2].tokens is second[3].tokens
+
+
+def test_what_a_policy_says_of_itself() -> None:
+    seen: dict[str, Any] = {}
+
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        turn = await policy.generate()
+        seen["turn"] = turn.text, turn.ended, turn.tokens.tolist()
+        assert policy.add("x")
+        assert policy.add(ids("yz"))
+        seen["tokens"], seen["mask"] = text(policy.tokens.tolist()), policy.loss_mask.tolist()
+        seen["text"], seen["room"] = policy.text, policy.room
+        assert not policy.add("too long")
+        seen["full"] = policy.room, (await policy.generate()).tokens.tolist(), policy.branch().room
+        return policy.trajectory(0.0)
+
+    play(episode, {"p": "ab$"}, prompt("p", room=8))
+    assert seen["turn"] == ("ab", True, ids("ab$"))
+    assert (seen["tokens"], seen["mask"]) == ("pab$xyz", [False, True, True, True, False, False, False])
+    assert (seen["text"], seen["room"]) == ("ab<eos>xyz", 2)
+    assert seen["full"] == (0, [], 0)
+
+
+# Failures
+
+LIMIT = 0.7
+"""Seconds: a busy machine gets the episodes that do not hang through."""
+
+
+async def fails(task: Prompt, policy: Policy) -> Trajectory:
+    await policy.generate()
+    match task.row["prompt"]:
+        case "r":
+            raise KeyError("no tool")
+        case "h":
+            await asyncio.sleep(100)
+        case "t":
+            await asyncio.to_thread(time.sleep, 100)
+        case "n":
+            return None  # type: ignore[return-value]
+        case "i":
+            return policy.trajectory(float("nan"))
+        case "e":
+            return policy.trajectory()
+        case "c":
+            policy.reward = 0.5
+            await asyncio.gather(policy.generate(), policy.generate())
+        case "z":
+            await policy.generate(max_tokens=0)
+    return policy.trajectory(1.0)
+
+
+FAILURES = {
+    "r": "raised KeyError: 'no tool'",
+    "h": rf"took more than {LIMIT:g} s \(rollout.episode_timeout\)",
+    "t": f"took more than {LIMIT:g} s",
+    "n": "returned null for 'rows.jsonl:n'; return policy.trajectory",
+    "i": "gave 'rows.jsonl:i' nan as a reward; give a finite number",
+    "e": "rollout.reward: none, and tests:episode gave 'rows.jsonl:e' none either; give one of them",
+    "c": "two calls of generate at a time on one branch; take policy.branch",
+    "z": "generate with max_tokens 0; give 1 or more",
+}
+
+
+@pytest.mark.parametrize("which", FAILURES)
+def test_failures(which: str) -> None:
+    with pytest.raises(ValueError, match=FAILURES[which]) as caught:
+        play(fails, lambda context, key: "a$", prompt("p"), prompt(which), prompt("q"), timeout=LIMIT)
+    line = str(caught.value)
+    assert line.startswith("rollout.")
+    assert ";" in line
+    assert "\n" not in line
+
+
+def test_failures_are_kept_where_they_are_skipped() -> None:
+    names = "p" + "".join(FAILURES) + "q"
+    played = play(fails, lambda context, key: "a$", *map(prompt, names), timeout=LIMIT, skips=True, most=3)
+    assert [one.failure is None for one in played] == [name not in FAILURES for name in names]
+    assert [bool(one.leaves) for one in played] == [name not in FAILURES for name in names]
+    assert (played[1].reward, played[1].num_tokens, played[1].ended) == (0.0, 0, False)
+
+
+def test_an_episode_that_writes_nothing() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        return policy.trajectory(1.0)
+
+    with pytest.raises(ValueError, match=r"had the policy write nothing for 'rows.jsonl:p'; await policy.generate"):
+        play(episode, {}, prompt("p"))
+
+
+def test_rewards_of_both() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        return policy.trajectory(1.0)
+
+    with pytest.raises(
+        ValueError, match=r"rollout.reward: 'tests:reward', but tests:episode gave .* leave one of them"
+    ):
+        play(episode, {"p": "a$"}, prompt("p"), reward=lambda answer, row: 1.0)
+    (played,) = play(one_turn, {"p": "ab$"}, prompt("p"), reward=lambda answer, row: float(answer == "ab"))
+    assert played.rewards == (1.0,)
+
+
+def test_rewards_and_tools_run_at_the_same_time() -> None:
+    both = threading.Barrier(3, timeout=30)  # breaks unless three wait at a time
+
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        await asyncio.to_thread(both.wait)
+        return policy.trajectory()
+
+    def reward(answer: str, row: Any) -> float:
+        both.wait()
+        return 1.0
+
+    played = play(episode, lambda context, key: "a$", *map(prompt, "pqr"), reward=reward)
+    assert [one.reward for one in played] == [1.0] * 3
+
+
+def test_the_clock_of_an_episode_stands_still_while_it_waits_for_tokens() -> None:
+    class Slow(Scripted):
+        def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
+            time.sleep(0.4)
+            return super().sample(requests)
+
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        for _ in range(3):
+            await policy.generate()
+        return policy.trajectory(1.0)
+
+    (played,) = play(episode, None, prompt("p"), sampler=Slow(lambda context, key: "a$"), timeout=1.0)
+    assert played.leaves[0].turns == 1
+    assert text(played.leaves[0].tokens.tolist()) == "pa$a$a$"
+
+
+def test_an_episode_that_keeps_the_loop_ends_the_run() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        time.sleep(3)
+        return policy.trajectory(1.0)
+
+    with pytest.raises(ValueError, match=r"has kept the event loop for more than 0.5 s without an await; await what"):
+        play(episode, {"p": "a$"}, prompt("p"), timeout=0.5, skips=True)
+
+
+def test_tokens_after_the_end() -> None:
+    late: list[asyncio.Task[Any]] = []
+
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        if not late:
+            late.append(asyncio.create_task(_later(policy)))
+            return policy.trajectory(1.0)
+        await asyncio.sleep(0.1)
+        await policy.generate()
+        return policy.trajectory(1.0)
+
+    async def _later(policy: Policy) -> None:
+        await asyncio.sleep(0.05)
+        with pytest.raises(ValueError, match="asks for tokens after its end; await what it has begun"):
+            await policy.generate()
+
+    played = play(episode, lambda context, key: "a$", prompt("p"), prompt("q"))
+    assert [text(one.leaves[0].tokens.tolist()) for one in played] == ["pa$", "qa$a$"]
+
+
+# A sampler that takes requests at any time
+
+
+class Streaming:
+    """Answers each request in a thread, the later the sooner."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self._threads = ThreadPoolExecutor(4)
+        self.fails, self.asked, self.renewed = fails, 0, 0
+        self.failure: ValueError | None = None
+        self.stuck = False
+        self._held: list[Any] = []
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: Any) -> None:
+        for place, request in enumerate(requests):
+            self.asked += 1
+            if self.fails:
+                self.failure = ValueError("rollout.servers: all are gone; see that one runs")
+            elif self.asked == 2:
+                self.stuck = True
+                self._held.append((place, request, on_response))
+            else:
+                self._threads.submit(self._answer, place, request, on_response)
+
+    def renew(self) -> None:
+        self.renewed += 1
+        self.stuck = False
+        for held in self._held:
+            self._threads.submit(self._answer, *held)
+
+    def _answer(self, place: int, request: SamplingRequest, on_response: Any) -> None:
+        tokens = np.array(ids(f"{len(request.tokens)}$"))
+        part = Response(tokens=tokens[:1], logprobs=np.zeros(1, np.float32), ended=False, version=0)
+        on_response(place, part)  # as far as it was when weights came
+        on_response(place, Response(tokens=tokens, logprobs=np.zeros(2, np.float32), ended=True, version=0))
+
+
+async def two_turns(task: Prompt, policy: Policy) -> Trajectory:
+    await policy.generate()
+    policy.add("x")
+    await policy.generate()
+    return policy.trajectory(1.0)
+
+
+def test_requests_go_to_a_sampler_as_they_come() -> None:
+    sampler = Streaming()
+    played = play(two_turns, None, *map(prompt, ("p", "qq", "rrr")), sampler=sampler)
+    shown = [text(one.leaves[0].tokens.tolist()) for one in played]
+    assert shown == ["p1$x4$", "qq2$x5$", "rrr3$x6$"]
+    assert sampler.renewed == 1, "weights were lost once"
+
+
+def test_a_sampler_that_fails() -> None:
+    with pytest.raises(ValueError, match=r"rollout.servers: all are gone"):
+        play(two_turns, None, prompt("p"), sampler=Streaming(fails=True))
