@@ -5,8 +5,8 @@
 
 A kind names the functions that it has for a device. Whether they are right is tried once on the machine at hand: the
 mixer with random weights and the sizes it has, forward and all gradients, against its plain PyTorch code on each
-segment in float32. The difference may be a few times that of the plain code in the type of the row. Otherwise, or where a
-package is missing, the mixer runs segment by segment, and the reason is said once.
+segment in float32. The difference may be a few times that of the plain code in the type of the row. Otherwise, or
+where a package is missing, the mixer runs segment by segment, and the reason is said once.
 """
 
 from __future__ import annotations
