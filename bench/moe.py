@@ -92,7 +92,7 @@ def experts_floor(shape: dict[str, Any], setting: Setting, repeats: int) -> floa
         "up": (make(rows, hidden, requires_grad=True), make(experts, 2 * inner, hidden, requires_grad=True)),
         "down": (make(rows, inner, requires_grad=True), make(experts, hidden, inner, requires_grad=True)),
     }
-    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm")
+    grouped: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     gradients = {name: make(rows, weight.shape[1]) for name, (_, weight) in inputs.items()}
 
     def call() -> None:
