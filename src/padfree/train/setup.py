@@ -74,6 +74,8 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         constant=config.loss.constant,
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
+        router=config.loss.router,
+        router_bias=config.loss.router_bias,
     )
     row_loss = None
     if isinstance(settings.loss, DistillSettings):
