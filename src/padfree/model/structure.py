@@ -6,11 +6,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from padfree.model.wrapper import language_config
+
 
 def skeleton(path: str, *, trust_remote_code: bool = False, setting: str = "model.path") -> PreTrainedModel:
     """The model of a folder, a Hub id or a config file, on the meta device: shapes and no numbers."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = language_config(config) or config
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, trust_remote_code=trust_remote_code
