@@ -154,7 +154,7 @@ def _padded_rows_by_hf(model: Any, setting: Setting, rows: int, longest: int) ->
 def hf_packed(setting: Setting, attention: str) -> Gradients:
     """One row, samples told apart by position ids that restart; transformers' own loss, mean over labelled tokens."""
     more = {"attention_mask": _block_mask(setting)} if attention == "flex_attention" else {}
-    return _packed_by_hf(make_model(setting, attention), setting, **more)
+    return packed_by_hf(make_model(setting, attention), setting, **more)
 
 
 def _block_mask(setting: Setting) -> BlockMask:
@@ -166,7 +166,7 @@ def _block_mask(setting: Setting) -> BlockMask:
     )  # fmt: skip
 
 
-def _packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
+def packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
     batch = collate(setting.samples).to(setting.device)
     labels = batch.labels[None]
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None], **more}
@@ -191,10 +191,10 @@ def public(setting: Setting, *, attention: str, compile: bool, checkpointing: bo
     batch = collate(setting.samples).to(setting.device)
     cu, longest = batch.segments.cu_seqlens, batch.segments.max_seqlen
     call = torch._dynamo.disable(  # type: ignore[no-untyped-call]
-        _fa4 if attention == "fa4" else _built_in
+        _fa4 if attention == "fa4" else built_in
     )
     name = f"public_{attention}"
-    AttentionInterface.register(name, partial(_public_attention, call))
+    AttentionInterface.register(name, partial(public_attention, call))
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
     model = make_model(setting, name)
     apply_liger_kernel_to_qwen3(
@@ -206,10 +206,10 @@ def public(setting: Setting, *, attention: str, compile: bool, checkpointing: bo
             layer.compile(dynamic=False)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return _packed_by_hf(model, setting, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=longest, max_length_k=longest)
+    return packed_by_hf(model, setting, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=longest, max_length_k=longest)
 
 
-def _public_attention(
+def public_attention(
     call: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     parts = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
@@ -227,7 +227,7 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float
     return result
 
 
-def _built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float) -> Tensor:
+def built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float) -> Tensor:
     from torch.nn.attention import varlen
 
     attention: Any = varlen.varlen_attn

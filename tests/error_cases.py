@@ -291,6 +291,8 @@ CASES["config"] = [
     ("parallel.context", changed("parallel.context=0")),
     ("parallel.method", changed("parallel.method=rings")),
     ("loss.temperature", changed("loss.temperature=0", recipe="rl")),
+    ("loss.router", changed("loss.router=-0.1"), "loss.router=0"),
+    ("loss.router_bias", changed("loss.router_bias=-0.1"), "loss.router_bias=0"),
     ("loss.epochs", changed("loss.epochs=2")),
     ("loss.low", changed("loss.low=0.2")),
     ("loss.dual", changed("loss.kind=gspo", "loss.dual=3", recipe="rl")),

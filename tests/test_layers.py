@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": set(),
     "attention": {"arrays", "batch", "nodes", "warning"},
     "cp": {"arrays", "attention", "batch", "config", "distributed", "nodes"},
-    "model": {"attention", "batch", "config", "cp", "distributed"},
+    "model": {"attention", "batch", "config", "cp", "distributed", "warning"},
     "layers": {"config", "warning"},
     "head": {"arrays", "batch", "config"},
     "losses": {"arrays", "batch", "config"},

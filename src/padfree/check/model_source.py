@@ -30,6 +30,7 @@ from transformers import PreTrainedConfig
 from padfree.model import attach, lm_head_of
 from padfree.model.files import INDEX, PARTIAL
 from padfree.model.load import _from_config, _names_match, opened_together
+from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits
 
@@ -65,6 +66,8 @@ def model_source(
     if layers is not None and full:
         raise ValueError(f"layers: {layers} together with full; give one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
+    if (inner := language_config(config)) is not None:  # its layers lie among others in the files: all are loaded
+        config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # refused before anything is computed

@@ -40,7 +40,7 @@ from padfree.config.rules import closest, need
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """What is minimised. Everything below `temperature` is for RL.
+    """What is minimised. Everything below `router_bias` is for RL.
 
     The fields that are an `Objective` are the kinds of policy loss, and those that are a `Correction` the corrections:
     a line here adds one. `low`, `high` and `dual` are for the kind that is chosen, whatever its table says.
@@ -50,6 +50,8 @@ class LossConfig:
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights = "constant"
     temperature: float = 1.0
+    router: float = 0.0  # coefficient of the experts' load-balancing loss, over all tokens of a step
+    router_bias: float = 0.0  # what the bias by which experts are chosen moves in a step, as in DeepSeek-V3
     advantage: Advantage = "grpo"
     low: float | None = None
     high: float | None = None
@@ -118,6 +120,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         self._check_kind()
         need(0 < self.temperature < math.inf, "loss.temperature", self.temperature, "give more than 0")
+        for name in ("router", "router_bias"):
+            need(0 <= getattr(self, name) < math.inf, f"loss.{name}", getattr(self, name), "give 0 or more")
         for name in ("epochs", "mini_batches"):
             need(getattr(self, name) >= 1, f"loss.{name}", getattr(self, name), "give 1 or more")
         self._check_weights()

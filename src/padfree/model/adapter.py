@@ -136,8 +136,11 @@ HARMLESS_FIELDS = (
 """Whole-number fields about windows and chunks that hide no mask."""
 
 
-def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
-    """The same model, whose forward now takes `attn_context` and attends inside samples only."""
+def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:
+    """The same model, whose forward now takes `attn_context` and attends inside samples only.
+
+    Without `fast_mixers` layers that carry a state run one sample at a time, whatever is installed.
+    """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: {type(model).__name__}; give the transformers model itself, before it is wrapped")
     name = type(model).__name__
@@ -151,7 +154,7 @@ def attach(model: PreTrainedModel, backend: str = "auto") -> PreTrainedModel:
         raise ValueError(
             f"model: {name} cannot be trained packed: {reason or (verdict and verdict.leak)}; {PADDED_CURE}"
         )
-    install(model, verdict.mixers)
+    install(model, verdict.mixers, fast=fast_mixers)
     mark_chunked_layers(model)
     model.set_attn_implementation(register(backend))
     assert is_attached(model.config), "the probe has seen this class use the AttentionInterface"

@@ -10,6 +10,8 @@ Every rank calls it; each tensor is gathered in turn, and rank 0 keeps it and wr
 where transformers stores them so) and file sizes are those of `save_pretrained`, which writes them for an empty copy of
 the model's class, without the wrappers of the trained model.
 
+A language model that was taken out of a multimodal folder is exported in it: `padfree.model.wrapper`.
+
 The folder is written under another name and renamed into place, so that it is complete whenever it is there.
 `padfree_export.json` in it marks it as an export and lists its files: only a folder that has it, and nothing else, is
 ever replaced.
@@ -41,6 +43,7 @@ import padfree
 from padfree.distributed import raise_together
 from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
+from padfree.model.wrapper import save_whole, wrapper_of
 
 RECORD = "padfree_export.json"
 """In every export: that it is one, of which version, when it was made, and its files."""
@@ -72,9 +75,14 @@ def export_model(
             kept = whole.to(dtypes[name]) if dtype is not None and name in parameters else whole
             tensors[name] = kept.cpu().contiguous()
 
+    wrapper = wrapper_of(model)
+
     def write(beside: Path) -> None:
         with _no_progress_bar():
-            empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
+            if wrapper is not None:
+                save_whole(wrapper, empty, tensors, beside, max_shard_size)
+            else:
+                empty.save_pretrained(beside, state_dict=tensors, max_shard_size=max_shard_size)
 
     _write_first(folder, write, tokenizer)
     return folder

@@ -22,6 +22,8 @@ afterwards is one that the model's code does not restore, and the model is refus
 Adapters that `shard` has added (`padfree.model.lora`) begin with values drawn from `seed`; the tensors they adapt keep
 their names. A parameter to which `shard` has given another dtype is cast while it is read.
 
+Of a multimodal folder the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0.
+
 What the files must be like is in `padfree.model.files`. Every rank must call this alike.
 """
 
@@ -59,6 +61,7 @@ from padfree.model.files import one_line, open_model, opened
 from padfree.model.lora import initial_values, is_adapter
 from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
 from padfree.model.scalar import first_weight, scalar_config, scalar_model
+from padfree.model.wrapper import Wrapper, language_config, language_model, remember
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 """What activation checkpointing, torch.compile and PEFT put into the names of parameters."""
@@ -90,6 +93,16 @@ def load_model(
     A scalar head that no file holds is drawn from `seed` with the standard deviation `spread` (None: the config's).
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
+    wrapper = None
+    if (inner := language_config(config)) is not None:
+        if head == "scalar":
+            raise ValueError(
+                f"model: {config.name_or_path or type(config).__name__} is made of several models, which have no scalar "
+                "head; give the folder of a language model"
+            )
+        if files is not None:
+            wrapper = Wrapper(folder=next(iter(files.values())).parent, config=config)
+        config = inner
     name = config.name_or_path or type(config).__name__
     with torch.device("meta"):
         model = _from_config(config, dtype, trust_remote_code, head)
@@ -98,7 +111,7 @@ def load_model(
     fresh = head == "scalar" and (files is None or SCALAR_WEIGHT not in files)
     if files is not None and head == "scalar":
         files = without_other_heads(model, files)
-    direct = files is not None and _names_match(model, files, fresh=fresh)
+    direct = files is not None and wrapper is None and _names_match(model, files, fresh=fresh)
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
     if shard is not None:
         shard(model)
@@ -124,6 +137,8 @@ def load_model(
             def source_model() -> PreTrainedModel:
                 if files is None:
                     return _initialised(config, dtype, trust_remote_code, seed, head)
+                if wrapper is not None:
+                    return language_model(wrapper, config, dtype)
                 return _through_transformers(files, config, dtype, trust_remote_code, head)
 
             _send_round(stored, dtypes, source_model)
@@ -142,6 +157,8 @@ def load_model(
         folder = next(iter(files.values())).parent
         if (folder / "generation_config.json").exists():
             model.generation_config = _generation_config(folder)
+    if wrapper is not None:
+        remember(model, wrapper)
     model.train()
     return model
 

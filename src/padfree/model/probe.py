@@ -44,6 +44,7 @@ from transformers.utils import logging as hf_logging
 from padfree.batch import AttnContext, Segments, row_inputs
 from padfree.model.interface import NAME, attention, mark_chunked_layers
 from padfree.model.mixers import Mixer, find_mixers, install
+from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.outputs import base_of, described_head
 from padfree.model.shrink import VOCABULARY, shrink
 
@@ -150,7 +151,8 @@ def _probe(
     if missing:
         return _refusal(f"no small copy of it has a {missing[0]}"), True
     try:
-        return compare(copy), False
+        with reference_functions(copy):
+            return compare(copy), False
     except Exception as error:
         return _refusal(_line(error)), False
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from padfree.config.choices import ModelHead
 from padfree.model.scalar import scalar_model
+from padfree.model.wrapper import language_config
 
 
 def skeleton(
@@ -16,6 +17,7 @@ def skeleton(
     """The model of a folder, a Hub id or a config file, on the meta device: shapes and no numbers."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = language_config(config) or config
         with torch.device("meta"):
             if head == "scalar":
                 return scalar_model(config, torch.float32, trust_remote_code)

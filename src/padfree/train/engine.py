@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast, overload
 
 import numpy as np
@@ -35,6 +36,7 @@ from padfree.config.loss_settings import DistillSettings, RewardModelSettings, V
 from padfree.head.budget import Memory
 from padfree.losses import (
     DPOSettings,
+    LossOutput,
     Statistics,
     TokenLossSettings,
     WeightMode,
@@ -48,6 +50,7 @@ from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
 from padfree.train.parallelize import inside
+from padfree.train.router_balance import RouterBalance
 from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
 
@@ -61,6 +64,8 @@ class LossSettings:
     constant: float | None = None  # the divisor of weights "constant"
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
+    router: float = 0.0  # coefficient of the load-balancing loss of experts
+    router_bias: float = 0.0  # what the bias for choosing experts moves in a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,6 +149,11 @@ class Engine:
         self.row_loss: RowLoss = row_loss or make_row_loss(scorer, settings)
         self.model, self.mesh = scorer.model, scorer.mesh
         self.clock = BusyClock.of(scorer.model, scorer.mesh)
+        self.router: RouterBalance | None = None
+        if settings.router or settings.router_bias:
+            self.router = RouterBalance(
+                scorer.model, scorer.mesh, coefficient=settings.router, bias_rate=settings.router_bias
+            )
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def step(
@@ -216,6 +226,8 @@ class Engine:
         set_learning_rate(self.optimizer, lr)
         if apply:
             step_if(self.optimizer, finite)
+            if self.router is not None:
+                self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)
         marks = None if self.clock is None else self.clock.cut()
         return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
@@ -224,9 +236,14 @@ class Engine:
         """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
         self.optimizer.zero_grad(set_to_none=True)
         sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
+        row_loss: Callable[..., LossOutput] = self.row_loss
+        if self.router is not None:
+            row_loss = partial(self.router.row_loss, self.row_loss)
         with computing(self.model) as masters:
+            if self.router is not None:
+                self.router.begin(self.model, prepared.rows)
             for batch, _ in prepared.rows:
-                output = inside(self.model, self.row_loss, batch)
+                output = inside(self.model, row_loss, batch)
                 assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
                 with torch.autograd.set_multithreading_enabled(False):
@@ -236,6 +253,8 @@ class Engine:
                 sums.loss += output.loss.detach()
                 sums.statistics = merge_statistics(sums.statistics, output.statistics)
                 sums.token_losses.append(output.token_losses)
+        if self.router is not None:
+            self.router.end()
         return sums
 
     def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:

@@ -72,7 +72,7 @@ def transformations(
     lora: LoraConfig | None = None,
 ) -> list[Transformation]:
     """What is done to a model, in order."""
-    steps: list[Transformation] = [partial(_attach, attention=attention)]
+    steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
     if lora is not None and lora.rank:
@@ -98,8 +98,8 @@ def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
         step(model)
 
 
-def _attach(model: PreTrainedModel, attention: str) -> None:
-    attach(model, attention)
+def _attach(model: PreTrainedModel, attention: str, fast_mixers: bool) -> None:
+    attach(model, attention, fast_mixers=fast_mixers)
 
 
 def _freeze(model: PreTrainedModel) -> None:

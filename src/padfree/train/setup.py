@@ -89,6 +89,8 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         constant=config.loss.constant,
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
+        router=config.loss.router,
+        router_bias=config.loss.router_bias,
     )
     row_loss: RowLoss | None = None
     if isinstance(settings.loss, RewardModelSettings):

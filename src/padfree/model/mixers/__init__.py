@@ -3,7 +3,11 @@
 mixer              what is known of a mixer, and what a kind is
 find               which modules are mixers, found on the probe's small copy
 by_segment         the way that is right everywhere: the module's own forward on each segment
-forward            that forward in front of the module's own
+fast_way           on all segments at once, where that was found right on the machine at hand
+own_forward        the module's own forward with other functions than transformers'
+convolution        a short convolution that stops at boundaries, in plain PyTorch
+fla_kernels        recurrences with boundaries, by flash-linear-attention
+forward            one of the two ways in front of the module's own forward
 kinds              gated_delta, mamba2, mamba1, short_convolution, lightning, other: one file each
 """
 

@@ -3,7 +3,11 @@
     layer                    mixer(hidden [1, T, D], attn_context=..., ...)
     packed_forward           whole segments of the row, on one rank each       padfree.cp over context ranks
                              the module's own forward on each of them          padfree.model.mixers.by_segment
+                             or on all at once                                 padfree.model.mixers.fast_way
                              back to the places of the tokens
+
+Which of the two is settled before the first forward pass of the model on a device. A compiled layer sees the code of
+the fast way; over context ranks, and segment by segment, a mixer is a graph break.
 
 The module keeps its class, its weights and its own forward; the instance has another one in front of it, which does
 nothing while the model uses an attention implementation of transformers. The AttnContext comes with the call: as an
@@ -12,8 +16,9 @@ argument of its own, or in the place of the mask where the layer passes nothing 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -22,15 +27,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from padfree.batch import AttnContext
+from padfree.batch import AttnContext, Segments
 from padfree.cp import from_whole_segments, to_whole_segments
 from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
-from padfree.model.mixers.find import bound
+from padfree.model.mixers.fast_way import FastWay, settled_way
 from padfree.model.mixers.mixer import Mixer, qualified_name
+from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.outputs import base_of
 
 STATE = "_padfree_mixer"
+SETTLED = "_padfree_mixers_settled"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,18 +46,25 @@ class MixerState:
 
     mixer: Mixer
     config: PreTrainedConfig  # of the model, which says whether it is attached
+    parameters: tuple[str, ...]  # of its own forward, in order, without **kwargs
     order: Tensor | None = None  # [T] the probe's: place i of the row holds token order[i]
+    fast: FastWay | None = None
 
 
-def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None) -> int:
-    """Run these mixers of the model on whole segments; how many modules that are. Again: as if for the first time."""
+def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
+    """Run these mixers of the model on whole segments; how many modules that are. Again: as if for the first time.
+
+    `fast`: on all segments at once, where that is found right on the device of the first batch.
+    """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
     count = 0
     for module in model.modules():
         name = qualified_name(type(module))
         if name in by_class:
-            state = MixerState(mixer=by_class[name], config=model.config, order=order)
+            state = MixerState(
+                mixer=by_class[name], config=model.config, parameters=_parameters(type(module)), order=order
+            )
             object.__setattr__(module, STATE, state)
             object.__setattr__(module, "forward", MethodType(packed_forward, module))
             count += 1
@@ -58,7 +72,46 @@ def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | Non
         hands = name in handing or (module is model and qualified_name(type(base_of(model))) in handing)
         if hands and hand_context not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(hand_context, with_kwargs=True)
+    for module in {model, base_of(model)}:
+        module.__dict__.pop(SETTLED, None)
+        if fast and count and settle_ways not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(settle_ways, with_kwargs=True)
+        elif not fast:
+            _remove_hook(module)
     return count
+
+
+def _parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
+    parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
+    return tuple(each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
+
+
+def _remove_hook(module: nn.Module) -> None:
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is settle_ways:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def settle_ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model with mixers: before the first batch on a device, try what is fast there."""
+    given = args[0] if args else kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    if not isinstance(given, Tensor) or model.__dict__.get(SETTLED) == given.device:
+        return
+    ways: dict[type[nn.Module], FastWay | None] = {}
+    for module in model.modules():
+        state = module.__dict__.get(STATE)
+        if isinstance(state, MixerState):
+            if type(module) not in ways:
+                ways[type(module)] = settled_way(module, state.mixer, _config_of(module, state), given.device)
+            object.__setattr__(module, STATE, replace(state, fast=ways[type(module)]))
+    object.__setattr__(model, SETTLED, given.device)
+
+
+def _config_of(module: nn.Module, state: MixerState) -> PreTrainedConfig:
+    config = getattr(module, "config", None)
+    return config if isinstance(config, PreTrainedConfig) else state.config
 
 
 def installed(module: nn.Module) -> Mixer | None:
@@ -78,25 +131,31 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an installed mixer: its own, segment by segment."""
+    """The forward of an installed mixer: its own, on segments."""
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)
-    arguments, others = bound(module, args, kwargs)
-    context = others.get("attn_context", arguments.get("attn_context"))
+    given = {**dict(zip(state.parameters, args, strict=False)), **kwargs}
+    context = given.pop("attn_context", None)
     if state.mixer.carrier == "attention_mask":
-        context = arguments.get("attention_mask")
+        context = given.pop("attention_mask", None)
     if not isinstance(context, AttnContext):
         raise ValueError(
             f"attn_context: did not reach {type(module).__name__}; its model drops keyword arguments and cannot be "
             "trained packed"
         )
+    arguments = {name: value for name, value in given.items() if name in state.parameters}
+    _check(module, arguments, context)
+    fast = state.fast
+    hidden = arguments[state.mixer.hidden]
+    if fast is not None and hidden.dtype in fast.dtypes:
+        if context.layout is not None:
+            return _moved(fast, module, state, hidden, context)
+        return fast.forward(module, **{state.mixer.hidden: hidden, fast.boundaries: context.segments})
     return _mixed(module, state, arguments, context)
 
 
-@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
-def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], context: AttnContext) -> Any:
-    mixer = state.mixer
+def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -> None:
     name = type(module).__name__
     if context.segments.parents is not None:
         raise ValueError(
@@ -105,8 +164,29 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
         )
     if any(argument.startswith(("past", "cache")) and value is not None for argument, value in arguments.items()):
         raise ValueError(f"past_key_values: given to {name}; training needs no cache")
-    if context.segments.parents is not None:
-        raise ValueError(f"batch.share_prefixes: samples share them, but {name} carries a state; set it to false")
+
+
+@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
+def _moved(fast: FastWay, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
+    """The fast way over context ranks: on the whole segments that this rank gets."""
+    row, lengths = to_whole_segments(hidden.squeeze(0), context)
+    assert context.plan is not None
+    segments = context.plan.prepared(
+        "segments of mixers", lambda: Segments.from_lengths(lengths or [1], device=hidden.device)
+    )
+    if not lengths:  # all ranks of a sharded model must reach the same parameters
+        row = row.sum(0, dtype=row.dtype, keepdim=True)
+    output = fast.forward(module, **{state.mixer.hidden: row[None], fast.boundaries: segments})
+    first, *others = output if isinstance(output, tuple) else (output,)
+    result = first.squeeze(0)
+    result = from_whole_segments(result if lengths else result[:0] + result.sum() * 0, context)[None]
+    return (result, *(None for _ in others)) if isinstance(output, tuple) else result
+
+
+@torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
+def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], context: AttnContext) -> Any:
+    mixer = state.mixer
+    name = type(module).__name__
     tokens = {argument: arguments[argument] for argument in (mixer.hidden, *mixer.token_arguments)}
     leaves, shape = tree_flatten(tokens)
     rows = [leaf.squeeze(0) for leaf in leaves]
@@ -117,13 +197,15 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
         )
     # What the module ignores is not cut into segments, and so must not be there at all.
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}
-    rest.pop("attn_context", None)
     if mixer.carrier == "attention_mask":
         rest["attention_mask"] = None
+    # Kernels of packages, which transformers calls where it finds them, do not know the CPU.
+    plain = reference_forward(type(module)) if leaves[0].device.type == "cpu" else None
+    forward = plain or type(module).forward
     form: list[Any] = []
 
     def call(values: list[Tensor]) -> Tensor:
-        output = type(module).forward(module, **{**rest, **tree_unflatten(values, shape)})
+        output = forward(module, **{**rest, **tree_unflatten(values, shape)})
         form.append(output)
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 

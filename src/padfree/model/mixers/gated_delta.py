@@ -7,8 +7,14 @@ with a short convolution on q, k and v before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
+from padfree.model.mixers import fla_kernels
+from padfree.model.mixers.convolution import convolution
 from padfree.model.mixers.mixer import (
     MixerKind,
     convolution_flops,
@@ -49,9 +55,19 @@ def state_width(module: nn.Module) -> int:
     return 2 * convolution_width(module) + heads * d_v
 
 
+def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
+    return fla_kernels.unavailable(device.type) or {
+        "causal_conv1d_fn": convolution,
+        "torch_chunk_gated_delta_rule": fla_kernels.gated_delta_rule,
+        "chunk_kimi_delta_attention": fla_kernels.kimi_delta_attention,
+    }
+
+
 KIND = MixerKind(
     name="gated_delta",
     matches=matches,
     state_flops=state_flops,
     state_width=state_width,
+    functions=functions,
+    dtypes=lambda device: fla_kernels.DTYPES,
 )

@@ -7,8 +7,14 @@ with a short convolution on x, B and C before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
+from padfree.model.mixers import fla_kernels
+from padfree.model.mixers.convolution import convolution
 from padfree.model.mixers.mixer import (
     MixerKind,
     convolution_flops,
@@ -41,9 +47,19 @@ def state_width(module: nn.Module) -> int:
     return 2 * convolution_width(module) + 2 * channels
 
 
+def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
+    return fla_kernels.unavailable(device.type) or {
+        "causal_conv1d_fn": convolution,
+        "mamba2_chunk_scan": fla_kernels.mamba2_scan,
+        "mamba2_split_conv1d_scan_combined": fla_kernels.no_fused_layer,
+    }
+
+
 KIND = MixerKind(
     name="mamba2",
     matches=matches,
     state_flops=state_flops,
     state_width=state_width,
+    functions=functions,
+    dtypes=lambda device: fla_kernels.DTYPES,
 )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 Carrier = Literal["attn_context", "attention_mask"]
@@ -40,6 +41,10 @@ class MixerKind:
     """FLOPs a token of a forward pass besides those of linear layers: state updates and convolutions."""
     state_width: Callable[[nn.Module], int]
     """Values a token that a backward pass needs, besides what goes into its linear layers."""
+    functions: Callable[[torch.device], dict[str, Callable[..., Any]] | str] | None = None
+    """Functions that know segments, by the names of those of transformers that they replace; or why there are none."""
+    dtypes: Callable[[torch.device], tuple[torch.dtype, ...]] = lambda device: (torch.float32,)
+    """Of the hidden states that these functions take; the first is the one that is tried."""
 
 
 def qualified_name(cls: type) -> str:

@@ -5,8 +5,13 @@ y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i < 3
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
+from padfree.model.mixers.convolution import convolution
 from padfree.model.mixers.mixer import (
     MixerKind,
     convolution_flops,
@@ -29,9 +34,21 @@ def state_width(module: nn.Module) -> int:
     return 3 * convolution_width(module)
 
 
+def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
+    return {"causal_conv1d_fn": convolution}
+
+
+def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """All, and first the one that is used there."""
+    first = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return first, torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
 KIND = MixerKind(
     name="short_convolution",
     matches=matches,
     state_flops=state_flops,
     state_width=state_width,
+    functions=functions,
+    dtypes=dtypes,
 )

@@ -1,0 +1,122 @@
+"""The chunk kernels of flash-linear-attention, given the boundaries of segments.
+
+    gated_delta_rule           torch_chunk_gated_delta_rule       Qwen3-Next, Qwen3.5, OLMo-Hybrid
+    kimi_delta_attention       chunk_kimi_delta_attention         Kimi-Linear: a decay for each channel
+    mamba2_scan                mamba2_chunk_scan                  Mamba-2: linear attention with a decay for each head
+
+Each stands in the place of the function of transformers that is named beside it and takes its arguments. In a compiled
+layer each is a graph break: the kernels are compiled by Triton, and are called as they are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from padfree.batch import Segments
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@cache
+def unavailable(device_type: str) -> str | None:
+    """Why there are no such kernels here; None if there are."""
+    if device_type != "cuda":
+        return "flash-linear-attention computes on a GPU only"
+    try:
+        import_module("fla.ops.gated_delta_rule")
+    except ImportError as error:
+        return f"flash-linear-attention cannot be imported ({error}); install padfree[fla]"
+    return None
+
+
+_HOST_LENGTHS: Any = WeakTensorKeyDictionary()
+
+
+def _lengths(segments: Segments) -> dict[str, Tensor]:
+    """The boundaries on the device and on the host; the same tensors for all layers, by which fla knows them again."""
+    device = segments.cu_seqlens
+    if device not in _HOST_LENGTHS:
+        _HOST_LENGTHS[device] = torch.from_numpy(segments.offsets).to(device.dtype)
+    return {"cu_seqlens": device, "cu_seqlens_cpu": _HOST_LENGTHS[device]}
+
+
+@torch.compiler.disable(reason="kernels of another package")  # type: ignore[no-untyped-call, untyped-decorator]
+def gated_delta_rule(
+    query: Tensor,  # [1, T, H, d_k]
+    key: Tensor,  # [1, T, H, d_k]
+    value: Tensor,  # [1, T, H, d_v]
+    *,
+    g: Tensor,  # [1, T, H]
+    beta: Tensor,  # [1, T, H]
+    segments: Segments,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    kernel: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    output, _state = kernel(
+        query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **_lengths(segments)
+    )
+    return output, None
+
+
+@torch.compiler.disable(reason="kernels of another package")  # type: ignore[no-untyped-call, untyped-decorator]
+def kimi_delta_attention(
+    query: Tensor,  # [1, T, H, d]
+    key: Tensor,  # [1, T, H, d]
+    value: Tensor,  # [1, T, H, d]
+    *,
+    g: Tensor,  # [1, T, H, d]
+    beta: Tensor,  # [1, T, H]
+    segments: Segments,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    kernel: Any = import_module("fla.ops.kda").chunk_kda
+    output, _state = kernel(
+        query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **_lengths(segments)
+    )
+    return output, None
+
+
+def mamba2_scan(
+    hidden_states: Tensor,  # [1, T, H, P]
+    dt: Tensor,  # [1, T, H]
+    A: Tensor,  # [H] negative
+    B: Tensor,  # [1, T, G, N]
+    C: Tensor,  # [1, T, G, N]
+    *,
+    segments: Segments,
+    D: Tensor | None = None,  # [H]
+    dt_bias: Tensor | None = None,  # [H]
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """[1, T, H, P]: keys B, queries C, values dt · x, and the decay exp(dt · A)."""
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    steps = functional.softplus(steps) if dt_softplus else steps
+    steps = steps.clamp(*dt_limit)
+    groups = hidden_states.shape[2] // B.shape[2]
+    keys, queries = (each.repeat_interleave(groups, dim=2) for each in (B, C))
+    values = (hidden_states.float() * steps[..., None]).to(hidden_states.dtype)
+    output = _decayed_attention(queries, keys, values, steps * A.float(), segments)
+    return output if D is None else output + hidden_states * D[:, None].to(hidden_states.dtype)
+
+
+@torch.compiler.disable(reason="kernels of another package")  # type: ignore[no-untyped-call, untyped-decorator]
+def _decayed_attention(queries: Tensor, keys: Tensor, values: Tensor, decay: Tensor, segments: Segments) -> Tensor:
+    kernel: Any = import_module("fla.ops.simple_gla").chunk_simple_gla
+    output: Tensor = kernel(queries, keys, values, g=decay, scale=1.0, **_lengths(segments))[0]
+    return output
+
+
+def no_fused_layer(*_args: Any, **_kwargs: Any) -> None:
+    """In the place of `mamba2_split_conv1d_scan_combined`, which takes no boundaries: the layer then goes by steps."""
+    return None

@@ -1,0 +1,96 @@
+"""The routers of a mixture of experts: which modules they are, and what they decide.
+
+    router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        as transformers writes them
+
+A router is a module beside `experts` with a weight for each of them. Its calls are recorded by a forward hook while a
+`RouterRecorder` is on; layers may be compiled or recomputed around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Buffers [E] that are added to the scores by which experts are chosen, and not to their weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Router:
+    module: nn.Module
+    num_experts: int
+    owner: nn.Module | None  # of the bias for choices, the router or the module around it
+    bias: str  # its name there, or ""
+
+    @property
+    def by_sigmoid(self) -> bool:
+        """Routers with such a bias score each expert by itself, the others by a softmax over all."""
+        return self.bias != ""
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """[T, E] in float32, each row summing to 1."""
+        if not self.by_sigmoid:
+            return logits.float().softmax(-1)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
+
+def routers_of(model: PreTrainedModel) -> list[Router]:
+    """All routers of the model in the order of its modules; none where it has no experts."""
+    found = []
+    for block in model.modules():
+        experts = getattr(block, "experts", None)
+        if not isinstance(experts, nn.Module):
+            continue
+        count = len(experts) if isinstance(experts, nn.ModuleList) else int(getattr(experts, "num_experts", 0))
+        for name, child in block.named_children():
+            weight = getattr(child, "weight", None)
+            if name != "experts" and isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] == count:
+                found.append(_router(child, block, count))
+    return found
+
+
+def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
+    for owner in (module, block):
+        for bias in BIASES:
+            if isinstance(owner._buffers.get(bias), Tensor):
+                return Router(module=module, num_experts=num_experts, owner=owner, bias=bias)
+    return Router(module=module, num_experts=num_experts, owner=None, bias="")
+
+
+class RouterRecorder:
+    """What the routers of a model decided since the last `clear`, while it is `on`."""
+
+    def __init__(self, routers: list[Router]) -> None:
+        self.on = False
+        self.calls: list[tuple[int, Tensor, Tensor]] = []  # number of the router, logits [T, E], choices [T, k]
+        for number, router in enumerate(routers):
+            router.module.register_forward_hook(self._hook(number, router.num_experts))
+
+    def clear(self) -> None:
+        self.calls.clear()
+
+    def _hook(self, number: int, num_experts: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if self.on:
+                logits, choices = _parts(module, output, num_experts)
+                self.calls.append((number, logits, choices))
+
+        return keep
+
+
+def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Logits and choices among what a router returns."""
+    tensors = [each for each in output if isinstance(each, Tensor)] if isinstance(output, tuple) else []
+    choices = [each for each in tensors if not each.dtype.is_floating_point and each.dtype != torch.bool]
+    logits = [each for each in tensors if each.dtype.is_floating_point and each.shape[-1] == num_experts]
+    if not choices or not logits:
+        raise ValueError(
+            f"loss.router: {type(module).__name__} does not return its logits and its choices; leave loss.router and "
+            "loss.router_bias out"
+        )
+    return logits[0].reshape(-1, num_experts), choices[0].reshape(-1, choices[0].shape[-1])

@@ -1,0 +1,133 @@
+"""The language model inside a multimodal checkpoint, and the whole checkpoint again.
+
+    folder      text_config, vision_config                  model.language_model.layers.0..., model.visual..., lm_head
+    trained     the causal language model of text_config    model.layers.0..., lm_head
+    export      the folder's own class and config           what was trained, and the rest bit for bit as it was
+
+transformers loads the folder on rank 0, so that names are those of its classes whatever they are in the files. The rest
+of the model is not kept in memory while the language model is trained: an export reads it from the folder again.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from padfree.model.files import one_line
+
+ATTRIBUTE = "_padfree_wrapper"
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapper:
+    """Where the whole model is."""
+
+    folder: Path
+    config: PreTrainedConfig
+
+
+def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The config of the language model where the config is of several models; None: it is of one, or has none."""
+    if not any(getattr(config, part, None) is not None for part in config.sub_configs):
+        return None
+    text = config.get_text_config(decoder=True)
+    if type(text) is type(config) or type(text) not in AutoModelForCausalLM._model_mapping:
+        return None
+    text = copy.deepcopy(text)
+    text.name_or_path = config.name_or_path
+    if getattr(config, "tie_word_embeddings", None) is not None:  # the wrapper has the head, and decides
+        text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
+def remember(model: PreTrainedModel, wrapper: Wrapper) -> None:
+    object.__setattr__(model, ATTRIBUTE, wrapper)
+
+
+def wrapper_of(model: PreTrainedModel) -> Wrapper | None:
+    found = model.__dict__.get(ATTRIBUTE)
+    return found if isinstance(found, Wrapper) else None
+
+
+def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The whole model on the CPU."""
+    name = next(iter(wrapper.config.architectures or ()), "")
+    model_class: Any = getattr(transformers, name, AutoModelForImageTextToText)
+    try:
+        model = model_class.from_pretrained(wrapper.folder, dtype=dtype)
+    except Exception as error:  # each class finds out in its own way what it cannot load
+        raise ValueError(f"model: {wrapper.folder} cannot be loaded ({one_line(error)}); copy it again") from None
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
+    """For each tensor of the language model its name in the whole: the model itself is a part of it, or its base is."""
+    own = list(language.state_dict())
+    classes = [(type(language), ""), (type(language.base_model), f"{language.base_model_prefix}.")]
+    held = whole.state_dict().keys()
+    for module_class, prefix in classes:
+        for place, module in whole.named_modules():
+            if type(module) is module_class and module is not whole:
+                found = {name: _moved(name, prefix, f"{place}.") for name in own}
+                if set(found.values()) <= held:
+                    return found
+    raise ValueError(
+        f"model: {type(whole).__name__} has no {type(language).__name__} in it whose weights are all there; give the "
+        "language model by itself"
+    )
+
+
+def _moved(name: str, prefix: str, place: str) -> str:
+    return place + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+
+def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The language model of the folder with its weights, on the CPU."""
+    whole = load_whole(wrapper, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    assert isinstance(model, PreTrainedModel)
+    tensors = whole.state_dict()
+    model.load_state_dict({name: tensors[other] for name, other in names_inside(whole, model).items()}, assign=True)
+    model.tie_weights()
+    return model
+
+
+def save_whole(
+    wrapper: Wrapper, language: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, max_shard_size: str
+) -> None:
+    """Write the whole model with these tensors of its language model; the rest as the folder has it."""
+    whole = load_whole(wrapper, "auto")
+    names = names_inside(whole, language)
+    state = whole.state_dict()
+    for name, tensor in tensors.items():
+        state[names[name]] = tensor
+    tied = {name for name in names if name not in tensors}  # under another name of the same tensor
+    for name in tied:
+        first = next((other for other in tensors if _same(language, name, other)), None)
+        if first is not None:
+            state[names[name]] = tensors[first]
+    whole.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+    for file in PROCESSOR_FILES:
+        if (wrapper.folder / file).exists() and not (folder / file).exists():
+            shutil.copy2(wrapper.folder / file, folder / file)
+
+
+def _same(model: PreTrainedModel, name: str, other: str) -> bool:
+    return model.state_dict(keep_vars=True)[name] is model.state_dict(keep_vars=True)[other]

@@ -1,0 +1,144 @@
+"""Experts that share the work: a loss over the whole global batch, and a bias that is moved once a step.
+
+    f_e   choices of expert e / N              N: real tokens of the global batch, times the layers with experts
+    p_e   sum of its probabilities / N         pads and fillers count nothing
+    L     loss.router · E · Σ_e f_e · p_e      as transformers defines it for one batch
+
+L is no sum over micro-batches: it is a product of two means over the whole batch. Choices have no gradient, so with f
+of the whole batch known, what is left is a sum, and the gradients of micro-batches and ranks add up to that of L.
+
+    one micro-batch a rank     f is summed over the ranks between forward and backward
+    several                    a forward pass of all of them comes first, which counts; the losses come after it
+
+`loss.router_bias` moves, after each update, the bias by which experts are chosen: down by that much for those with more
+choices than the mean over this step and all ranks, up for those with fewer. It has no gradient and needs no pass more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.distributed import Mesh
+from padfree.losses import LossOutput
+from padfree.model import hidden_states
+from padfree.model.routers import RouterRecorder, routers_of
+from padfree.train.microbatch import MicroBatch
+from padfree.train.parallelize import inside
+from padfree.train.row_loss import RowLoss
+
+
+class RouterBalance:
+    """The routers of a model, and what they chose in a step."""
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh, *, coefficient: float, bias_rate: float) -> None:
+        self.mesh, self.coefficient, self.bias_rate = mesh, coefficient, bias_rate
+        self.routers = routers_of(model)
+        name = type(model).__name__
+        if not self.routers or len({router.num_experts for router in self.routers}) > 1:
+            setting, value = ("router", coefficient) if coefficient else ("router_bias", bias_rate)
+            raise ValueError(f"loss.{setting}: {value}, but {name} has no routers that are alike; leave it out")
+        if bias_rate and not all(router.bias for router in self.routers):
+            raise ValueError(
+                f"loss.router_bias: {bias_rate}, but the routers of {name} have no bias; use loss.router=0.001"
+            )
+        self.recorder = RouterRecorder(self.routers)
+        self._counts: Tensor | None = None  # [R, E] of the global batch
+        self._own = self._zeros()
+
+    def begin(self, model: PreTrainedModel, rows: Sequence[tuple[MicroBatch, object]]) -> None:
+        """Before the micro-batches of a step."""
+        self._counts, self._own = None, self._zeros()
+        if self.coefficient and len(rows) > 1:
+            self.recorder.on = True
+            with torch.no_grad():
+                for batch, _ in rows:
+                    self.recorder.clear()
+                    inside(model, _forward, batch)
+                    self._own += self._choices(batch)
+            self.recorder.on = False
+            self._counts = self._summed()
+
+    def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+        """The loss of a row and its part of the routers' loss; called by `inside`."""
+        self.recorder.clear()
+        self.recorder.on = True  # until `end`: a layer that is computed again must do what it did
+        output = inner(model, batch)
+        if self._counts is None:
+            self._own += self._choices(batch)
+        if not self.coefficient:
+            return output
+        if self._counts is None:
+            self._counts = self._summed()
+        part = self._part(batch)
+        return LossOutput(
+            loss=output.loss + self.coefficient * part.to(output.loss.dtype),
+            token_losses=output.token_losses,
+            # parts add up to the whole: nothing to divide by
+            statistics={**output.statistics, "router": (part.detach(), torch.zeros_like(part.detach()))},
+            pair_statistics=output.pair_statistics,
+        )
+
+    def end(self) -> None:
+        """After the micro-batches of a step."""
+        self.recorder.on = False
+        self.recorder.clear()
+
+    def move_biases(self, finite: Tensor) -> None:
+        """After the update, if it was `finite` []."""
+        if not self.bias_rate:
+            return
+        counts = self._summed() if self._counts is None else self._counts
+        for router, own in zip(self.routers, counts, strict=True):
+            assert router.owner is not None
+            bias = router.owner._buffers[router.bias]
+            assert bias is not None
+            step = torch.sign(own.mean() - own) * self.bias_rate
+            bias.add_(torch.where(finite, step, torch.zeros_like(step)).to(bias.dtype).view_as(bias))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self.routers), self.routers[0].num_experts, dtype=torch.float64, device=self.mesh.device)
+
+    def _summed(self) -> Tensor:
+        total = self._own.clone()
+        dist.all_reduce(total, group=self.mesh.loss.group)
+        return total
+
+    @torch.no_grad()
+    def _choices(self, batch: MicroBatch) -> Tensor:
+        """[R, E] of the real tokens that are here."""
+        found, real = self._zeros(), _real_tokens(batch)
+        experts = torch.arange(self.routers[0].num_experts, device=found.device)
+        for number, _, choices in self.recorder.calls:
+            found[number] += ((choices[:, :, None] == experts) & real[:, None, None]).sum((0, 1))
+        return found
+
+    def _part(self, batch: MicroBatch) -> Tensor:
+        """[] E · Σ_e f_e · p_e with p of the tokens that are here."""
+        assert self._counts is not None
+        real, counts = _real_tokens(batch), self._counts.sum(0)
+        top = self.recorder.calls[0][2].shape[1]
+        rows = (counts.sum() / top).clamp(min=1.0)  # N
+        shares = (counts / rows).float()
+        total = torch.zeros((), device=self.mesh.device)
+        for number, logits, _ in self.recorder.calls:
+            probabilities = self.routers[number].probabilities(logits)
+            total = total + (probabilities.masked_fill(~real[:, None], 0.0) @ shares).sum()
+        return total * (len(shares) / rows).float()
+
+
+def _forward(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    return hidden_states(model, batch.local)
+
+
+def _real_tokens(batch: MicroBatch) -> Tensor:
+    """[T/cp] whether the token is one of a sample."""
+    context, segments = batch.local.context, batch.local.context.segments
+    num_tokens = len(batch.local.input_ids)
+    real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length
+    own = torch.arange(num_tokens, device=batch.local.input_ids.device) if context.plan is None else context.plan.own
+    return own < real

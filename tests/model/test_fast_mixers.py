@@ -1,0 +1,250 @@
+"""Mixers on all segments at once: the same as one sample at a time, tried before it is used, refused where it leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import Segments
+from padfree.cp import gather_tokens, shard
+from padfree.layers.compile import compile_layers
+from padfree.layers.recompute import recompute_layers
+from padfree.model import attach
+from padfree.model.mixers import fast_way, fla_kernels
+from padfree.model.mixers.by_segment import by_segment
+from padfree.model.mixers.convolution import convolution
+from padfree.model.mixers.forward import STATE, MixerState
+from padfree.model.structure import layers_of
+from padfree.warning import PadfreeWarning
+from tests.model.test_mixers import LENGTHS, run
+from tests.models import build, row
+from tests.ranks import run_ranks
+from tests.rounding import largest_difference
+
+FAST = ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1", "zamba2"]
+
+
+def plain_kernels(patch: pytest.MonkeyPatch) -> None:
+    """In the place of flash-linear-attention: the recurrences token by token, with the boundaries that are passed."""
+    patch.setattr(fast_way, "_TRIALS", {})
+    patch.setattr(fla_kernels, "unavailable", lambda device_type: None)
+    patch.setattr(fla_kernels, "DTYPES", (torch.float32,))
+    patch.setattr(fla_kernels, "gated_delta_rule", delta_rule)
+    patch.setattr(fla_kernels, "kimi_delta_attention", delta_rule)
+    patch.setattr(fla_kernels, "_decayed_attention", decayed_attention)
+
+
+@torch.compiler.disable
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    segments: Segments,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    assert use_qk_l2norm_in_kernel
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    decay = g[..., None] if g.ndim == 3 else g
+
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        state = state * decay[0, t].exp()[..., None]
+        written = beta[0, t][:, None] * (value[0, t] - torch.einsum("hkv,hk->hv", state, key[0, t]))
+        state = state + torch.einsum("hk,hv->hkv", key[0, t], written)
+        return state, torch.einsum("hkv,hk->hv", state, query[0, t]) * query.shape[-1] ** -0.5
+
+    return scan(step, (value.shape[2], key.shape[3], value.shape[3]), segments), None
+
+
+@torch.compiler.disable
+def decayed_attention(queries: Tensor, keys: Tensor, values: Tensor, decay: Tensor, segments: Segments) -> Tensor:
+    def step(state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        state = state * decay[0, t].exp()[:, None, None] + torch.einsum("hk,hv->hkv", keys[0, t], values[0, t])
+        return state, torch.einsum("hkv,hk->hv", state, queries[0, t])
+
+    return scan(step, (values.shape[2], keys.shape[3], values.shape[3]), segments)
+
+
+def scan(step: Callable[[Tensor, int], tuple[Tensor, Tensor]], shape: tuple[int, ...], segments: Segments) -> Tensor:
+    outputs = []
+    for begin, end in zip(segments.offsets[:-1].tolist(), segments.offsets[1:].tolist(), strict=True):
+        state = torch.zeros(shape)
+        for t in range(begin, end):
+            state, output = step(state, t)
+            outputs.append(output)
+    return torch.stack(outputs)[None]
+
+
+def ways(model: PreTrainedModel) -> set[bool]:
+    """Whether mixers of the model take the fast way."""
+    states = [module.__dict__.get(STATE) for module in model.modules()]
+    return {state.fast is not None for state in states if isinstance(state, MixerState)}
+
+
+@pytest.mark.parametrize("name", [*FAST, "lfm2", "lfm2_moe"])
+def test_all_at_once_is_one_sample_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_kernels(monkeypatch)
+    batch = row(LENGTHS, pad=3)
+    slow = attach(build(name), fast_mixers=False)
+    logits, expected = run(slow, batch)
+    assert ways(slow) == {False}
+    fast = attach(build(name))
+    fast_logits, found = run(fast, batch)
+    assert ways(fast) == {True}, fast_way._TRIALS
+    assert largest_difference({"logits": fast_logits}, {"logits": logits})[0] < 1e-5
+    assert largest_difference(found, expected)[0] < 1e-5
+    assert ways(attach(fast, fast_mixers=False)) == {False}
+    assert largest_difference(run(fast, batch)[1], expected)[0] < 1e-6
+
+
+@pytest.mark.parametrize(("name", "kept"), [("qwen3_5", "selective"), ("lfm2", "none")])
+def test_compiled_layers_give_the_same(name: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_kernels(monkeypatch)
+    model, batches = attach(build(name)), [row(LENGTHS, pad=3), row([7, 20]), row([4, 9, 2])]
+    expected = [run(model, batch)[1] for batch in batches]
+    compile_layers(layers_of(model), "aot_eager", kept)
+    found = [run(model, batch)[1] for batch in batches]
+    assert ways(model) == {True}
+    assert all(largest_difference(again, once)[0] < 1e-5 for again, once in zip(found, expected, strict=True))
+
+
+def test_a_compiled_short_convolution_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attach(build("lfm2"))
+    run(model, row([5, 8]))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(layers_of(model), "aot_eager", "none")
+    run(model, row(LENGTHS))
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_recomputed_layers_give_the_same() -> None:
+    model, batch = attach(build("lfm2")), row(LENGTHS, pad=3)
+    _, expected = run(model, batch)
+    recompute_layers(layers_of(model), "full")
+    assert largest_difference(run(model, batch)[1], expected)[0] < 1e-6
+
+
+def over_ranks(rank: int, world: int) -> list[float]:
+    patch = pytest.MonkeyPatch()
+    plain_kernels(patch)
+    found = []
+    for name in ("lfm2", "qwen3_5"):
+        model = attach(build(name))
+        for lengths in (LENGTHS, [8, 3]):
+            batch = row(lengths).padded_to(48)
+            _, expected = run(model, batch)
+            _, split = run(model, batch, world=world, rank=rank, group=dist.group.WORLD)
+            assert ways(model) == {True}
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            for gradient in split.values():
+                dist.all_reduce(gradient)
+            found.append(largest_difference(split, expected)[0])
+    patch.undo()
+    return found
+
+
+def test_over_context_ranks() -> None:
+    for found in run_ranks(4, over_ranks):
+        assert len(found) == 4
+        assert max(found) < 1e-5
+
+
+def test_a_leak_in_the_kernels_is_found_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_kernels(monkeypatch)
+
+    def leaking(*args: Any, segments: Segments, **kwargs: Any) -> tuple[Tensor, None]:
+        whole = Segments.from_lengths([segments.num_tokens])
+        return delta_rule(*args, segments=whole, **kwargs)
+
+    monkeypatch.setattr(fla_kernels, "gated_delta_rule", leaking)
+    batch = row(LENGTHS)
+    model = attach(build("qwen3_5"))
+    _, found = run(model, batch)
+    assert ways(model) == {False}
+    (reason,) = fast_way._TRIALS.values()
+    assert reason is not None
+    assert reason.startswith("on this machine its output differs by ")
+    _, expected = run(attach(build("qwen3_5"), fast_mixers=False), batch)
+    assert largest_difference(found, expected)[0] < 1e-6
+    monkeypatch.setattr(fast_way, "_SAID", set())
+    with pytest.warns(PadfreeWarning, match="runs one sample at a time, which is slow: there is none"):
+        fast_way._say_once("X runs one sample at a time, which is slow: there is none")
+    fast_way._say_once("X runs one sample at a time, which is slow: there is none")  # an error if it warned again
+
+
+def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_kernels(monkeypatch)
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(fla_kernels, "gated_delta_rule", failing)
+    model = attach(build("qwen3_5"))
+    run(model, row(LENGTHS))
+    assert ways(model) == {False}
+    assert list(fast_way._TRIALS.values()) == ["the trial failed (RuntimeError: no kernel image)"]
+
+
+def test_kernels_of_a_package_are_not_called_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where flash-linear-attention is installed transformers calls it, which the small copies of the probe must not."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("0 active drivers")
+
+    kernel.__wrapped__ = modeling.torch_chunk_gated_delta_rule.__wrapped__  # type: ignore[attr-defined]
+    kernel.__module__ = modeling.__name__
+    expected = run(attach(build("qwen3_5")), row(LENGTHS))[0]
+    from padfree.model import probe
+    from padfree.model.mixers.own_forward import reference_forward
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", kernel)
+    monkeypatch.setattr(probe, "_VERDICTS", {})
+    reference_forward.cache_clear()
+    try:
+        assert torch.equal(run(attach(build("qwen3_5")), row(LENGTHS))[0], expected)
+    finally:
+        reference_forward.cache_clear()
+
+
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_the_convolution_is_that_of_each_segment(width: int) -> None:
+    torch.manual_seed(0)
+    lengths = [5, 1, 2, 7]
+    values = torch.randn(sum(lengths), 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, width, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    segments = Segments.from_lengths(lengths)
+    found = convolution(values.T[None], weight, bias, "silu", segments=segments)[0].T
+
+    def one(pieces: list[Tensor]) -> Tensor:
+        padded = torch.nn.functional.pad(pieces[0].transpose(1, 2), (width - 1, 0))
+        return torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=6)).mT
+
+    expected = by_segment(one, [values], lengths)
+    assert (found - expected).abs().max() < 1e-12
+    weights = torch.randn_like(expected)
+    inputs = (values, weight, bias)
+    again = torch.autograd.grad(found, inputs, weights)
+    for gradient, wanted in zip(again, torch.autograd.grad(expected, inputs, weights), strict=True):
+        assert (gradient - wanted).abs().max() < 1e-12
+
+
+def test_gathered_rows_are_whole() -> None:
+    """The pad is a segment of its own, on which nothing depends."""
+    model = attach(build("lfm2"))
+    with torch.no_grad():
+        short = shard(row([5, 8])).model_inputs()
+        long = shard(row([5, 8]).padded_to(20))
+        logits = gather_tokens(model(**long.model_inputs()).logits[0], long.context)
+        assert (logits[:13] - model(**short).logits[0]).abs().max() < 1e-5
