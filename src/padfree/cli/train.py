@@ -10,16 +10,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import COMMANDS
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from padfree.estimate.memory import MemoryEstimate
+    from padfree.packing import StepPlan
+
+SHOWN_STEPS = 4
+"""Of so many first steps a dry run of several processes shows what they send."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -199,19 +206,24 @@ def description(config: Config) -> Iterator[str]:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     decided = decide(config, processes=processes, device_type=device_type, dry=True)
     source, model, data = decided.source, decided.model, processes // context
-    groups = next(make_batcher(config, source.samples), None)
-    if groups is None:
-        raise ValueError("data.path: it gave no batch; give files with at least one sample")
     cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
-    lengths = [len(sample) for group in groups for sample in group]
-    plan = plan_step(
-        lengths,
-        ranks=data,
-        max_tokens=config.batch.max_tokens * context,
-        cost=cost,
-        overlong=config.batch.overlong,
-        groups=[number for number, group in enumerate(groups) for _ in group] if config.loss.command == "dpo" else None,
-    )
+    plans = [
+        plan_step(
+            [len(sample) for group in groups for sample in group],
+            ranks=data,
+            max_tokens=config.batch.max_tokens * context,
+            cost=cost,
+            overlong=config.batch.overlong,
+            groups=[number for number, group in enumerate(groups) for _ in group]
+            if config.loss.command == "dpo"
+            else None,
+        )
+        for groups in islice(make_batcher(config, source.samples), SHOWN_STEPS if processes > 1 else 1)
+    ]
+    if not plans:
+        raise ValueError("data.path: it gave no batch; give files with at least one sample")
+    plan = plans[0]
+    lengths = plan.lengths.tolist()
     sampled = config.rollout.reward is not None
     lengths_of_rows = {
         "longest": -(-int(plan.tokens.max()) // context),
@@ -248,10 +260,33 @@ def description(config: Config) -> Iterator[str]:
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
         f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
+    if processes > 1:
+        yield from traffic_lines(config, model, plans, processes, device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
         yield "note: run.device is cuda, and there is no such device here: the run needs one"
     for note in decided.notes:
         yield f"note: {note}"
+
+
+def traffic_lines(
+    config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
+) -> Iterator[str]:
+    """Which rank is on which host, and what they send each other in the first steps."""
+    from padfree.planner.traffic import Placement, shown_bytes, step_traffic
+
+    backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
+    placement = Placement(
+        ranks=processes,
+        hosts=max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))),
+        context=config.parallel.context,
+        replicate=config.parallel.replicate,
+    )
+    found = [step_traffic(config, model, plan, placement, backend) for plan in plans]
+    yield from placement.lines()
+    yield from found[0].lines(backend)
+    if len(found) > 1:
+        sent = ", ".join(shown_bytes(each.of_host(0)[1]) for each in found[1:])
+        yield f"  host 0 to others in the steps after it: {sent}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

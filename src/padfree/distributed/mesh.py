@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -126,6 +127,18 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
     return PrefixStore(word, store)
 
 
+class RankGroups(NamedTuple):
+    """Who is with whom, rank by rank."""
+
+    context: NDArray[np.int64]  # [rows, context]
+    shards: NDArray[np.int64]  # [replicate, shards]; its columns are the replicas of a shard
+
+
+def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
+    """Neighbours share a row, and neighbours hold one set of weights: machines hold neighbouring ranks."""
+    return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
+
+
 def make_mesh(
     device: torch.device | str, *, context: int = 1, replicate: int = 1, timeout: float = DEFAULT_TIMEOUT
 ) -> Mesh:
@@ -143,8 +156,7 @@ def make_mesh(
             f"{context * replicate} processes, or lower one of them"
         )
     device = torch.device(device)
-    rows = np.arange(world).reshape(-1, context)
-    sets = np.arange(world).reshape(replicate, -1)
+    rows, sets = rank_groups(world, context, replicate)
     everybody = _axis(np.arange(world)[None], timeout)
     data, shared = _axis(rows.T, timeout), _axis(rows, timeout)
     if replicate == 1:
