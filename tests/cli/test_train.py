@@ -139,6 +139,20 @@ def test_a_dry_run_of_hosts_shows_who_is_where_and_what_they_send(
     assert re.search(r"\n  context, allgather +[0-9.]+ [KM]iB +0 B\n", shown)
 
 
+def test_a_dry_run_shows_how_wide_rows_are(
+    overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    changes = ["parallel.context=auto", "batch.max_tokens=3"]
+    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert 'context = "auto"' in shown
+    assert "\nlayout: 4 processes = 1 replicate x 4 shard x 1 to 4 context\n" in shown
+    assert re.search(r"\n  rows: .*\d+ on 2 ranks", shown)
+    assert "\n  context, allgather" in shown
+
+
 def test_a_dry_run_counts_the_teacher(overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["distill", str(RECIPES / "distill.toml"), *overrides["distill"], "--dry-run"]) == 0
     assert "\n  reference " in capsys.readouterr().out

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from padfree.config import Config, config_from_dict
 from padfree.packing import CostModel, plan_step
+from padfree.packing.context_sizes import context_sizes
 from padfree.planner.traffic import Placement, Traffic, step_traffic
 from padfree.train.decide import decide
 from padfree.train.run import train
@@ -129,12 +130,13 @@ def assert_same_run(folder: Path, expected: Path, tolerance: float = 1e-5) -> No
         torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance)
 
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "context inside a host": {"context": 2},
     "context over hosts": {"context": 4},
     "weights on each host": {"replicate": 2},
     "both": {"replicate": 2, "context": 2},
+    "context by the row": {"context": "auto"},
 }
 
 
@@ -144,7 +146,8 @@ def test_two_hosts_train_as_one_process_does(hosts: list[Host], model_folder: Pa
     for kind in ("sft", "rl"):
         train(config_from_dict(settings(tmp_path / f"{kind} alone", model_folder, kind, run={"steps": 5})))
         for name, parallel in LAYOUTS.items():
-            runs.append(settings(tmp_path / f"{kind} {name}", model_folder, kind, parallel=parallel))
+            batch = {"max_tokens": 8} if parallel.get("context") == "auto" else {}
+            runs.append(settings(tmp_path / f"{kind} {name}", model_folder, kind, parallel=parallel, batch=batch))
     more = {"steps": 5}
     finish(start(hosts[:2], runs, tmp_path), tmp_path)
     for kind in ("sft", "rl"):
@@ -173,6 +176,7 @@ TRAFFIC: dict[str, dict[str, Any]] = {
     "context over hosts": {"context": 4},
     "a ring over hosts": {"context": 4, "method": "ring"},
     "heads over hosts": {"context": 4, "method": "ulysses"},
+    "context by the row": {"context": "auto"},
 }
 HEADER = 66
 """Bytes of Ethernet, IP and TCP with time stamps, of each frame: data and acknowledgements alike."""
@@ -189,8 +193,8 @@ def test_hosts_send_what_a_dry_run_says(hosts: list[Host], tmp_path: Path) -> No
     fixed = {"compile": "none", "reshard": False, "checkpointing": "none"}
     runs = [
         settings(
-            tmp_path / name, model, "sft", data={"path": [str(data)]}, batch={"max_tokens": 600},
-            parallel={**fixed, **parallel}, run={"steps": 2},
+            tmp_path / name, model, "sft", data={"path": [str(data)]}, run={"steps": 2}, parallel={**fixed, **parallel},
+            batch={"max_tokens": 120 if parallel.get("context") == "auto" else 600},
         )
         for name, parallel in TRAFFIC.items()
     ]  # fmt: skip
@@ -216,7 +220,8 @@ def test_hosts_send_what_a_dry_run_says(hosts: list[Host], tmp_path: Path) -> No
 def planned_traffic(config: Config) -> list[Traffic]:
     """Of the steps of a run of two hosts of two processes, as `--dry-run` counts it."""
     decided = decide(config, processes=4, device_type="cpu", dry=True, planned=True)
-    context = config.parallel.context
+    by_row = config.parallel.context == "auto"
+    context = 1 if by_row else config.parallel.context
     placement = Placement(ranks=4, hosts=2, context=context, replicate=config.parallel.replicate)
     batches = islice(make_batcher(config, decided.source.samples), config.run.steps)
     plans = [
@@ -225,6 +230,7 @@ def planned_traffic(config: Config) -> list[Traffic]:
             ranks=4 // context,
             max_tokens=config.batch.max_tokens * context,
             cost=CostModel.from_config(decided.model.config),
+            contexts=context_sizes(4) if by_row else (1,),
         )
         for groups in batches
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -192,15 +193,14 @@ def description(config: Config) -> Iterator[str]:
     from padfree.estimate.memory import estimate_memory
     from padfree.model.structure import skeleton
     from padfree.packing import CostModel, plan_step
+    from padfree.packing.context_sizes import context_sizes
     from padfree.train.decide import decide
     from padfree.train.settle import device_memory, settle
     from padfree.train.training_data import make_batcher
 
-    processes, context, replicate = (
-        int(os.environ.get("WORLD_SIZE", "1")),
-        config.parallel.context,
-        config.parallel.replicate,
-    )
+    processes, replicate = int(os.environ.get("WORLD_SIZE", "1")), config.parallel.replicate
+    context = 1 if config.parallel.context == "auto" else config.parallel.context
+    contexts = context_sizes(config.parallel.most_context(processes)) if config.parallel.context == "auto" else (1,)
     device_type = config.run.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,6 +214,7 @@ def description(config: Config) -> Iterator[str]:
             max_tokens=config.batch.max_tokens * context,
             cost=cost,
             overlong=config.batch.overlong,
+            contexts=contexts,
             groups=[number for number, group in enumerate(groups) for _ in group]
             if config.loss.command == "dpo"
             else None,
@@ -226,7 +227,11 @@ def description(config: Config) -> Iterator[str]:
     lengths = plan.lengths.tolist()
     sampled = config.rollout.reward is not None
     lengths_of_rows = {
-        "longest": -(-int(plan.tokens.max()) // context),
+        "longest": max(
+            -(-int(plan.lengths[row].sum()) // (width or context))
+            for rank in range(plan.ranks)
+            for row, width in plan.rows_of(rank)
+        ),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
     }
     settled = settle(
@@ -248,7 +253,8 @@ def description(config: Config) -> Iterator[str]:
 
     yield from recipe_lines(asked.to_dict())
     yield ""
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
+    shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
+    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
     for line in settled.lines():
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
@@ -260,6 +266,9 @@ def description(config: Config) -> Iterator[str]:
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
         f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
+    if plan.widths is not None:
+        rows = Counter(plan.widths[plan.is_first].tolist())
+        yield "  rows: " + ", ".join(f"{count} on {width} ranks" for width, count in sorted(rows.items()))
     if processes > 1:
         yield from traffic_lines(config, model, plans, processes, device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -278,7 +287,7 @@ def traffic_lines(
     placement = Placement(
         ranks=processes,
         hosts=max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))),
-        context=config.parallel.context,
+        context=1 if config.parallel.context == "auto" else config.parallel.context,
         replicate=config.parallel.replicate,
     )
     found = [step_traffic(config, model, plan, placement, backend) for plan in plans]

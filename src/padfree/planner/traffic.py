@@ -206,9 +206,9 @@ def weights_traffic(
 def context_traffic(
     plan: StepPlan, sizes: ModelSizes, placement: Placement, config: Config, *, size: int
 ) -> Traffic:  # fmt: skip
-    """What attention sends where rows are shared. Row r of micro-batch j is that of context group r."""
+    """What attention sends where rows are shared: by `placement.context` ranks, or by as many as the plan says."""
     found = Traffic(placement=placement)
-    if placement.context == 1:
+    if placement.context == 1 and plan.widths is None:
         return found
     parallel = config.parallel
     heads = sizes.key // sizes.head
@@ -223,13 +223,15 @@ def context_traffic(
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
     kind = f"context, {parallel.method}"
-    for row, slots in enumerate(plan.micro_batches):
-        group = placement.context_groups[row]
-        for indices in slots:
+    for row in range(plan.ranks):
+        for (indices, width), is_first in zip(plan.rows_of(row), plan.is_first[row], strict=True):
+            if width is not None and (width == 1 or not is_first):
+                continue
+            group = placement.context_groups[row] if width is None else row + np.arange(width)
             lengths = plan.lengths[indices]
             lengths = lengths[lengths > 0] if lengths.sum() else np.ones(1, dtype=np.int64)
-            segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % placement.context)
-            layout = make_layout(segments, placement.context, parallel.layout)
+            segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % len(group))
+            layout = make_layout(segments, len(group), parallel.layout)
             for layers, window in ((sizes.full_layers, None), (sizes.windowed_layers, sizes.window)):
                 if not layers:
                     continue
