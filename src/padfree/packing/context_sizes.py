@@ -91,7 +91,8 @@ def plan_wide(
 
 
 def _price(plan: WidePlan) -> float:
-    return float(plan.cost.max(0).sum()) * (1 + WAVE * plan.cost.shape[1])
+    waves: int = plan.cost.shape[1]
+    return float(plan.cost.max(0).sum()) * (1 + WAVE * waves)
 
 
 def _imbalance(cost: Floats) -> float:

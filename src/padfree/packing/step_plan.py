@@ -188,7 +188,7 @@ def _plan_groups(
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
     group_length = np.bincount(group, weights=length).astype(np.int64)
-    group_cost = np.bincount(group, weights=model(length))
+    group_cost: Floats = np.bincount(group, weights=model(length)).astype(np.float64)
     found = _plan(
         group_length, partial(_cost_of_left, group_cost), model.constant, ranks, max_tokens, overlong, contexts
     )
