@@ -101,12 +101,14 @@ class Communication:
     @property
     def forward(self) -> Indices:
         """[world]"""
-        return self.forward_links.sum(axis=1)
+        sent: Indices = self.forward_links.sum(axis=1)
+        return sent
 
     @property
     def backward(self) -> Indices:
         """[world]"""
-        return self.backward_links.sum(axis=1)
+        sent: Indices = self.backward_links.sum(axis=1)
+        return sent
 
 
 def communication_bytes(
