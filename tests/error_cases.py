@@ -1228,6 +1228,11 @@ def plan(*words: str) -> Words:
     return command("plan", *words, files=lambda folder: written(folder, "lengths.txt", LENGTHS))
 
 
+def scaling(*words: str) -> Words:
+    model = ("--model", "MODEL-qwen3", "--gpu", "H100", "--ranks", "16")
+    return plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "64", *model, *words)
+
+
 def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> Words:
     return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words, files=files)
 
@@ -1281,6 +1286,15 @@ CASES["cli"] = [
     ("--max-tokens", plan("--lengths", "FOLDER/lengths.txt"), ("--max-tokens", "8")),
     ("--ranks", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--ranks", "0")),
     ("--cp", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--cp", "3"), ("--ranks", "3")),
+    (
+        "parallel.context",
+        plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "parallel.context=auto"),
+        "parallel.context=1",
+    ),
+    ("--hosts", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--hosts", "0")),
+    ("--hosts", scaling("--hosts", "3"), ("--hosts", "2")),
+    ("--link-inside", scaling("--hosts", "2", "--link-inside", "thread"), ("--link-inside", "nvlink4")),
+    ("--link-between", scaling("--hosts", "2", "--link-between", "-1"), ("--link-between", "ndr")),
     ("--memory", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--memory", "0")),
     (
         "--tokens",

@@ -2,7 +2,8 @@
 
     one global batch      8 samples, 4 pairs, one sample without labels
     reference             all of it on one row of one process
-    layouts               micro-batches of any split; data × context ranks (2,1) (1,2) (4,1) (1,4) (2,2)
+    layouts               micro-batches of any split; data × context ranks (2,1) (1,2) (4,1) (1,4) (2,2); rows of one
+                          step over 4, 2 and 1 of 4 ranks
 
 For every loss, in every way of averaging, the loss is compared. Gradients go through a small Qwen3, and its backward
 pass is the slow part: for one loss every way of averaging has its own, for each of the others one backward pass serves
@@ -295,6 +296,34 @@ def ranks(rank: int, world: int, samples: list[Sample], layouts: list[tuple[int,
     return results if rank == 0 else []
 
 
+WAVES = ([(4, 0)], [(2, 1), (1, 2), (1, 3)])
+"""Rows of each micro-batch, side by side on four ranks: how many share one, and the pair on it."""
+
+
+def ranks_by_row(rank: int, world: int, samples: list[Sample]) -> Result | None:
+    """The sum over all ranks of a step whose rows are shared by different numbers of them; from rank 0 only."""
+    total: Result | None = None
+    for wave in WAVES:
+        first = 0
+        for width, pair in wave:
+            group = dist.new_group(list(range(first, first + width)))
+            if first <= rank < first + width:
+                context = group if width > 1 else None
+                found = layout_result(samples, [PAIRS[pair]], CASES + PAIR_CASES, torch.float64, context)
+            first += width
+        if total is None:
+            total = found
+            continue
+        for sums, terms in ((total.losses, found.losses), (total.statistics, found.statistics)):
+            for case, term in terms.items():
+                add(sums, case, term)
+        for case, gradients in found.gradients.items():
+            total.gradients[case] = [a + b for a, b in zip(total.gradients[case], gradients, strict=True)]
+    assert total is not None
+    total.sum_over_ranks()
+    return total if rank == 0 else None
+
+
 def differences(found: Result, exact: Result) -> Result:
     """How far each number is from the exact one, in units of the exact one: for a gradient, of the parameter's norm.
 
@@ -408,3 +437,11 @@ def test_data_and_context_ranks(
     for dtype, result in results:
         assert set(result.losses) == set(reference[dtype].losses)
         check(result, dtype)
+
+
+@pytest.mark.slow
+def test_rows_of_different_widths(samples: list[Sample], check: Callable[[Result, torch.dtype], None]) -> None:
+    """`parallel.context = "auto"`."""
+    found = run_ranks(4, ranks_by_row, samples)[0]
+    assert found is not None
+    check(found, torch.float64)

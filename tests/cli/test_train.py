@@ -129,6 +129,36 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     assert not run.exists()
 
 
+def test_a_dry_run_of_hosts_shows_who_is_where_and_what_they_send(
+    overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    changes = ["parallel.replicate=2", "parallel.context=2"]
+    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "\nhosts: 2 of 4 processes; host 0: ranks 0 to 3, host 1: ranks 4 to 7\n" in shown
+    assert "\n  weights are gathered inside a host, gradients of 2 replicas over 2 hosts\n" in shown
+    assert "\n  the 2 ranks that share a row are inside a host\n" in shown
+    assert re.search(r"\n  all-gather of weights +[0-9.]+ [KM]iB +0 B\n", shown)
+    assert re.search(r"\n  all-reduce between replicas +0 B +[0-9.]+ [KM]iB\n", shown)
+    assert re.search(r"\n  context, allgather +[0-9.]+ [KM]iB +0 B\n", shown)
+
+
+def test_a_dry_run_shows_how_wide_rows_are(
+    overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    changes = ["parallel.context=auto", "batch.max_tokens=3"]
+    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert 'context = "auto"' in shown
+    assert "\nlayout: 4 processes = 1 replicate x 4 shard x 1 to 4 context\n" in shown
+    assert re.search(r"\n  rows: .*\d+ on 2 ranks", shown)
+    assert "\n  context, allgather" in shown
+
+
 def test_a_dry_run_counts_the_teacher(overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["distill", str(RECIPES / "distill.toml"), *overrides["distill"], "--dry-run"]) == 0
     assert "\n  reference " in capsys.readouterr().out

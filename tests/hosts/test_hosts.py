@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from safetensors.torch import load_file
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
-from padfree.config import config_from_dict
+from padfree.config import Config, config_from_dict
+from padfree.packing import CostModel, plan_step
+from padfree.packing.context_sizes import context_sizes
+from padfree.planner.traffic import Placement, Traffic, step_traffic
+from padfree.train.decide import decide
 from padfree.train.run import train
+from padfree.train.training_data import make_batcher
 from tests.hosts.network import Host, connected_hosts, no_hosts_reason
 from tests.models import save_with_tokenizer
 from tests.train.loop_cases import lines
@@ -124,12 +130,13 @@ def assert_same_run(folder: Path, expected: Path, tolerance: float = 1e-5) -> No
         torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance)
 
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
     "context inside a host": {"context": 2},
     "context over hosts": {"context": 4},
     "weights on each host": {"replicate": 2},
     "both": {"replicate": 2, "context": 2},
+    "context by the row": {"context": "auto"},
 }
 
 
@@ -139,7 +146,8 @@ def test_two_hosts_train_as_one_process_does(hosts: list[Host], model_folder: Pa
     for kind in ("sft", "rl"):
         train(config_from_dict(settings(tmp_path / f"{kind} alone", model_folder, kind, run={"steps": 5})))
         for name, parallel in LAYOUTS.items():
-            runs.append(settings(tmp_path / f"{kind} {name}", model_folder, kind, parallel=parallel))
+            batch = {"max_tokens": 8} if parallel.get("context") == "auto" else {}
+            runs.append(settings(tmp_path / f"{kind} {name}", model_folder, kind, parallel=parallel, batch=batch))
     more = {"steps": 5}
     finish(start(hosts[:2], runs, tmp_path), tmp_path)
     for kind in ("sft", "rl"):
@@ -158,6 +166,75 @@ def test_two_hosts_train_as_one_process_does(hosts: list[Host], model_folder: Pa
     for kind in ("sft", "rl"):
         for name in elsewhere.values():
             assert_same_run(tmp_path / f"{kind} {name}", tmp_path / f"{kind} alone")
+
+
+TRAFFIC: dict[str, dict[str, Any]] = {
+    "weights over hosts": {},
+    "weights gathered twice": {"reshard": True},
+    "weights on each host": {"replicate": 2},
+    "context inside a host": {"context": 2, "replicate": 2, "checkpointing": "full"},
+    "context over hosts": {"context": 4},
+    "a ring over hosts": {"context": 4, "method": "ring"},
+    "heads over hosts": {"context": 4, "method": "ulysses"},
+    "context by the row": {"context": "auto"},
+}
+HEADER = 66
+"""Bytes of Ethernet, IP and TCP with time stamps, of each frame: data and acknowledgements alike."""
+
+
+def test_hosts_send_what_a_dry_run_says(hosts: list[Host], tmp_path: Path) -> None:
+    """Counted on the links and inside the hosts, frames' headers taken off. What is left over is what gloo writes
+    before each message, and messages of a few bytes: numbers of the step, signs of life."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64}
+    model = save_with_tokenizer(tmp_path / "model", max_position_embeddings=2048, **sizes)
+    rows = [{"prompt": "1" * (150 + 29 * number), "response": "2"} for number in range(8)]
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fixed = {"compile": "none", "reshard": False, "checkpointing": "none"}
+    runs = [
+        settings(
+            tmp_path / name, model, "sft", data={"path": [str(data)]}, run={"steps": 2}, parallel={**fixed, **parallel},
+            batch={"max_tokens": 120 if parallel.get("context") == "auto" else 600},
+        )
+        for name, parallel in TRAFFIC.items()
+    ]  # fmt: skip
+    finish(start(hosts[:2], runs, tmp_path, step_seconds=0.5), tmp_path)
+    headers: list[float] = []
+    for run in runs:
+        config = config_from_dict(run)
+        planned = planned_traffic(config)
+        for index, host in enumerate(hosts[:2]):
+            counts = json.loads((Path(config.run.folder) / f"sent-{host.name}.json").read_text())
+            for number, (before, after) in enumerate(pairwise(counts), start=1):
+                inside, between = (
+                    [now - then for then, now in zip(before[device], after[device], strict=True)]
+                    for device in ("lo", "eth0")
+                )
+                headers.append(HEADER * between[1] / between[0])
+                for (sent, frames), promised in zip((inside, between), planned[number].of_host(index), strict=True):
+                    payload = sent - HEADER * frames
+                    assert promised <= payload <= 1.005 * promised + 100_000, (config.run.folder, host.name, number)
+    assert max(headers) < 0.03
+
+
+def planned_traffic(config: Config) -> list[Traffic]:
+    """Of the steps of a run of two hosts of two processes, as `--dry-run` counts it."""
+    decided = decide(config, processes=4, device_type="cpu", dry=True, planned=True)
+    by_row = config.parallel.context == "auto"
+    context = 1 if by_row else config.parallel.context
+    placement = Placement(ranks=4, hosts=2, context=context, replicate=config.parallel.replicate)
+    batches = islice(make_batcher(config, decided.source.samples), config.run.steps)
+    plans = [
+        plan_step(
+            [len(sample) for group in groups for sample in group],
+            ranks=4 // context,
+            max_tokens=config.batch.max_tokens * context,
+            cost=CostModel.from_config(decided.model.config),
+            contexts=context_sizes(4) if by_row else (1,),
+        )
+        for groups in batches
+    ]
+    return [step_traffic(config, decided.model, plan, placement, "gloo") for plan in plans]
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused(hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:

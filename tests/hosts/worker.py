@@ -23,9 +23,13 @@ def share_of_digits(response: str, row: Mapping[str, Any]) -> float:
     return sum(letter.isdigit() for letter in response) / 6 + len(row["prompt"]) / 100
 
 
-def bytes_sent() -> int:
-    """Over this host's link until now."""
-    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+def sent() -> dict[str, tuple[int, int]]:
+    """Bytes and frames that this host has sent: over its link, and to itself."""
+    folders = {name: Path("/sys/class/net") / name / "statistics" for name in ("eth0", "lo")}
+    return {
+        name: (int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text()))
+        for name, folder in folders.items()
+    }
 
 
 def run_all(path: Path) -> int:
@@ -41,16 +45,17 @@ def run_all(path: Path) -> int:
 
 
 def run_one(run: dict[str, Any]) -> None:
-    sent: list[int] = []
+    counts: list[dict[str, tuple[int, int]]] = []
     pause = float(os.environ.get("STEP_SECONDS", 0))
 
     def on_step(_: Any) -> None:
-        sent.append(bytes_sent())
-        time.sleep(pause)
+        time.sleep(pause / 2)  # all ranks are here, and nothing is on its way any more
+        counts.append(sent())
+        time.sleep(pause / 2)
 
     train(config_from_dict(run), on_step=on_step)
     if os.environ["LOCAL_RANK"] == "0":
-        (Path(run["run"]["folder"]) / f"sent-{socket.gethostname()}.json").write_text(json.dumps(sent))
+        (Path(run["run"]["folder"]) / f"sent-{socket.gethostname()}.json").write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

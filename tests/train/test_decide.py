@@ -16,7 +16,7 @@ from padfree.cli.main import main
 from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
 from padfree.train import run as whole_run
-from padfree.train.decide import count_steps, decide
+from padfree.train.decide import check_context, check_settings, count_steps, decide
 from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.models import build, save_with_tokenizer
 
@@ -355,3 +355,24 @@ def test_a_dry_run_imports_no_reward_and_says_so(
     assert main(["rl", str(RECIPES / "rl-local.toml"), *overrides, "--dry-run"]) == 0
     assert "note: rollout.reward noisy_reward:judge is not imported by a dry run" in capsys.readouterr().out
     assert not (tmp_path / "imported").exists()
+
+
+def test_rows_of_any_width_need_layers_and_heads_that_can_have_them(tmp_path: Path, write: Write, models: Any) -> None:
+    def config(*changes: str) -> Any:
+        settings = [f"model.path={models['qwen3']}", f"run.folder={tmp_path / 'run'}", "parallel.context=auto"]
+        data = write("d.jsonl", *PAIRS, LONG)
+        return load_config(RECIPES / "sft.toml", [*settings, f"data.path={data}", "run.device=cpu", *changes])
+
+    with pytest.raises(ValueError, match=r"^parallel.context: 'auto', but the model has layers that carry a state"):
+        check_context(config(), build("lfm2"), 4)
+    model = build("qwen3")  # 4 heads, 2 key heads
+    check_context(config("parallel.method=ulysses"), model, 4)
+    check_context(config("parallel.method=ring"), model, 8)
+    with pytest.raises(ValueError, match=r"^parallel.method: 'ulysses' with parallel.context=auto on up to 8 context"):
+        check_context(config("parallel.method=ulysses"), model, 8)
+    with pytest.raises(ValueError, match=r"^parallel.context: auto times parallel.replicate 3 does not divide 8"):
+        check_settings(config("parallel.replicate=3"), processes=8, device_type="cpu")
+    short = config("batch.max_tokens=16", "model.dtype=float32", "batch.samples=2")
+    decide(short, processes=4, device_type="cpu", dry=True)  # 35 tokens on 4 ranks of 16
+    with pytest.raises(ValueError, match=r"^batch.max_tokens: 16 on each of 2 context ranks, but d.jsonl:7 has 35"):
+        decide(short, processes=2, device_type="cpu", dry=True)

@@ -3,6 +3,7 @@
 padfree plan --data train.jsonl --model Qwen/Qwen3-0.6B --max-tokens 8192 --ranks 8 --gpu H100 --html plan.html
 padfree plan recipes/sft.toml data.epochs=1 --ranks 8
 padfree plan --lengths lengths.npy --max-tokens 8192 --samples 512 --ranks 8
+padfree plan --lengths lengths.npy --model qwen3-8b --max-tokens 16384 --ranks 1024 --gpu H100 --hosts 128
 padfree plan --calibrate --model Qwen/Qwen3-0.6B
 """
 
@@ -23,6 +24,7 @@ from padfree.config.outputs import check_output
 
 if TYPE_CHECKING:
     from padfree.planner import RunPlan, Suggestion
+    from padfree.planner.scaling import Scaling
 
 USAGE = "padfree plan [recipe.toml] [section.name=value ...] [options]"
 SAMPLES, MEMORY, FIRST_CAP = 64, 80.0, 8192
@@ -54,6 +56,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--layout", metavar="KIND", help="contiguous, headtail or balanced")
     add("--gpu", metavar="NAME", help="to plan for, such as H100 (default: that of here)")
     add("--memory", type=float, metavar="GIB", help=f"of a device (default: its own, or {MEMORY:.0f})")
+    add("--hosts", type=int, metavar="N", help="machines: time with communication, and how it scales")
+    add("--link-inside", metavar="LINK", help="of a host's devices, GB/s or a name such as nvlink4")
+    add("--link-between", metavar="LINK", help="of hosts, GB/s a device or a name such as ndr")
     add("--exact-steps", metavar="N", default="128", help="steps to plan in full, or all (default 128)")
     add("--html", metavar="FILE", help="write one page with figures")
     add("--json", action="store_true", help="print the numbers as JSON")
@@ -74,25 +79,28 @@ def run(settings: argparse.Namespace) -> None:
         if not _has_data(settings):
             return
     plan, suggestion = _plan(config, settings)
+    scaling = _scaling(plan, config, settings)
     if settings.json:
         shown = plan.summary()
+        if scaling is not None:
+            shown["scaling"] = scaling.summary()
         if suggestion is not None:
             shown["suggestion"] = asdict(suggestion)
         print(json.dumps(shown, indent=1))
     else:
-        for line in plan.lines():
+        for line in (*plan.lines(), *(() if scaling is None else scaling.lines())):
             print(line)
         if suggestion is not None:
             print("\nsuggestion  " + (" ".join(suggestion.overrides()) or "none"))
             for reason in suggestion.reasons:
                 print(f"  - {reason}")
     if settings.html:
-        _write_page(plan, suggestion, config, settings)
+        _write_page(plan, suggestion, scaling, config, settings)
 
 
 def _check(settings: argparse.Namespace) -> None:
     """What concerns flags alone; the rest is checked with the settings of a run."""
-    for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory"):
+    for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory", "hosts"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(
@@ -235,6 +243,11 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     from padfree.model.structure import skeleton
     from padfree.planner import DeviceMemory, Shape, choose_time_model, load_steps, make_plan, suggest
 
+    if config.parallel.context == "auto":
+        raise ValueError(
+            "parallel.context: 'auto' for padfree plan, which plans a fixed size; set parallel.context=1 here, and see "
+            "what the run itself shows with --dry-run"
+        )
     shape = Shape(
         ranks=settings.ranks,
         context=config.parallel.context,
@@ -261,6 +274,27 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     return plan, suggestion
 
 
+def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Scaling | None:
+    if settings.hosts is None:
+        return None
+    from padfree.model.structure import skeleton
+    from padfree.planner import DeviceMemory
+    from padfree.planner.scaling import Links, plan_scaling
+
+    if config.model.path == NO_MODEL:
+        raise ValueError(f"--hosts: {settings.hosts} without a model; give --model, bytes depend on it")
+    return plan_scaling(
+        plan.epoch.steps,
+        plan.shape,
+        plan.time_model,
+        config,
+        hosts=settings.hosts,
+        links=Links.of(settings.link_inside, settings.link_between, settings.gpu),
+        need=DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)),
+        memory=_device_memory(settings),
+    )
+
+
 def _exact_steps(text: str) -> int | None:
     if text == "all":
         return None
@@ -280,13 +314,19 @@ def _device_memory(settings: argparse.Namespace) -> float:
     return MEMORY * GIBIBYTE
 
 
-def _write_page(plan: RunPlan, suggestion: Suggestion | None, config: Config, settings: argparse.Namespace) -> None:
+def _write_page(
+    plan: RunPlan,
+    suggestion: Suggestion | None,
+    scaling: Scaling | None,
+    config: Config,
+    settings: argparse.Namespace,
+) -> None:
     from padfree.planner import write_page
 
     names = ", ".join(config.data.path)
     title = f"Plan for {names}" if config.model.path == NO_MODEL else f"Plan for {config.model.path} on {names}"
     try:
-        write_page(plan, settings.html, title=title, suggestion=suggestion)
+        write_page(plan, settings.html, title=title, suggestion=suggestion, scaling=scaling)
     except OSError as error:
         raise ValueError(f"--html: {settings.html} cannot be written ({error.strerror}); give another file") from None
     if not settings.json:

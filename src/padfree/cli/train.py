@@ -10,16 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import COMMANDS
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from padfree.estimate.memory import MemoryEstimate
+    from padfree.packing import StepPlan
+
+SHOWN_STEPS = 4
+"""Of so many first steps a dry run of several processes shows what they send."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -185,37 +193,44 @@ def description(config: Config) -> Iterator[str]:
     from padfree.estimate.memory import estimate_memory
     from padfree.model.structure import skeleton
     from padfree.packing import CostModel, plan_step
+    from padfree.packing.context_sizes import context_sizes
     from padfree.train.decide import decide
     from padfree.train.settle import device_memory, settle
     from padfree.train.training_data import GROUP_SIZES, make_batcher
 
-    processes, context, replicate = (
-        int(os.environ.get("WORLD_SIZE", "1")),
-        config.parallel.context,
-        config.parallel.replicate,
-    )
+    processes, replicate = int(os.environ.get("WORLD_SIZE", "1")), config.parallel.replicate
+    context = 1 if config.parallel.context == "auto" else config.parallel.context
+    contexts = context_sizes(config.parallel.most_context(processes)) if config.parallel.context == "auto" else (1,)
     device_type = config.run.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     decided = decide(config, processes=processes, device_type=device_type, dry=True)
     source, model, data = decided.source, decided.model, processes // context
-    groups = next(make_batcher(config, source.samples), None)
-    if groups is None:
-        raise ValueError("data.path: it gave no batch; give files with at least one sample")
     cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
-    lengths = [len(sample) for group in groups for sample in group]
     in_pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
-    plan = plan_step(
-        lengths,
-        ranks=data,
-        max_tokens=config.batch.max_tokens * context,
-        cost=cost,
-        overlong=config.batch.overlong,
-        groups=[number for number, group in enumerate(groups) for _ in group] if in_pairs else None,
-    )
+    plans = [
+        plan_step(
+            [len(sample) for group in groups for sample in group],
+            ranks=data,
+            max_tokens=config.batch.max_tokens * context,
+            cost=cost,
+            overlong=config.batch.overlong,
+            contexts=contexts,
+            groups=[number for number, group in enumerate(groups) for _ in group] if in_pairs else None,
+        )
+        for groups in islice(make_batcher(config, source.samples), SHOWN_STEPS if processes > 1 else 1)
+    ]
+    if not plans:
+        raise ValueError("data.path: it gave no batch; give files with at least one sample")
+    plan = plans[0]
+    lengths = plan.lengths.tolist()
     sampled = config.rollout.source is not None
     lengths_of_rows = {
-        "longest": -(-int(plan.tokens.max()) // context),
+        "longest": max(
+            -(-int(plan.lengths[row].sum()) // (width or context))
+            for rank in range(plan.ranks)
+            for row, width in plan.rows_of(rank)
+        ),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
     }
     settled = settle(
@@ -237,7 +252,8 @@ def description(config: Config) -> Iterator[str]:
 
     yield from recipe_lines(asked.to_dict())
     yield ""
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {context} context"
+    shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
+    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
     for line in settled.lines():
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
@@ -249,10 +265,36 @@ def description(config: Config) -> Iterator[str]:
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
         f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
+    if plan.widths is not None:
+        rows = Counter(plan.widths[plan.is_first].tolist())
+        yield "  rows: " + ", ".join(f"{count} on {width} ranks" for width, count in sorted(rows.items()))
+    if processes > 1:
+        yield from traffic_lines(config, model, plans, processes, device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
         yield "note: run.device is cuda, and there is no such device here: the run needs one"
     for note in decided.notes:
         yield f"note: {note}"
+
+
+def traffic_lines(
+    config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
+) -> Iterator[str]:
+    """Which rank is on which host, and what they send each other in the first steps."""
+    from padfree.planner.traffic import Placement, shown_bytes, step_traffic
+
+    backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
+    placement = Placement(
+        ranks=processes,
+        hosts=max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))),
+        context=1 if config.parallel.context == "auto" else config.parallel.context,
+        replicate=config.parallel.replicate,
+    )
+    found = [step_traffic(config, model, plan, placement, backend) for plan in plans]
+    yield from placement.lines()
+    yield from found[0].lines(backend)
+    if len(found) > 1:
+        sent = ", ".join(shown_bytes(each.of_host(0)[1]) for each in found[1:])
+        yield f"  host 0 to others in the steps after it: {sent}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -309,7 +309,7 @@ class ScheduleConfig:
 class ParallelConfig:
     """Processes are replicate x shard x context; shard is what the number of processes leaves."""
 
-    context: int = 1
+    context: Literal["auto"] | int = 1  # ranks that share every row; auto: as many as each row wants
     replicate: int = 1
     layout: LayoutKind = "balanced"
     method: ContextMethod = "allgather"
@@ -325,9 +325,14 @@ class ParallelConfig:
         """`head_memory` as the head takes it."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
+    def most_context(self, processes: int) -> int:
+        """How many ranks can share a row: with `auto` all that share one set of weights."""
+        return max(1, processes // self.replicate) if self.context == "auto" else self.context
+
     def __post_init__(self) -> None:
-        for name in ("context", "replicate"):
-            need(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "give 1 or more")
+        fine = self.context == "auto" or self.context >= 1
+        need(fine, "parallel.context", self.context, "give 1 or more, or auto")
+        need(self.replicate >= 1, "parallel.replicate", self.replicate, "give 1 or more")
         if isinstance(self.head_memory, float):
             need(self.head_memory > 0, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
         if isinstance(self.compile, bool):

@@ -93,10 +93,22 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """Bytes that each rank sends for one attention layer."""
+    """Bytes that each rank sends for one attention layer: `links[i, j]` from rank i to rank j."""
 
-    forward: Indices  # [world]
-    backward: Indices  # [world]
+    forward_links: Indices  # [world, world]
+    backward_links: Indices  # [world, world]
+
+    @property
+    def forward(self) -> Indices:
+        """[world]"""
+        sent: Indices = self.forward_links.sum(axis=1)
+        return sent
+
+    @property
+    def backward(self) -> Indices:
+        """[world]"""
+        sent: Indices = self.backward_links.sum(axis=1)
+        return sent
 
 
 def communication_bytes(
@@ -117,17 +129,21 @@ def communication_bytes(
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size
     if method == "allgather":
         moved = key_traffic(Pieces(layout, segments), window=window)  # [reader, owner]
-        return Communication(forward=moved.sum(axis=0) * key_bytes, backward=moved.sum(axis=1) * key_bytes)
+        return Communication(forward_links=moved.T * key_bytes, backward_links=moved * key_bytes)
     if method == "ring":
-        block = np.full(world, share * key_bytes)
-        gradient = np.full(world, share * num_key_heads * (head_dim + value_dim) * max(4, element_size))
-        return Communication(forward=(world - 1) * block, backward=(world - 1) * block + world * gradient)
+        block = share * key_bytes
+        gradient = share * num_key_heads * (head_dim + value_dim) * max(4, element_size)
+        to_next = np.roll(np.eye(world, dtype=np.int64), 1, axis=1)
+        return Communication(
+            forward_links=(world - 1) * block * to_next,
+            backward_links=((world - 1) * block + world * gradient) * to_next,
+        )
     if method == "ulysses":
         check_heads(num_heads, num_key_heads, world)
         copied = max(num_key_heads, world)
         token_bytes = (
             num_heads // world * (head_dim + value_dim) + copied // world * (head_dim + value_dim)
         ) * element_size
-        sent = np.full(world, (world - 1) * share * token_bytes)
-        return Communication(forward=sent, backward=sent)
+        to_others = share * token_bytes * (1 - np.eye(world, dtype=np.int64))
+        return Communication(forward_links=to_others, backward_links=to_others)
     raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")

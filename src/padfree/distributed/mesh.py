@@ -20,10 +20,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +59,12 @@ class Mesh:
     context: Axis
     loss: Axis
     fsdp: DeviceMesh
+    contexts: Mapping[int, Axis] = field(default_factory=dict)
+    """By how many ranks share a row, where the plan decides that row by row; empty: `context` share every row."""
+
+    def sharing(self, width: int | None) -> Axis:
+        """The ranks that share a row with this one, which are `width` where the plan says it."""
+        return self.context if width is None else self.contexts[width]
 
 
 def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
@@ -126,10 +133,29 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
     return PrefixStore(word, store)
 
 
+class RankGroups(NamedTuple):
+    """Who is with whom, rank by rank."""
+
+    context: NDArray[np.int64]  # [rows, context]
+    shards: NDArray[np.int64]  # [replicate, shards]; its columns are the replicas of a shard
+
+
+def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
+    """Neighbours share a row, and neighbours hold one set of weights: machines hold neighbouring ranks."""
+    return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
+
+
 def make_mesh(
-    device: torch.device | str, *, context: int = 1, replicate: int = 1, timeout: float = DEFAULT_TIMEOUT
+    device: torch.device | str,
+    *,
+    context: int = 1,
+    replicate: int = 1,
+    contexts: Sequence[int] = (),
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> Mesh:
     """The groups of a run of data × context processes, in which `replicate` sets of processes hold all weights each.
+
+    With `contexts`, each a divisor of the number of processes, there are groups of all these sizes of neighbours.
 
     `timeout` is that of a collective of these groups, as in `init_distributed`.
     """
@@ -143,8 +169,7 @@ def make_mesh(
             f"{context * replicate} processes, or lower one of them"
         )
     device = torch.device(device)
-    rows = np.arange(world).reshape(-1, context)
-    sets = np.arange(world).reshape(replicate, -1)
+    rows, sets = rank_groups(world, context, replicate)
     everybody = _axis(np.arange(world)[None], timeout)
     data, shared = _axis(rows.T, timeout), _axis(rows, timeout)
     if replicate == 1:
@@ -153,7 +178,10 @@ def make_mesh(
         groups = [_axis(sets.T, timeout).group, _axis(sets, timeout).group]
         fsdp = DeviceMesh.from_group(groups, device.type, mesh=sets.tolist(), mesh_dim_names=("replicate", "fsdp"))
     assert rank == everybody.rank
-    return Mesh(device=device, data=data, context=shared, loss=everybody, fsdp=fsdp)
+    by_width = {
+        width: shared if width == context else _axis(np.arange(world).reshape(-1, width), timeout) for width in contexts
+    }
+    return Mesh(device=device, data=data, context=shared, loss=everybody, fsdp=fsdp, contexts=by_width)
 
 
 def _axis(groups: NDArray[np.int64], timeout: float) -> Axis:

@@ -122,7 +122,8 @@ def estimate_memory(
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
     tokens = max(config.batch.max_tokens, longest)
     # Over context ranks attention cuts a compiled layer, which then keeps more: counted as if it were not compiled.
-    compiled = config.parallel.compile != "none" and config.parallel.context == 1
+    context = config.parallel.most_context(processes)
+    compiled = config.parallel.compile != "none" and context == 1
     return MemoryEstimate(
         weights=weights + critic,
         gradients=counts.trained * FLOAT32 + critic,
@@ -132,7 +133,7 @@ def estimate_memory(
         tokens=tokens,
         activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
-        working=_working(config, model, tokens, size, device_type, prompt_tokens),
+        working=_working(config, model, tokens, size, device_type, prompt_tokens, context),
         reference=reference,
         reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
@@ -223,7 +224,7 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _working(
-    config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str, prompt_tokens: int
+    config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str, prompt_tokens: int, context: int
 ) -> int:
     sizes, parallel = ModelSizes.of(model.config), config.parallel
     layer = max(layer_bytes(model.config, each, size) for each in layers_of(model))
@@ -231,8 +232,8 @@ def _working(
     backward = size * (4 * inner + 2 * sizes.hidden)
     if parallel.checkpointing != "none":
         backward += layer
-    if parallel.context > 1:  # keys and values of the whole row, and their gradients
-        backward += 2 * size * (sizes.key + sizes.value) * parallel.context
+    if context > 1:  # keys and values of the whole row, and their gradients
+        backward += 2 * size * (sizes.key + sizes.value) * context
     copied = 2 * size * (sizes.key + sizes.value) * key_copies(config, prompt_tokens)  # and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:  # one number a token

@@ -37,26 +37,31 @@ def plan_shared_step(
     cost: CostModel | None = None,
     overlong: PackOverlong = "error",
     groups: Sequence[Hashable] | None = None,
+    contexts: Sequence[int] = (1,),
 ) -> StepPlan:
     """The plan of one step over samples of these `lengths` [n] that share `prefixes`. See `plan_step`.
 
     No micro-batch computes more than `max_tokens`. The samples of one of the `groups` [n], where they are given, are
-    never divided.
+    never divided. With several `contexts`, families are kept to what one rank holds: a longer sample shares nothing,
+    and its row is as wide as it wants.
     """
     model = cost or CostModel.tokens()
-    too_long = lengths > max_tokens
+    limit = max_tokens * contexts[-1]
+    too_long = lengths > limit
     whole = [] if groups is None else _whole_groups(groups)
-    if any(prefixes.restricted(group).num_tokens > max_tokens for group in whole):
+    if any(prefixes.restricted(group).num_tokens > limit for group in whole):
         too_long = np.ones_like(too_long)
     if not prefixes.is_shared or (too_long.any() and (overlong != "alone" or whole)):
-        return plan_step(lengths, groups=groups, ranks=ranks, max_tokens=max_tokens, cost=model, overlong=overlong)
+        return plan_step(
+            lengths, groups=groups, ranks=ranks, max_tokens=max_tokens, cost=model, overlong=overlong, contexts=contexts
+        )
     if whole:
-        return _plan(prefixes, whole, lengths, ranks=ranks, max_tokens=max_tokens, model=model)
-    families = _families(prefixes, too_long)
+        return _plan(prefixes, whole, lengths, ranks=ranks, max_tokens=max_tokens, model=model, contexts=contexts)
+    families = _families(prefixes, lengths > max_tokens)
     best: StepPlan | None = None
     for parts in _powers_of_two(max(len(family) for family in families)):
         units = [unit for family in families for unit in _units(prefixes, family, parts, max_tokens)]
-        plan = _plan(prefixes, units, lengths, ranks=ranks, max_tokens=max_tokens, model=model)
+        plan = _plan(prefixes, units, lengths, ranks=ranks, max_tokens=max_tokens, model=model, contexts=contexts)
         if best is not None and plan.step_cost >= best.step_cost:
             break
         best = plan
@@ -107,12 +112,15 @@ def _plan(
     ranks: int,
     max_tokens: int,
     model: CostModel,
+    contexts: Sequence[int],
 ) -> StepPlan:
     """The plan of units, with their samples in place of them."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
     costs = [tree.cost(model) for tree in trees]
-    plan = plan_step(tokens, ranks=ranks, max_tokens=max_tokens, cost=model, overlong="alone", costs=costs)
+    plan = plan_step(
+        tokens, ranks=ranks, max_tokens=max_tokens, cost=model, overlong="alone", costs=costs, contexts=contexts
+    )
 
     def samples(batch: Indices) -> Indices:
         return np.sort(np.concatenate([lengths[:0], *(units[unit] for unit in batch.tolist())]))
@@ -121,7 +129,7 @@ def _plan(
         plan,
         micro_batches=tuple(tuple(samples(batch) for batch in row) for row in plan.micro_batches),
         lengths=lengths,
-        alone=np.flatnonzero(lengths > max_tokens),
+        alone=np.flatnonzero(lengths > max_tokens * contexts[-1]),
         prefixes=prefixes,
         computed=plan.tokens,
     )

@@ -12,6 +12,8 @@ for each (rank, j):
 2. The samples are spread over the slots as `balance` does it: nearly equal cost in each, never more than `max_tokens`.
 3. Slots sorted by cost are cut into groups of `ranks`: the costliest run first, at the same time.
 
+With several `contexts` a row may be shared by as many ranks: see `padfree.packing.context_sizes`.
+
 Where single samples cost more than an average slot, the slots that run beside them are given more to do, up to
 `max_tokens`, and the others less. The plan depends on lengths, ranks, max_tokens and the cost model, on nothing else.
 """
@@ -20,14 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_whole, number_array
 from padfree.config.choices import PackOverlong
 from padfree.config.rules import check_choice
 from padfree.packing.balance import PartitionProblem, Parts, partition, sums
+from padfree.packing.context_sizes import plan_wide
 from padfree.packing.cost import CostModel, Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 from padfree.packing.prefixes import PrefixTree
@@ -42,6 +46,9 @@ GOOD_ENOUGH = 1.002
 class StepPlan:
     """`micro_batches[rank][j]`: ascending sample indices. Made by `plan_step`.
 
+    With `widths`, `widths[rank, j]` neighbouring ranks share the row of micro-batch j, and have the same samples there.
+    Without, a rank is a data rank, and who shares its rows is another's business.
+
     With fewer samples than slots some micro-batches are empty arrays: they exist so that every rank runs the same
     number of backward passes.
     """
@@ -49,12 +56,13 @@ class StepPlan:
     micro_batches: MicroBatches  # [ranks][J]
     lengths: Indices  # [n] as trained: after truncation; 0 for a dropped sample
     max_tokens: int
-    cost: Floats  # [ranks, J]
+    cost: Floats  # [ranks, J] of one rank
     truncated: Indices  # samples cut to max_tokens
     dropped: Indices  # samples in no micro-batch
     alone: Indices  # samples longer than max_tokens, each the only one of its micro-batch
     prefixes: PrefixTree | None = None  # what all samples share; None: nothing
     computed: Indices | None = None  # [ranks, J] tokens of each micro-batch, shared ones once; None: all of them
+    widths: Indices | None = None  # [ranks, J]; None: each rank has rows of its own
 
     @property
     def ranks(self) -> int:
@@ -67,9 +75,30 @@ class StepPlan:
 
     @property
     def tokens(self) -> Indices:
-        """[ranks, J] tokens of the samples of each micro-batch."""
+        """[ranks, J] tokens of the samples of each micro-batch; of a row that ranks share, with the first of them."""
         rows = [[self.lengths[batch].sum() for batch in row] for row in self.micro_batches]
-        return np.array(rows, dtype=np.int64).reshape(self.ranks, self.num_micro_batches)
+        return np.array(rows, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
+
+    @property
+    def is_first(self) -> NDArray[np.bool_]:
+        """[ranks, J] whether a rank is the first, or the only one, of those that share its row."""
+        if self.widths is None:
+            return np.ones((self.ranks, self.num_micro_batches), dtype=np.bool_)
+        first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
+        return first
+
+    def rows_of(self, rank: int) -> list[tuple[Indices, int | None]]:
+        """[J] the samples of each row of a rank, and how many ranks share it, where the plan decides that."""
+        widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
+        return list(zip(self.micro_batches[rank], widths, strict=True))
+
+    def padded_tokens(self, context: int = 1) -> int:
+        """Tokens of all rows, pads included: each rank has the same number of its row, and at least one.
+
+        `context` ranks share a row where the plan does not say it.
+        """
+        width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
+        return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
 
     @property
     def computed_tokens(self) -> Indices:
@@ -95,7 +124,7 @@ class StepPlan:
     @property
     def fill(self) -> float:
         """Tokens over what the micro-batches could hold. Overlong samples on their own count up to max_tokens."""
-        held = np.minimum(self.computed_tokens, self.max_tokens)
+        held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
 
 
@@ -108,8 +137,12 @@ def plan_step(
     overlong: PackOverlong = "error",
     groups: Sequence[Hashable] | None = None,
     costs: ArrayLike | None = None,
+    contexts: Sequence[int] = (1,),
 ) -> StepPlan:
     """The plan of one step over samples of these `lengths` [n]. Without a cost model, tokens are what counts.
+
+    With more than one of `contexts`, each a divisor of the next and of `ranks`, the plan chooses for every row how many
+    neighbouring ranks share it. `max_tokens` is what one rank holds.
 
     Samples of one of the `groups` [n] share a micro-batch, and are together what else a sample is here. `costs` [n] are
     those of the samples, where they do not follow from the lengths.
@@ -127,10 +160,15 @@ def plan_step(
     if costs is not None:
         assert groups is None
         given = number_array(costs, "costs").astype(np.float64)
-        return _plan(length, lambda left: np.where(left > 0, given, 0.0), model.constant, ranks, max_tokens, overlong)
+        left_cost = partial(_cost_of_left, given)
+        return _plan(length, left_cost, model.constant, ranks, max_tokens, overlong, contexts)
     if groups is None:
-        return _plan(length, model, model.constant, ranks, max_tokens, overlong)
-    return _plan_groups(length, groups, model, ranks, max_tokens, overlong)
+        return _plan(length, model, model.constant, ranks, max_tokens, overlong, contexts)
+    return _plan_groups(length, groups, model, ranks, max_tokens, overlong, contexts)
+
+
+def _cost_of_left(cost: Floats, left: Indices) -> Floats:
+    return np.where(left > 0, cost, 0.0)
 
 
 def _plan_groups(
@@ -140,6 +178,7 @@ def _plan_groups(
     ranks: int,
     max_tokens: int,
     overlong: PackOverlong,
+    contexts: Sequence[int],
 ) -> StepPlan:
     """Whole groups in the place of samples: one is as long, and costs as much, as its samples together."""
     if len(groups) != len(length):
@@ -149,12 +188,10 @@ def _plan_groups(
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
     group_length = np.bincount(group, weights=length).astype(np.int64)
-    group_cost = np.bincount(group, weights=model(length))
-
-    def cost(left: Indices) -> Floats:
-        return np.where(left > 0, group_cost, 0.0)
-
-    found = _plan(group_length, cost, model.constant, ranks, max_tokens, overlong)
+    group_cost: Floats = np.bincount(group, weights=model(length)).astype(np.float64)
+    found = _plan(
+        group_length, partial(_cost_of_left, group_cost), model.constant, ranks, max_tokens, overlong, contexts
+    )
 
     def members(chosen: Indices) -> Indices:
         return np.flatnonzero(np.isin(group, chosen))
@@ -175,19 +212,34 @@ def _plan(
     ranks: int,
     max_tokens: int,
     overlong: PackOverlong,
+    contexts: Sequence[int],
 ) -> StepPlan:
     """`length` [n] is changed to what is left of each; `cost` gives what samples of these lengths cost."""
-    too_long = np.flatnonzero(length > max_tokens)
+    limit = max_tokens * contexts[-1]
+    too_long = np.flatnonzero(length > limit)
     if len(too_long) and overlong == "error":
         raise ValueError(
-            f"max_tokens: {max_tokens} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} "
+            f"max_tokens: {limit} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} "
             f"({len(too_long)} such samples); raise max_tokens or set overlong to truncate, drop or alone"
         )
     truncated, dropped, alone = (
         too_long if overlong == name else too_long[:0] for name in ("truncate", "drop", "alone")
     )
-    length[truncated] = max_tokens
+    length[truncated] = limit
     length[dropped] = 0
+    if len(contexts) > 1:
+        kept = np.setdiff1d(np.arange(len(length)), dropped)
+        wide = plan_wide(length, cost(length), kept, ranks=ranks, max_tokens=max_tokens, sizes=contexts)
+        return StepPlan(
+            micro_batches=wide.micro_batches,
+            lengths=length,
+            max_tokens=max_tokens,
+            cost=wide.cost + constant,
+            truncated=truncated,
+            dropped=dropped,
+            alone=alone,
+            widths=wide.widths,
+        )
     rest = np.setdiff1d(np.arange(len(length)), np.append(dropped, alone))
 
     sample_cost = cost(length)

@@ -6,6 +6,8 @@ context      how evenly each layout divides rows among context ranks
 padding      the same epoch with padded rows
 memory       about what a device needs, and the largest micro-batch that fits
 time_model   how long steps take
+traffic      which rank is on which host, and what they send each other
+scaling      how long steps take on more devices, communication included
 run_plan     all of it, as numbers and as lines
 page         all of it, as an HTML page
 suggest      settings to start from, with reasons

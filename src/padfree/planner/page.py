@@ -11,6 +11,7 @@ import numpy as np
 from padfree.page import COLOURS, Page
 from padfree.planner.context import ContextBalance
 from padfree.planner.run_plan import RunPlan
+from padfree.planner.scaling import PARTS, Scaling
 from padfree.planner.suggest import Suggestion
 
 Figure = dict[str, Any]
@@ -21,7 +22,14 @@ PACKS, DOCUMENTS = 24, 1500
 BINS = 60
 
 
-def write_page(plan: RunPlan, path: str | Path, *, title: str, suggestion: Suggestion | None = None) -> None:
+def write_page(
+    plan: RunPlan,
+    path: str | Path,
+    *,
+    title: str,
+    suggestion: Suggestion | None = None,
+    scaling: Scaling | None = None,
+) -> None:
     """Write the page to `path`."""
     page = Page(title, f"{len(plan.lengths):,} samples, {plan.shape.ranks} ranks, {len(plan.epoch.steps):,} steps")
     page.add_heading("Summary")
@@ -50,7 +58,52 @@ def write_page(plan: RunPlan, path: str | Path, *, title: str, suggestion: Sugge
             ranks_figure(plan.balances),
         )
     page.add_figure("Context ranks of a long row: slowest over the mean", contexts_figure(plan))
+    if scaling is not None:
+        page.add_heading("More devices")
+        page.add_figure(
+            f"Speed of a device over its speed among {scaling.sharded[0].ranks}", efficiency_figure(scaling)
+        )
+        page.add_figure("Seconds of a step, weights over all ranks", parts_figure(scaling))
+        page.add_details("Figures and assumptions", "\n".join(scaling.lines()))
     page.write(path)
+
+
+def efficiency_figure(scaling: Scaling) -> Figure:
+    """Efficiency by the number of devices, for both ways to place the weights."""
+    ways = (("weights over all ranks", scaling.sharded), ("weights on each host", scaling.replicated))
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [time.ranks for time in times],
+            "y": scaling.efficiency(times),
+            "line": {"color": COLOURS[index]},
+        }
+        for index, (name, times) in enumerate(ways)
+        if times
+    ]
+    layout = {
+        "xaxis": {"type": "log", "title": {"text": "devices"}},
+        "yaxis": {"tickformat": ".0%", "rangemode": "tozero"},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def parts_figure(scaling: Scaling) -> Figure:
+    """What a step's seconds are made of."""
+    names = [f"{time.ranks}" for time in scaling.sharded]
+    words = {"even": "compute", "weights": "weights, not hidden", "context": "keys and values"}
+    bars = [
+        _bar(words.get(part, part), names, [getattr(time, part) for time in scaling.sharded], index)
+        for index, part in enumerate(PARTS)
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"type": "category", "title": {"text": "devices"}},
+        "yaxis": {"title": {"text": "seconds"}},
+    }
+    return {"data": bars, "layout": layout}
 
 
 def lengths_figure(plan: RunPlan) -> Figure:

@@ -57,7 +57,7 @@ def load_steps(
         )
     # The devices that are planned for need not be here.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
-    processes = processes or config.parallel.context * config.parallel.replicate
+    processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples = found.source.samples
     alike = config.loss.command in ("sft", "distill")

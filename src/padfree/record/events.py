@@ -57,6 +57,10 @@ class Events:
             file.write(line.encode())
 
 
+def _context(mesh: Mesh) -> str:
+    return f"1 to {max(mesh.contexts)}" if mesh.contexts else f"{mesh.context.size}"
+
+
 def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
     """The fields of a start: versions, the device, the number of processes and how they are laid out."""
     device = mesh.device
@@ -68,5 +72,5 @@ def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
         "padfree": padfree.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": mesh.loss.size,
-        "layout": f"{replicate} replicate x {shard} shard x {mesh.context.size} context",
+        "layout": f"{replicate} replicate x {shard} shard x {_context(mesh)} context",
     }

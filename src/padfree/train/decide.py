@@ -29,6 +29,7 @@ from padfree.config.choices import Init, ModelHead
 from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_folder
+from padfree.cp.ulysses import check_heads
 from padfree.data import TokenizedDataset
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
@@ -40,6 +41,7 @@ from padfree.model import attach, lm_head_of
 from padfree.model.files import open_model
 from padfree.model.scalar import scalar_head_of
 from padfree.model.structure import skeleton
+from padfree.packing.context_sizes import context_sizes
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
@@ -118,6 +120,7 @@ def _decided(
     if is_path(config.loss.kind) and not dry:
         load_objective(config.loss.kind)
     model, limits = check_models(config)
+    check_context(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
     if config.rollout.source is not None:
@@ -126,10 +129,10 @@ def _decided(
     check_source(config, source, limits, tokenizer)
     held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
     if held_out is not None:
-        check_held_out(config, held_out, limits, tokenizer, planned=planned)
+        check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
     notes = [*_notes(config, source, limits, dry)]
     if not planned:
-        check_lengths(config, source)
+        check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:
             notes.append(note)
     return Decided(tokenizer=tokenizer, source=source, held_out=held_out, model=model, notes=tuple(notes))
@@ -142,7 +145,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     """Check settings against this machine, without a model and without data."""
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
-    if processes % (context * replicate):
+    if processes % ((1 if context == "auto" else context) * replicate):
         raise ValueError(
             f"parallel.context: {context} times parallel.replicate {replicate} does not divide {processes} processes; "
             "change one of them"
@@ -229,17 +232,38 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
         raise ValueError(_renamed(error, "backend", "model.attention")) from None
 
 
+def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
+    """Refuse rows of any width where a layer or the method cannot have them."""
+    if config.parallel.context != "auto":
+        return
+    sizes = ModelSizes.of(model.config)
+    if sizes.mixer_layers:
+        raise ValueError(
+            "parallel.context: 'auto', but the model has layers that carry a state along the sequence, and need whole "
+            "samples on a rank; set parallel.context=1"
+        )
+    for width in context_sizes(config.parallel.most_context(processes)):
+        if config.parallel.method == "ulysses":
+            try:
+                check_heads(sizes.heads, sizes.key // sizes.head, width)
+            except ValueError:
+                raise ValueError(
+                    f"parallel.method: 'ulysses' with parallel.context=auto on up to {width} context ranks, which "
+                    f"{sizes.heads} heads do not divide among; set parallel.method=allgather"
+                ) from None
+
+
 # Data
 
 
 def check_held_out(
-    config: Config, held_out: TrainingData, limits: Limits, tokenizer: Any, *, planned: bool = False
+    config: Config, held_out: TrainingData, limits: Limits, tokenizer: Any, processes: int, *, planned: bool = False
 ) -> None:
     """The same for `eval.path`."""
     there = held_out_config(config)
     check_source(there, held_out, limits, tokenizer, setting="eval.path")
     if not planned:
-        check_lengths(there, held_out, budget=False)
+        check_lengths(there, held_out, processes, budget=False)
 
 
 def check_source(
@@ -270,12 +294,12 @@ def _largest_id(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
-def check_lengths(config: Config, source: TrainingData, *, budget: bool = True) -> None:
+def check_lengths(config: Config, source: TrainingData, processes: int, *, budget: bool = True) -> None:
     """Refuse samples over the cap of a device or over the budget of a step, unless they may stand alone.
 
     Without `budget` there are no steps.
     """
-    batch, context = config.batch, config.parallel.context
+    batch, context = config.batch, config.parallel.most_context(processes)
     if batch.overlong != "error":
         return
     size = GROUP_SIZES.get(config.loss.command, 1)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -104,7 +103,10 @@ class PreparedStep:
 class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
     """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
 
-    def __init__(self, slots: Sequence[Indices], lay_out: Callable[[Indices], MicroBatch]) -> None:
+    def __init__(
+        self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
+    ) -> None:
+        """`slots`: as `StepPlan.rows_of` gives them."""
         self._slots, self._lay_out = slots, lay_out
         self._rows: list[tuple[MicroBatch, Indices]] = []
 
@@ -120,8 +122,8 @@ class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
     def __getitem__(self, index: int | slice) -> Any:
         last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
         while len(self._rows) < last:
-            slot = self._slots[len(self._rows)]
-            self._rows.append((self._lay_out(slot), slot))
+            indices, width = self._slots[len(self._rows)]
+            self._rows.append((self._lay_out(indices, width), indices))
         return self._rows[index]
 
 
@@ -185,7 +187,7 @@ class Engine:
             constant=settings.constant,
         )
 
-        def lay_out(indices: Indices) -> MicroBatch:
+        def lay_out(indices: Indices, width: int | None) -> MicroBatch:
             return make_micro_batch(
                 samples,
                 indices,
@@ -195,9 +197,10 @@ class Engine:
                 old_logprobs=old_logprobs,
                 pair_weight=2.0 / len(samples) if self.row_loss.keeps_groups else None,
                 prefixes=plan.prefixes,
+                width=width,
             )
 
-        rows = LazyRows(plan.micro_batches[self.mesh.data.rank], lay_out)
+        rows = LazyRows(plan.rows_of(self.mesh.data.rank), lay_out)
         return PreparedStep(samples=samples, plan=plan, rows=rows[:] if whole else rows)
 
     def begin(
@@ -314,8 +317,7 @@ class PendingStep:
             raise self._nonfinite_error(loss, norm)
         names = sorted(self._sums.statistics)
         plan = self._prepared.plan
-        num_tokens, context = int(plan.tokens.sum()), self._engine.mesh.context.size
-        computed = int((np.maximum(-(-plan.computed_tokens // context), 1) * context).sum())
+        num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._engine.mesh.context.size)
         return StepReport(
             loss=loss,
             gradient_norm=norm,

@@ -130,10 +130,16 @@ class HeldOut:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
         with undisturbed(scorer.model), computing(scorer.model):
-            for indices in self._plan.micro_batches[mesh.data.rank]:
+            for indices, width in self._plan.rows_of(mesh.data.rank):
                 pair_weight = 1.0 if measure.keeps_groups else None
                 batch = make_micro_batch(
-                    self.samples, indices, mesh, scorer.rows, pair_weight=pair_weight, prefixes=self._plan.prefixes
+                    self.samples,
+                    indices,
+                    mesh,
+                    scorer.rows,
+                    pair_weight=pair_weight,
+                    prefixes=self._plan.prefixes,
+                    width=width,
                 )
                 found = inside(scorer.model, measure, batch)
                 if not batch.is_filler:

@@ -66,12 +66,14 @@ def make_micro_batch(
     old_logprobs: Sequence[Floats] | None = None,
     pair_weight: float | None = None,
     prefixes: PrefixTree | None = None,
+    width: int | None = None,
 ) -> MicroBatch:
     """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens.
 
     With `pair_weight`, what each pair weighs, its samples are pairs (`preference_pairs`). `prefixes` is what all
-    `samples` share, as the step's plan has it.
+    `samples` share, as the step's plan has it, and `width` how many ranks share this row, where the plan says it.
     """
+    context = mesh.sharing(width)
     chosen = [samples[i] for i in indices]
     is_filler = not sum(len(sample) for sample in chosen)
     if is_filler:
@@ -82,7 +84,7 @@ def make_micro_batch(
             packed = at_ends(packed, settings.pad_token)
         if prefixes is not None:
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
-    packed = packed.padded_to_multiple(mesh.context.size)
+    packed = packed.padded_to_multiple(context.size)
     old_row = None
     if old_logprobs is not None:
         old_row = torch.zeros(packed.num_tokens)
@@ -98,9 +100,9 @@ def make_micro_batch(
     on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),
-        world=mesh.context.size,
-        rank=mesh.context.rank,
-        group=mesh.context.group if mesh.context.size > 1 else None,
+        world=context.size,
+        rank=context.rank,
+        group=context.group if context.size > 1 else None,
         kind=settings.layout,
         method=settings.method,
     )

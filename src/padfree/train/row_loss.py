@@ -10,6 +10,7 @@ needs, a teacher or a head of its own, it is made with. What it needs of a row i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from padfree.batch import AttnContext
 from padfree.distributed import Mesh
 from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
@@ -57,6 +59,7 @@ class TokenRowLoss:
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
         settings, head = self.settings, lm_head_of(model)
+        reduce = partial(sum_over_context, context=batch.local.context)
         hidden, labels = hidden_states(model, batch.local), batch.local.labels
         inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
         entropy = needs_entropy(settings)
@@ -65,21 +68,14 @@ class TokenRowLoss:
                 hidden, head, labels, temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels,
                 memory=self.memory,
             )  # fmt: skip
-            return compute_loss(
-                inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=self._reduce_context
-            )
+            return compute_loss(inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=reduce)
         fused = fused_loss(
-            hidden, head, labels, make_token_loss(inputs, settings, reduce=self._reduce_context),
+            hidden, head, labels, make_token_loss(inputs, settings, reduce=reduce),
             temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels, memory=self.memory,
         )  # fmt: skip
         with torch.no_grad():
-            output = compute_loss(
-                inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=self._reduce_context
-            )
+            output = compute_loss(inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=reduce)
         return LossOutput(loss=fused.loss, token_losses=output.token_losses, statistics=output.statistics)
-
-    def _reduce_context(self, values: Tensor) -> Tensor:
-        return sum_over_context(values, self.mesh)
 
 
 class PairRowLoss:
@@ -99,17 +95,20 @@ class PairRowLoss:
             hidden_states(model, batch.local), lm_head_of(model), batch.local.labels, temperature=self.temperature,
             num_labels=batch.num_labels, memory=self.memory,
         )  # fmt: skip
+        reduce = partial(sum_over_context, context=batch.local.context)
         inputs = LossInputs.from_batch(batch.local, logprobs=scores.logprobs)
-        return dpo_loss(inputs, self.settings, batch.pairs, batch.pair_weights, reduce=self._reduce_context)
-
-    def _reduce_context(self, values: Tensor) -> Tensor:
-        return sum_over_context(values, self.mesh)
+        return dpo_loss(inputs, self.settings, batch.pairs, batch.pair_weights, reduce=reduce)
 
 
-def sum_over_context(values: Tensor, mesh: Mesh) -> Tensor:
-    """Sums over the ranks that share a row."""
-    if mesh.context.size == 1:
+def sum_over_context(values: Tensor, context: AttnContext | Mesh) -> Tensor:
+    """Sums over the ranks that share a row: those of its context, or of a mesh in which they are always the same."""
+    if isinstance(context, Mesh):
+        assert not context.contexts, "rows are shared by different numbers of ranks; give the context of the row"
+        size, group = context.context.size, context.context.group
+    else:
+        size, group = context.world, context.group
+    if size == 1:
         return values
     total = values.clone()
-    dist.all_reduce(total, group=mesh.context.group)
+    dist.all_reduce(total, group=group)
     return total

@@ -14,6 +14,9 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
@@ -22,6 +25,7 @@ from padfree.data import RolloutDataSettings, TokenizedDataset
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
+from padfree.packing.context_sizes import context_sizes
 from padfree.record.files import BEST_MODEL, CHECKPOINTS, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
@@ -71,12 +75,7 @@ def train(
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
-        mesh = make_mesh(
-            device,
-            context=config.parallel.context,
-            replicate=config.parallel.replicate,
-            timeout=config.run.timeout,
-        )
+        mesh = mesh_of(config, device)
         with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
             # Nothing is written before all is decided. What can be refused at once is: reading data may take long.
             raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
@@ -95,7 +94,7 @@ def _train(
     on_note: OnNote | None,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
-    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples)))
+    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples), mesh.loss.size))
     config = settled.config
     if on_note is not None:
         for line in (*decided.notes, *settled.lines()):
@@ -158,11 +157,9 @@ def evaluate(
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
-        mesh = make_mesh(
-            device, context=config.parallel.context, replicate=config.parallel.replicate, timeout=config.run.timeout
-        )
+        mesh = mesh_of(config, device)
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples)))
+        settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples), mesh.loss.size))
         if on_note is not None:
             for line in settled.lines():
                 on_note(line)
@@ -224,8 +221,23 @@ def _rollout_writer(
     return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
 
 
-def _longest(config: Config, longest: int) -> dict[str, int]:
+def mesh_of(config: Config, device: torch.device) -> Mesh:
+    """The groups that these settings ask for, of all processes that have met."""
+    parallel, world = config.parallel, dist.get_world_size()
+    contexts: tuple[int, ...] = ()
+    if parallel.context == "auto" and world % parallel.replicate == 0:
+        contexts = context_sizes(parallel.most_context(world))
+    return make_mesh(
+        device,
+        context=1 if parallel.context == "auto" else parallel.context,
+        replicate=parallel.replicate,
+        contexts=contexts,
+        timeout=config.run.timeout,
+    )
+
+
+def _longest(config: Config, longest: int, processes: int) -> dict[str, int]:
     """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
     if config.rollout.source is not None:
         return {"prompt_tokens": longest}
-    return {"longest": -(-longest // config.parallel.context)}
+    return {"longest": -(-longest // config.parallel.most_context(processes))}

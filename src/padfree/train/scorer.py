@@ -73,10 +73,17 @@ class Scorer:
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
         groups = [sample.group for sample in samples] if keep_groups else None
         ranks, max_tokens = self.mesh.data.size, self.max_tokens * self.mesh.context.size
+        contexts = tuple(self.mesh.contexts) or (1,)
         prefixes = self._prefixes(samples)
         if prefixes is None:
             return plan_step(
-                lengths, groups=groups, ranks=ranks, max_tokens=max_tokens, cost=self.cost, overlong=self.overlong
+                lengths,
+                groups=groups,
+                ranks=ranks,
+                max_tokens=max_tokens,
+                cost=self.cost,
+                overlong=self.overlong,
+                contexts=contexts,
             )
         return plan_shared_step(
             prefixes,
@@ -86,6 +93,7 @@ class Scorer:
             max_tokens=max_tokens,
             cost=self.cost,
             overlong=self.overlong,
+            contexts=contexts,
         )
 
     def _check_sharing(self) -> None:
@@ -119,15 +127,15 @@ class Scorer:
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         with computing(self.model):
             plan = self.plan(samples)
-            for indices in plan.micro_batches[self.mesh.data.rank]:
-                batch = make_micro_batch(samples, indices, self.mesh, self.rows, prefixes=plan.prefixes)
+            for indices, width in plan.rows_of(self.mesh.data.rank):
+                batch = make_micro_batch(samples, indices, self.mesh, self.rows, prefixes=plan.prefixes, width=width)
                 if batch.local.entries is not None:
                     # Every context rank has entries of its own, and the sum over ranks puts them together.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch).float()
                     continue
                 row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
-                if batch.is_filler or self.mesh.context.rank:
+                if batch.is_filler or batch.local.context.rank:
                     continue
                 # The head scores exactly 0 where there is no label, so also at the last position of each sample.
                 for i, values in zip(indices, batch.packed.unpack(at_tokens(row)), strict=True):

@@ -151,7 +151,7 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 def _candidates(parallel: ParallelConfig, may_offload: bool) -> Iterator[ParallelConfig]:
     """What may be chosen, the fastest first. `may_offload`: whether layers take longer than the link to the host."""
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    if not may_offload or parallel.compile == "none" or parallel.context > 1:
+    if not may_offload or parallel.compile == "none" or parallel.context != 1:
         ways = tuple(way for way in FASTEST_FIRST if way != "host")  # which is for whole graphs of compiled layers
     if parallel.checkpointing != "auto":
         ways = (parallel.checkpointing,)

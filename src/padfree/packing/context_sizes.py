@@ -1,0 +1,187 @@
+"""A step plan in which each row is as wide as its cost wants: short rows on one rank, long samples over many.
+
+    wave         rank  0    1    2    3    4    5    6    7        all ranks run wave j at the same time
+    0                  [ one sample of 60k    ][ 31k   ][ s ][ s ]   widths 4, 2, 1, 1
+    1                  [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]      s: short samples, packed
+
+Every rank runs one micro-batch in each wave, alone or with its neighbours. The widths of the rows of a group divide
+each other, so that rows of any widths stand side by side, each where a process group of its width begins.
+
+1. Waves: as few as the tokens need. Their level is what a rank would cost if all had the same.
+2. A sample gets the least width at which a rank holds its part (`max_tokens`) and does not cost more than the level;
+   for its cost alone it is not cut into parts of less than `FEWEST_TOKENS`.
+3. What wide rows have left is filled with short samples, the others are spread over the ranks that are left, evenly.
+4. Rows go to waves by what they cost a rank, the costliest first.
+
+Widths are rounded up to what there is. Where that takes more ranks than there are, the level is raised for wide rows;
+where tokens find no room, there is one wave more. Of the plans that are found the cheapest one counts, and a wave must
+be worth its while: weights are gathered for each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from padfree.packing.balance import PartitionProblem, partition
+from padfree.packing.cost import Floats
+from padfree.packing.fill import Indices
+
+RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
+"""How far the level is raised for wide rows, one after the other."""
+
+MORE_WAVES = 6
+"""So many more waves than the tokens need are tried, as long as the ranks wait for each other."""
+
+WAVE = 0.01
+"""What a wave costs by itself, as a fraction of the step."""
+
+FEWEST_TOKENS = 512
+"""Of a rank, below which its matmuls take no less time."""
+
+EVEN = 1.02
+"""A plan whose ranks wait no longer than this is taken at once."""
+
+
+def context_sizes(largest: int) -> tuple[int, ...]:
+    """Widths of rows among so many ranks, each a divisor of the next: 8 -> 1 2 4 8, 12 -> 1 3 6 12."""
+    found = [largest]
+    while found[-1] > 1:
+        factor = next(number for number in range(2, found[-1] + 1) if found[-1] % number == 0)
+        found.append(found[-1] // factor)
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class WidePlan:
+    """Who runs what: rows that several ranks share stand in the list of each of them."""
+
+    micro_batches: tuple[tuple[Indices, ...], ...]  # [ranks][J]
+    widths: Indices  # [ranks, J]
+    cost: Floats  # [ranks, J] of one rank
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Row:
+    width: int
+    samples: list[int]
+
+
+def plan_wide(
+    length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
+) -> WidePlan:
+    """The plan of samples `candidates`, of these lengths [n] and costs [n]. One that fits no width has the largest."""
+    tokens, total = int(length[candidates].sum()), float(cost[candidates].sum())
+    fewest = max(1, -(-tokens // (ranks * max_tokens)))
+    best: WidePlan | None = None
+    waves = fewest
+    while best is None or (waves <= fewest + MORE_WAVES and _imbalance(best.cost) > EVEN):
+        for raised in RAISED:
+            level = raised * total / (ranks * waves)
+            found = _attempt(length, cost, candidates, ranks, max_tokens, sizes, waves, level)
+            if found is not None and (best is None or _price(found) < _price(best)):
+                best = found
+            if found is not None and _imbalance(found.cost) <= EVEN:
+                break
+        waves += 1
+    return best
+
+
+def _price(plan: WidePlan) -> float:
+    waves: int = plan.cost.shape[1]
+    return float(plan.cost.max(0).sum()) * (1 + WAVE * waves)
+
+
+def _imbalance(cost: Floats) -> float:
+    mean = float(cost.sum()) / len(cost)
+    return float(cost.max(0).sum()) / mean if mean else 1.0
+
+
+def _attempt(
+    length: Indices,
+    cost: Floats,
+    candidates: Indices,
+    ranks: int,
+    max_tokens: int,
+    sizes: Sequence[int],
+    waves: int,
+    level: float,
+) -> WidePlan | None:
+    width = _widths(length[candidates], cost[candidates], max_tokens, sizes, level)
+    wide, narrow = candidates[width > 1], candidates[width == 1]
+    left = ranks * waves - int(width[width > 1].sum())
+    if left < 0 or (not left and len(narrow)):
+        return None
+    rows = [_Row(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
+    narrow = _fill_wide(rows, narrow, length, cost, max_tokens, level)
+    if len(narrow):
+        parts = partition(PartitionProblem(cost[narrow], length[narrow], max_tokens, np.zeros(left)))
+        if parts is None:
+            return None
+        rows += [_Row(1, narrow[part].tolist()) for part in parts]
+    else:
+        rows += [_Row(1, [])] * left
+    return _arranged(rows, cost, ranks, waves)
+
+
+def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
+    """[n] the least width at which a rank holds its part of a sample and costs no more than the level."""
+    size = np.array(sizes)
+    by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
+    needed = np.maximum(length / max_tokens, by_cost)
+    place = np.searchsorted(size, needed * (1 - 1e-12), side="left")  # the least that is not below
+    # a sample that costs more than the level even on all ranks has all of them
+    found: Indices = size[np.minimum(place, len(size) - 1)]
+    return found
+
+
+def _fill_wide(
+    rows: Sequence[_Row], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
+) -> Indices:
+    """Give wide rows short samples, the costliest that fits first, up to the level; the samples that are left."""
+    order = narrow[np.argsort(cost[narrow], kind="stable")]
+    costs, waiting = cost[order].tolist(), order.tolist()
+    for row in rows:
+        room = row.width * level - float(cost[row.samples].sum())
+        tokens = row.width * max_tokens - int(length[row.samples].sum())
+        place = bisect_right(costs, room)
+        while place and costs:
+            place -= 1
+            if length[waiting[place]] > tokens:
+                continue
+            room, tokens = room - costs[place], tokens - int(length[waiting[place]])
+            row.samples.append(waiting.pop(place))
+            costs.pop(place)
+            place = min(place, bisect_right(costs, room))
+    return np.array(sorted(waiting), dtype=np.int64)
+
+
+def _arranged(rows: Sequence[_Row], cost: Floats, ranks: int, waves: int) -> WidePlan:
+    """Rows to waves and ranks. Wide ones first: what is free of a wave then is always a multiple of the next width."""
+    each = np.array([float(cost[row.samples].sum()) / row.width for row in rows])
+    width = np.array([row.width for row in rows])
+    by_cost = np.argsort(-each, kind="stable")
+    wanted = np.empty(len(rows), dtype=np.int64)
+    wanted[by_cost] = (np.cumsum(width[by_cost]) - width[by_cost]) // ranks
+    free = np.full(waves, ranks)
+    members: list[list[int]] = [[] for _ in range(waves)]
+    for index in np.lexsort([-each, -width]).tolist():
+        open_waves = np.flatnonzero(free >= width[index])
+        wave = int(open_waves[np.argmin(np.abs(open_waves - wanted[index]))])
+        members[wave].append(index)
+        free[wave] -= width[index]
+    assert not free.any(), "rows and ranks do not match"
+    table = np.empty((ranks, waves), dtype=np.int64)
+    for wave, chosen in enumerate(members):
+        # Every second wave goes through the ranks of its narrow rows backwards, so that the sums of ranks stay close.
+        ordered = sorted(chosen, key=lambda index: (-width[index], each[index] if wave % 2 else -each[index]))
+        table[:, wave] = np.repeat(ordered, width[ordered])
+    samples = [np.array(sorted(row.samples), dtype=np.int64) for row in rows]
+    return WidePlan(
+        micro_batches=tuple(tuple(samples[index] for index in line) for line in table.tolist()),
+        widths=width[table],
+        cost=each[table],
+    )
