@@ -10,6 +10,7 @@ events.jsonl             starts, settled settings, resumes, compilations, ends
 rows.jsonl               rows of the data that were skipped, dropped or cut
 rollouts.jsonl           a few responses of each batch that was sampled
 nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number
+journal/step-*           responses that were sampled after the last checkpoint
 checkpoints/step-*       what can be resumed from
 model/                   the trained model, exported
 model-best/              the one of the best evaluation (`checkpoint.best`)
@@ -25,4 +26,4 @@ EVENTS = "events.jsonl"
 ROWS = "rows.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
-CHECKPOINTS, MODEL, BEST_MODEL = "checkpoints", "model", "model-best"
+CHECKPOINTS, JOURNAL, MODEL, BEST_MODEL = "checkpoints", "journal", "model", "model-best"

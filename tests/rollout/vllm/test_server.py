@@ -37,7 +37,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # a start is shorter without a compiler, and needs none
 }
-PATIENCE = 600.0
+PATIENCE = 300.0
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SFT_STEPS, RL_STEPS = 100, 16
 
 pytestmark = [
@@ -120,7 +121,7 @@ def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str
     sections: dict[str, dict[str, Any]] = {"server": {}, "second": {}, "adapters": {"lora": {"rank": 4}}}
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     found = {
-        name: Launcher(make_config(folder, folder / name, model=model, **changes))
+        name: Launcher(make_config(folder, folder / name, model=model, **changes), ADAPTED if changes else ())
         for name, changes in sections.items()
         if name in wanted
     }

@@ -41,7 +41,8 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
 from padfree.model.export import export_adapters
-from padfree.rollout.base import OnProgress, OnResponse, Response, SamplingRequest, Score
+from padfree.model.lora import adapted_modules
+from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
 from padfree.rollout.noise import key_behind
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_server
@@ -321,17 +322,25 @@ class VllmSampler:
 
     # Responses
 
-    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+    def sample(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Response]:
         assert self._version >= 0, "weights come first"
         begin = time.perf_counter()
         found: dict[int, Response] = {}
-        retried = tokens = 0
+        retried = tokens = done = 0
 
-        def count(response: Response) -> None:
-            nonlocal tokens
-            tokens += len(response.tokens)
+        def count(number: int, response: Response) -> None:
+            nonlocal tokens, done
+            tokens, done = tokens + len(response.tokens), done + 1
+            if on_finished is not None:
+                on_finished([(number, response)])
             if on_progress is not None:
-                on_progress(tokens)
+                on_progress(done)
 
         while True:
             missing = [number for number in range(len(requests)) if number not in found]
@@ -438,7 +447,7 @@ class VllmSampler:
             if config.rollout.servers:
                 servers = [Server(url, config.rollout.timeout) for url in config.rollout.servers]
             else:
-                self._launcher = Launcher(config)
+                self._launcher = Launcher(config, adapted_modules(self._trained))
                 servers = self._launcher.servers
                 self._launcher.start()
                 self._launcher.await_ready(config.rollout.timeout)
