@@ -1,10 +1,10 @@
 """RL on the demo's task, with responses of this process and of a vLLM server: the same steps, both reward curves.
 
-    python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 30] [--seeds 0 1] [--output curves.json]
+    python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 20] [--seeds 0 1] [--output curves.json]
 
 A small Qwen3 with heads of 64, which vLLM wants, is fine-tuned on the demo's problems, and learns from the demo's
-reward after that: 128 responses a step in groups of 8, as in `padfree demo`, with a lower learning rate, since the model
-is larger than the demo's. Each engine starts from the same weights with the same prompts; what is drawn differs, since
+reward after that: 128 responses a step in groups of 8, as in `padfree demo`, with a lower learning rate for a larger
+model. Each engine starts from the same weights with the same prompts; what is drawn differs, since
 vLLM draws by seeds of its own.
 """
 
@@ -16,9 +16,8 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
-
-import numpy as np
 
 from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
@@ -71,8 +70,8 @@ def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment with vLLM")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--sft-steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--sft-steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=3e-4, help="of the steps with rewards")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, help="a JSON file for the curves")
@@ -91,19 +90,16 @@ def main() -> None:
             ):
                 lines = run(config, folder / f"{name}-{seed}", seed)
                 curves[f"{name}, seed {seed}"] = [line["reward"] for line in lines]
-                rewards = " ".join(f"{line['reward']:.2f}" for line in lines)
-                print(f"{name}, seed {seed}: {rewards}", flush=True)
-                about = {
-                    metric: np.mean([line[metric] for line in lines if metric in line])
-                    for metric in ("seconds/sampling", "sampler/canary_difference", "loss/sampler_difference")
-                    if metric in lines[0]
-                }
-                print("   ".join(f"{metric} {value:.3g}" for metric, value in about.items()), flush=True)
+                curve = " ".join(f"{line['reward']:.2f}" for line in lines)
+                print(f"{name}, seed {seed}: {curve}", flush=True)
+                for metric in ("seconds/sampling", "sampler/canary_difference", "loss/sampler_difference"):
+                    if metric in lines[0]:
+                        print(f"  {metric}, mean: {mean([line[metric] for line in lines]):.3g}", flush=True)
     if settings.output is not None:
         settings.output.write_text(json.dumps(curves, indent=1), encoding="utf-8")
     print("mean of the first and of the last three steps")
     for name, rewards in curves.items():
-        print(f"  {name:<24}{np.mean(rewards[:3]):.3f}  {np.mean(rewards[-3:]):.3f}")
+        print(f"  {name:<24}{mean(rewards[:3]):.3f}  {mean(rewards[-3:]):.3f}")
 
 
 if __name__ == "__main__":
