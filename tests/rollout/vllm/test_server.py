@@ -254,9 +254,9 @@ def test_every_token_is_of_the_version_it_says(
 
 
 def test_the_demos_task_is_learned_as_in_the_process(server: Server, folder: Path, tmp_path: Path) -> None:
-    """`bench/vllm_demo.py` in short: what the demo's model gets right rises alike with responses of either engine.
+    """`bench/vllm_demo.py` in short: the reward rises with responses of either engine, from about 0.6 to 0.9.
 
-    A mean over three steps of 128 responses has a deviation of 0.025 at most, over groups of 8 less than 0.08.
+    A mean over the 48 groups of three steps has a standard deviation of 0.05 or less.
     """
     tuning = sft_config(folder, SIZES)
     train(replace(tuning, optimizer=replace(tuning.optimizer, lr=4e-3), checkpoint=CheckpointConfig()))
@@ -327,4 +327,3 @@ def test_one_of_two_servers_is_killed(
     assert sum(line["sampler/retried"] for line in found) > 0
     assert all(line["sampler/canary_difference"] < 1e-4 for line in found)
     assert np.isfinite([line["loss"] for line in found]).all()
-    print(f"{len(found)} steps, {sum(map(len, expected.values()))} responses, {len(killed)} kills")
