@@ -176,6 +176,25 @@ def test_weights_that_no_server_takes_end_the_run_after_the_timeout(model_folder
         train(make_config(tmp_path / "run", model_folder, servers=[url], timeout=2.0))
 
 
+class OtherSizes(FakeVllm):
+    """A server of another model with the same vocabulary."""
+
+    def _take(self, told: dict[str, Any]) -> dict[str, Any]:
+        super()._take(told)
+        raise RuntimeError("the sizes of a layer are others")
+
+
+def test_a_server_of_another_model_ends_the_run_at_once(model_folder: Path, tmp_path: Path) -> None:
+    plain = fake_of(model_folder)
+    fake = OtherSizes(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    line = (
+        r"/update_weights answered 500 \(the sizes of a layer are others\), 3 times; start it with the model of model"
+    )
+    with serving(fake) as (url,), pytest.raises(ValueError, match=line) as caught:
+        train(make_config(tmp_path / "run", model_folder, servers=[url]))
+    assert "\n" not in str(caught.value)
+
+
 def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
     fake = fake_of(model_folder)
     fake.answer("/pause", {})

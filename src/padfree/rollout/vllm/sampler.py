@@ -48,6 +48,8 @@ from padfree.rollout.vllm.transfer import each
 
 PROBE_EVERY = 5.0
 """Seconds."""
+REFUSALS = 3
+"""So often all servers may answer that they cannot take weights: they will not be able to later."""
 
 
 class VllmSampler:
@@ -133,6 +135,7 @@ class VllmSampler:
         """Give the present weights to every server that can take them, and see that they have; at least one must."""
         deadline = time.monotonic() + self.config.rollout.timeout
         ready: list[Server] = []
+        refusals = 0
         while not ready:
             raise_together(self._awaited(deadline) if self._first else None, self.mesh.loss.group)
             begin = time.perf_counter()
@@ -142,6 +145,8 @@ class VllmSampler:
                 "exchange_seconds": self._exchanges.get("exchange_seconds", 0.0) + seconds,
                 "exchange_bytes": self._exchanges.get("exchange_bytes", 0.0) + sent,
             }
+            refusals += 1 if len(failed) == len(self.servers) and all(map(is_refusal, failed.values())) else -refusals
+            raise_together(self._refused(failed) if refusals == REFUSALS else None, self.mesh.loss.group)
             lost: dict[str, str] = {}
             taken = [server for server in self.servers if server.url not in failed]
             ready = self._weights.check(taken, self._version, lost=lost, numbers=self._exchanges)
@@ -161,6 +166,9 @@ class VllmSampler:
             if time.monotonic() > deadline:
                 return self._nobody({server.url: line for server, line in lines.items()})
             time.sleep(1.0)
+
+    def _refused(self, lines: Mapping[str, str]) -> str:
+        return f"{next(iter(lines.values()))}, {REFUSALS} times; start it with the model of model.path"
 
     def _nobody(self, lines: Mapping[str, str]) -> str:
         return (
@@ -309,6 +317,11 @@ class VllmSampler:
                 self._launcher.close()
             return str(error)
         return [server.url for server in servers], names.pop()
+
+
+def is_refusal(line: str) -> bool:
+    """Whether a server is there, and failed at loading the weights that it was sent."""
+    return "/update_weights answered 500" in line
 
 
 def rest_of(request: SamplingRequest, begun: Response) -> SamplingRequest:
