@@ -401,7 +401,7 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
         self.updates.finish()
-        extra = {
+        extra: dict[str, Any] = {
             "step": self.step,
             "batcher": self._cursor or (self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()),
             MADE_WITH: self.made_with,
