@@ -184,12 +184,12 @@ def test_a_run_in_the_process_goes_on_to_the_bit(
     last: int | None = None
     write = hf_cache._write
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **settings: Any) -> Any:
         nonlocal calls
         if calls == last:
             raise KilledError
         calls += 1
-        return write(*arguments)
+        return write(*arguments, **settings)
 
     monkeypatch.setattr(hf_cache, "_write", counted)
     settings: dict[str, Any] = {"engine": "in_process", "batch": chunk}
