@@ -198,8 +198,11 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
         for done in range(0, 101, 5):
             shown.tokenising(done, 100)
         shown.step({**METRICS, "reward": 0.25, "mfu": 0.5})
+        shown.sampling(3, 12)
         shown.step({**METRICS, "seconds/sampling": 12.34})
-    *lines, sampled = capsys.readouterr().out.splitlines()
+        shown.step({**METRICS, "sampler/canary_difference": 5.34e-7})
+    *lines, sampled, served = capsys.readouterr().out.splitlines()
+    assert served == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  canary 5.3e-07  1,234 tokens/s"
     assert sampled == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  sampling 12.3 s  1,234 tokens/s"
     assert lines[:-1] == [f"tokenising {tenth} %" for tenth in range(10, 101, 10)]
     assert lines[-1] == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  reward 0.250  1,234 tokens/s  mfu 50.0%"
@@ -219,8 +222,10 @@ def test_progress_bars_on_a_terminal(
         assert isinstance(shown, Bars)
         shown.tokenising(50, 100)
         shown.step(METRICS)
+        shown.sampling(96, 256)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
     assert re.search(r"tokenising 50% ", text)
+    assert re.search(r"responses +96/256 ", text)
     assert re.search(rf"step +{count} .*loss 1.5000  norm 0.500  lr 1.00e-05  1,234 tokens/s", text)
 
 

@@ -75,7 +75,13 @@ def run(settings: argparse.Namespace) -> None:
 
     try:
         with progress(config.run.steps, shown=first) as shown:
-            result = train(config, on_step=shown.step, on_tokenising=shown.tokenising, on_note=shown.note)
+            result = train(
+                config,
+                on_step=shown.step,
+                on_tokenising=shown.tokenising,
+                on_note=shown.note,
+                on_sampling=shown.sampling,
+            )
     except (NonFiniteError, PeerLostError) as error:
         raise ValueError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -92,7 +98,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 class Lines:
-    """A line a step, and one for every tenth of the tokenising: what a log file wants."""
+    """A line a step, and one for every tenth of the tokenising: what a log file wants. Sampling is no line."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown, self._tenths = shown, 0
@@ -102,6 +108,9 @@ class Lines:
         if self._shown and tenths > self._tenths:
             self._tenths = tenths
             print(f"tokenising {tenths * 10} %", flush=True)
+
+    def sampling(self, done: int, wanted: int) -> None:
+        """Of the responses of a batch that the first rank has asked for."""
 
     def note(self, text: str) -> None:
         if self._shown:
@@ -113,7 +122,7 @@ class Lines:
 
 
 class Bars(Lines):
-    """A bar of the tokenising, if there is any to do, and one of the steps, on a terminal."""
+    """A bar of the tokenising, if there is any to do, one of the steps, one of a batch's responses, on a terminal."""
 
     def __init__(self, bars: Any, steps: int | None) -> None:
         super().__init__(shown=True)
@@ -130,6 +139,9 @@ class Bars(Lines):
 
     def tokenising(self, done: int, total: int) -> None:
         self._show("tokenising", done, total, f"{done / total:.0%}" if total else "")
+
+    def sampling(self, done: int, wanted: int) -> None:
+        self._show("responses", done, wanted, f"{done}/{wanted}")
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         done = metrics["step"] + 1
@@ -174,6 +186,8 @@ def summary(metrics: Mapping[str, Any]) -> str:
         parts.append(f"age {metrics['version_age']:.1f}  ahead {metrics['queue_finished']:.0f}  waited {waited:.1f} s")
     elif "seconds/sampling" in metrics:
         parts.append(f"sampling {metrics['seconds/sampling']:.1f} s")
+    if "sampler/canary_difference" in metrics:
+        parts.append(f"canary {metrics['sampler/canary_difference']:.1e}")
     if "groups_asked" in metrics:
         parts.append(f"asked {metrics['groups_asked']:.0f} groups")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")

@@ -97,7 +97,7 @@ def load_model(
     if (inner := language_config(config)) is not None:
         if head == "scalar":
             raise ValueError(
-                f"model: {config.name_or_path or type(config).__name__} is made of several models, which have no scalar "
+                f"model: {config.name_or_path or type(config).__name__} is made of several models, and gets no scalar "
                 "head; give the folder of a language model"
             )
         if files is not None:

@@ -85,6 +85,11 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and hasattr(module, "base_layer")
 
 
+def adapted_modules(model: nn.Module) -> list[str]:
+    """The last parts of the names of all modules with adapters: q_proj, v_proj."""
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_adapted(module)})
+
+
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
     """What an adapter's tensor begins with, on the CPU, from its name without wrappers."""
     if ".lora_B." in name:

@@ -11,6 +11,7 @@ rows.jsonl               rows of the data that were skipped, dropped or cut
 rollouts.jsonl           a few responses of each batch that was sampled
 failures.jsonl           episodes and rewards that raised or hung
 nonfinite-step-*.jsonl   the samples of a step whose loss or gradient was no finite number
+journal/step-*           responses that were sampled after the last checkpoint
 checkpoints/step-*       what can be resumed from
 model/                   the trained model, exported
 model-best/              the one of the best evaluation (`checkpoint.best`)
@@ -27,4 +28,4 @@ ROWS = "rows.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 FAILURES = "failures.jsonl"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
-CHECKPOINTS, MODEL, BEST_MODEL = "checkpoints", "model", "model-best"
+CHECKPOINTS, JOURNAL, MODEL, BEST_MODEL = "checkpoints", "journal", "model", "model-best"

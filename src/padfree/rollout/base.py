@@ -35,7 +35,10 @@ OnResponse = Callable[[int, "Response"], None]
 """Called with the number of a request and its response, whole or as far as it was written when weights came."""
 
 OnProgress = Callable[[int], None]
-"""Called now and then with the number of tokens that were sampled so far."""
+"""Called now and then with the number of responses that are finished so far."""
+
+OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
+"""Called with responses that are finished, each with the number of its request: as they come, or together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,8 +86,14 @@ class Sampler(Protocol):
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         """Sample from the present weights of `trained` from now on. A collective of all ranks."""
 
-    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
-        """The responses to this rank's requests, in their order."""
+    def sample(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Response]:
+        """The responses to this rank's requests, in their order; `on_finished` is told each of them once."""
 
     def metrics(self) -> Mapping[str, float]:
         """Of the last exchange of weights and the last sampling."""

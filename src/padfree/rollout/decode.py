@@ -486,4 +486,4 @@ class _Sampling:
                 lane.prompt.start = None
         self.occupied = left
         if status is not None and self.on_progress is not None:
-            self.on_progress(int(status[0, : len(self.requests)].sum()))
+            self.on_progress(int(status[1, : len(self.requests)].sum()))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
-from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
 from padfree.rollout.noise import gumbel_noise
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def write_responses(
     use: CacheUse = "padded",
     version: int = 0,
     on_progress: OnProgress | None = None,
+    on_finished: OnFinished | None = None,
 ) -> list[Response]:
     """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode."""
     assert not model.training
@@ -113,8 +114,10 @@ def write_responses(
         together = [requests[index] for index in chosen]
         written = _write(model, together, temperature, ends, version, cached=use != "none")
         found.update(zip(chosen, written, strict=True))
+        if on_finished is not None:
+            on_finished(list(zip(chosen, written, strict=True)))
         if on_progress is not None:
-            on_progress(sum(len(response.tokens) for response in found.values()))
+            on_progress(len(found))
     return [found[index] for index in range(len(requests))]
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
-from padfree.rollout.base import OnProgress, Response, SamplingRequest, Score
+from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest, Score
 from padfree.rollout.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.decode import Decoder
 from padfree.rollout.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
@@ -77,11 +77,19 @@ class InProcessSampler:
             self._decoder.forget_graphs()
         self._version = version
 
-    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+    def sample(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Response]:
         begin = time.perf_counter()
         if self._decodes:
             decoder = self._decoder = self._decoder or self._made_decoder()
             responses = decoder.sample(requests, version=self._version, on_progress=on_progress)
+            if on_finished is not None:
+                on_finished(list(enumerate(responses)))  # all at once: they are on the device until the last has ended
         else:
             responses = write_responses(
                 self.policy.model,
@@ -92,6 +100,7 @@ class InProcessSampler:
                 use=self._cache_use,
                 version=self._version,
                 on_progress=on_progress,
+                on_finished=on_finished,
             )
         seconds = time.perf_counter() - begin
         tokens = sum(len(response.tokens) for response in responses)

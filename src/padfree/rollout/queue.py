@@ -128,6 +128,8 @@ class AheadWriter(RolloutWriter):
                 break
             self._ask(queued, asked)
         del self._batches[batch]
+        if self.journal is not None:
+            self.journal.sync()
         written = self._gathered(list(queued.written.values()), None)
         waiting = self._waiting_groups()
         self.timings["waiting"] = time.perf_counter() - begin
@@ -148,7 +150,7 @@ class AheadWriter(RolloutWriter):
         whole: list[tuple[int, Response]] = []
         for index in groups:
             own = numbers_of(queued.candidates.groups, index)
-            stored = self._stored(queued, own)
+            stored = self._stored(queued, own, prompts)
             if index % self.mesh.loss.size != self.mesh.loss.rank:
                 continue
             with self._change:
@@ -173,8 +175,10 @@ class AheadWriter(RolloutWriter):
 
         def arrived(place: int, response: Response) -> None:
             number = numbers[place]
-            with self._change:
+            with self._change:  # a checkpoint has what the journal had before it
                 queued.begun[number] = response
+                if self.journal is not None and len(response.tokens):
+                    self.journal.keep(queued.batch, [(number, prompts[number].tokens, response)])
             if response.is_whole(prompts[number].room):
                 self._rewarding.submit(self._reward, queued, number, response, prompts[number])
 
@@ -205,6 +209,8 @@ class AheadWriter(RolloutWriter):
         """
         while not self.sampler.stuck:
             with self._change:
+                if self.on_sampling is not None:
+                    self.on_sampling(len(queued.written), len(queued.written) + len(queued.missing))
                 if not queued.missing or self._error() is not None:
                     return
                 self._change.wait(POLL)
@@ -212,6 +218,8 @@ class AheadWriter(RolloutWriter):
     def _error(self) -> str | None:
         if self._failure is not None:
             return self._failure
+        if self.journal is not None and self.journal.failure is not None:
+            return self.journal.failure
         return None if self.sampler.failure is None else str(self.sampler.failure)
 
     def _signal(self, queued: _Queued) -> dict[int, bool]:
@@ -258,11 +266,19 @@ class AheadWriter(RolloutWriter):
         speed = self.sampler.metrics().get("tokens_per_second")
         return found if speed is None else {**found, "sampler_tokens_per_second": speed}
 
-    def _stored(self, queued: _Queued, numbers: range) -> dict[int, Stored]:
-        """What a checkpoint had of a group, unless it is too old by now."""
-        found = {
-            number: one for number in numbers if (one := self._restored.pop((queued.batch, number), None)) is not None
-        }
+    def _stored(self, queued: _Queued, numbers: range, prompts: Sequence[Prompt]) -> dict[int, Stored]:
+        """What a checkpoint and the journal had of a group, unless it is too old by now."""
+        found: dict[int, Stored] = {}
+        for number in numbers:
+            one = self._restored.pop((queued.batch, number), None)
+            later = None if self.journal is None else self.journal.find(queued.batch, number, prompts[number].tokens)
+            if later is not None and (
+                one is None or (one.reward is None and len(later.tokens) > len(one.response.tokens))
+            ):
+                one = Stored(queued.batch, number, later, None)
+                self._from_journal += 1
+            if one is not None:
+                found[number] = one
         if any(queued.version - one.response.token_versions.min() > self.oldest for one in found.values()):
             self._dropped += 1
             return {}

@@ -14,6 +14,7 @@ number of ranks, or a resumed run, sees the same rollouts (up to rounding of the
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,8 +36,12 @@ from padfree.record.files import ROLLOUTS
 from padfree.rollout.base import Response, Sampler, SamplingRequest
 from padfree.rollout.candidates import Candidates, Group, SparePrompts, has_signal, overlong_penalty
 from padfree.rollout.examples import ExamplesFile
+from padfree.rollout.journal import Journal
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
+
+OnSampling = Callable[[int, int], None]
+"""Called with the number of this rank's responses that are finished, and of those it has asked for."""
 
 NUM_SHOWN = 4
 """How many groups of a batch show their first response in the file of examples."""
@@ -92,7 +97,10 @@ class RolloutWriter:
         self.config, self.mesh, self.sampler, self.tokenizer = config, mesh, sampler, tokenizer
         self.judge = judge
         self.reward = load_reward(config.rollout.reward) if judge is None else None
+        self.journal: Journal | None = None  # of the responses since the last checkpoint
+        self.on_sampling: OnSampling | None = None
         self.timings: dict[str, float] = {}  # seconds of the last batch besides sampling, by what they were spent on
+        self._from_journal = 0  # responses of the last batch that were not sampled again
         self._spare = SparePrompts(prompts, config.run.seed)
         self._batch_metrics: dict[str, float] = {}
         self._examples = ExamplesFile(Path(config.run.folder) / ROLLOUTS) if mesh.loss.rank == 0 else None
@@ -110,7 +118,7 @@ class RolloutWriter:
         signal: dict[int, bool] = {}
         asked = candidates.begin()
         while asked:
-            own = self._written(candidates.groups, asked, batch)
+            own = self._written(candidates.groups, asked, batch, version)
             begin = time.perf_counter()
             written |= self._gathered(*own)
             self.timings["waiting"] += time.perf_counter() - begin
@@ -163,6 +171,9 @@ class RolloutWriter:
         """The samples of the groups that are chosen, with the numbers of the batch and its examples noted."""
         chosen = candidates.chosen(signal)
         self._batch_metrics = candidates.metrics(signal)
+        if self._from_journal:
+            self._batch_metrics["responses_from_journal"] = float(self._from_journal)
+            self._from_journal = 0
         groups = [candidates.groups[index] for index in chosen]
         ordered = [written[number] for index in chosen for number in numbers_of(candidates.groups, index)]
         if self._examples is not None:
@@ -188,13 +199,17 @@ class RolloutWriter:
             for number, key in zip(numbers, keys, strict=True)
         ]
 
-    def _written(self, groups: Sequence[Group], asked: range, batch: int) -> tuple[list[Written], str | None]:
+    def _written(
+        self, groups: Sequence[Group], asked: range, batch: int, version: int
+    ) -> tuple[list[Written], str | None]:
         """This rank's responses of the groups that are asked for, and what was wrong with a reward."""
         prompts = [prompt for group in groups for prompt in group]
         lengths = [(len(groups[index]), len(groups[index][0].tokens)) for index in asked]
         before = numbers_of(groups, asked.start).start
         own = [before + place for place in divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]]
-        responses = self.sampler.sample(self._requests(prompts, batch, own))
+        responses = self._responses(batch, own, self._requests(prompts, batch, own), version)
+        if self.journal is not None and self.journal.failure is not None:
+            return [], self.journal.failure
         begin = time.perf_counter()
         try:
             written = self._all_rewarded(own, responses, prompts)
@@ -220,6 +235,42 @@ class RolloutWriter:
             Written(number, response, text, value)
             for (number, response), text, value in zip(pairs, texts, earned, strict=True)
         ]
+
+    def _responses(
+        self, batch: int, numbers: Sequence[int], requests: Sequence[SamplingRequest], version: int
+    ) -> list[Response]:
+        """Those of the journal, if these weights have written them, and the others from the sampler."""
+        found: dict[int, Response] = {}
+        for place, (number, request) in enumerate(zip(numbers, requests, strict=True)):
+            kept = None if self.journal is None else self.journal.find(batch, number, request.tokens)
+            if kept is not None and kept.is_whole(request.room) and (kept.token_versions == version).all():
+                found[place] = kept
+        missing = [place for place in range(len(requests)) if place not in found]
+
+        def progress(done: int) -> None:
+            if self.on_sampling is not None:
+                self.on_sampling(len(requests) - len(missing) + done, len(requests))
+
+        def finished(responses: Sequence[tuple[int, Response]]) -> None:
+            if self.journal is not None:
+                places = [(missing[index], response) for index, response in responses]
+                kept = [(numbers[place], requests[place].tokens, response) for place, response in places]
+                self.journal.keep(batch, kept)
+
+        callbacks = self._callbacks(on_progress=progress, on_finished=finished)
+        sampled = self.sampler.sample([requests[place] for place in missing], **callbacks)
+        if "on_finished" not in callbacks:
+            finished(list(enumerate(sampled)))
+        if self.journal is not None:
+            self.journal.sync()
+        self._from_journal += len(found)
+        found |= dict(zip(missing, sampled, strict=True))
+        return [found[place] for place in range(len(requests))]
+
+    def _callbacks(self, **wanted: Any) -> dict[str, Any]:
+        """Those that the sampler takes: a user's need not."""
+        taken = inspect.signature(self.sampler.sample).parameters
+        return {name: callback for name, callback in wanted.items() if name in taken}
 
     def _rewarded(self, number: int, response: Response, prompt: Prompt, reward: Reward | None = None) -> Written:
         text, reward = self._text_of(response), reward or self.reward

@@ -45,6 +45,7 @@ from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
+from padfree.rollout.journal import Journal
 from padfree.rollout.queue import KEY as QUEUE
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
@@ -63,6 +64,7 @@ from padfree.train.resume import (
 from padfree.train.rl.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.batch_times import BatchTimes
+from padfree.train.rl.journal import RunJournal
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
 from padfree.train.schedule import learning_rate_factor
@@ -114,11 +116,13 @@ class Loop:
         on_note: OnNote | None = None,
         evaluate: Evaluate | None = None,
         data: Mapping[str, Any] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
 
         `teacher` gives the advantages where `loss.advantage` is `teacher`, and `critic` where it is `gae`. `ahead`
-        makes the samples in place of `make_samples`, from the same batcher.
+        makes the samples in place of `make_samples`, from the same batcher. `journal` is where sampled
+        responses are kept until a checkpoint is made.
         """
         self.teacher, self.critic = teacher, critic
         self.make_samples, self.ahead, self.evaluate = make_samples, ahead, evaluate
@@ -158,6 +162,12 @@ class Loop:
         if newest is not None:
             changed = self._compared(newest, on_note or (lambda line: None))
             self._resume(newest)
+        self.journal: RunJournal | None = None
+        if journal is not None:
+            self.journal = RunJournal(journal, self.checkpointer, engine.model, self.made_with, self.mesh.loss)
+            line = self.journal.begin(self.step, after=batcher.step, resume=config.checkpoint.resume)
+            if line is not None and on_note is not None:
+                on_note(line)
         with writing(self.folder):
             self.metrics = MetricsFile(self.folder, rank=self.mesh.loss.rank, step=self.step)
             self.evaluations = MetricsFile(
@@ -239,6 +249,8 @@ class Loop:
                 self._evaluation()
             if self.step > self._saved_step:
                 self.save()
+        if self.journal is not None:
+            self.journal.close()
         self.events.write("stop" if stopped else "end", step=self.step)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
@@ -412,11 +424,13 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
         self.updates.finish()
-        extra = {
+        extra: dict[str, Any] = {
             "step": self.step,
             "batcher": self._cursor or (self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()),
             MADE_WITH: self.made_with,
         }
+        if self.journal is not None:
+            self.journal.turn(self.step, after=extra["batcher"]["step"], highest=self.batcher.step)
         if self.ahead is not None:
             extra |= self.ahead.state()
         if self._batch is not None:
@@ -435,6 +449,8 @@ class Loop:
             critic=self._trained_critic(),
         )
         self._saved_step = self.step
+        if self.journal is not None:
+            self.journal.drop()
 
     def _trained_critic(self) -> Trained | None:
         return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)

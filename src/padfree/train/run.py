@@ -26,14 +26,15 @@ from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
 from padfree.packing.context_sizes import context_sizes
-from padfree.record.files import BEST_MODEL, CHECKPOINTS, MODEL, ROWS
+from padfree.record.files import BEST_MODEL, CHECKPOINTS, JOURNAL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.environment import EpisodeWriter
+from padfree.rollout.journal import Journal
 from padfree.rollout.queue import AheadWriter
-from padfree.rollout.writer import RolloutWriter
+from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
 from padfree.train.early_imports import EarlyImports, first_step_modules
@@ -65,10 +66,12 @@ def train(
     on_step: OnStep | None = None,
     on_tokenising: Progress | None = None,
     on_note: OnNote | None = None,
+    on_sampling: OnSampling | None = None,
 ) -> RunResult:
     """A whole run, as one of the processes that torchrun started, or alone.
 
-    `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user.
+    `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user,
+    `on_sampling` with the number of responses of a batch that are finished, and of those that this rank has asked for.
     """
     require_trackers(config.track)
     with (
@@ -81,7 +84,7 @@ def train(
             raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
             decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
             with held_run_folder(config):
-                return _train(config, mesh, decided, imports, on_step=on_step, on_note=on_note)
+                return _train(config, mesh, decided, imports, on_step=on_step, on_note=on_note, on_sampling=on_sampling)
 
 
 def _train(
@@ -92,6 +95,7 @@ def _train(
     *,
     on_step: OnStep | None,
     on_note: OnNote | None,
+    on_sampling: OnSampling | None,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
     settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples), mesh.loss.size))
@@ -104,6 +108,8 @@ def _train(
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
+    if writer is not None:
+        writer.journal, writer.on_sampling = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank), on_sampling
     evaluation = make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference))
     samples: Samples = source.samples
     if config.reference.precompute:
@@ -128,6 +134,7 @@ def _train(
             on_note=on_note,
             evaluate=evaluation,
             data=data_record(source.samples),
+            journal=None if writer is None else writer.journal,
         )
         if settled.reasons:
             loop.events.write("settled", step=loop.step, **settled.fields())

@@ -59,13 +59,14 @@ class RewardRowLoss:
         assert batch.pairs is not None
         assert batch.pair_weights is not None
         local = batch.local
+
+        def reduce_context(values: Tensor) -> Tensor:
+            return sum_over_context(values, local.context)
+
         return reward_model_loss(
             row_scores(model, batch), local.labels != IGNORE, local.sample_index, local.num_samples, self.settings,
-            batch.pairs, batch.pair_weights, margins=batch.margins, reduce=self._reduce_context,
+            batch.pairs, batch.pair_weights, margins=batch.margins, reduce=reduce_context,
         )  # fmt: skip
-
-    def _reduce_context(self, values: Tensor) -> Tensor:
-        return sum_over_context(values, self.mesh)
 
 
 class ValueRowLoss:

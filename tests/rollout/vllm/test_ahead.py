@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from padfree.batch import Sample
 from padfree.rollout.base import Response
+from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
 from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
 from padfree.rollout.writer import Written
@@ -31,6 +32,7 @@ from tests.rollout.vllm.vllm_cases import FakeVllm, serving
 
 __all__ = ["model_folder"]  # a fixture
 HERE = "tests.rollout.vllm.test_ahead"
+CONNECTIONS = 4
 
 
 class Remembering(FakeVllm):
@@ -74,10 +76,15 @@ def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Pat
     assert [line["samples"] for line in found] == [SAMPLES] * 5
     assert max(line["version_age_max"] for line in found) in (1.0, 2.0)
     assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in found)
+    assert check_versions(taken, fake.weights, model_folder, temperature=0.8) > 0, "an exchange came in between"
+
+
+def check_versions(taken: Mapping[int, Any], weights: Mapping[int, Any], model_folder: Path, temperature: float) -> int:
+    """Log-probabilities are those of the version that each token names; how many responses have several versions."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     mixed = 0
     for batch, (samples, written) in taken.items():
-        assert [one.number for one in written] == list(range(SAMPLES))
+        assert [one.number for one in written] == list(range(len(samples)))
         for sample, one in zip(samples, written, strict=True):
             versions = one.response.token_versions
             assert (np.diff(versions) >= 0).all()
@@ -85,16 +92,16 @@ def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Pat
             assert versions.max() < batch
             mixed += len(set(versions.tolist())) > 1
             for version in set(versions.tolist()):
-                model.load_state_dict(fake.weights[version])
+                model.load_state_dict(weights[version], strict=False)
                 with torch.no_grad():
                     logits = model(input_ids=torch.from_numpy(sample.tokens)[None].long()).logits[0].double()
-                scores = torch.log_softmax(logits / 0.8, -1)
+                scores = torch.log_softmax(logits / temperature, -1)
                 before = len(sample.tokens) - len(versions)
                 for place in np.flatnonzero(versions == version):
                     at = before + int(place)
                     expected = scores[at - 1, int(sample.tokens[at])].item()
                     assert one.response.logprobs[place] == pytest.approx(expected, abs=1e-4)
-    assert mixed > 0, "an exchange came while responses were under way"
+    return mixed
 
 
 overlaps: list[tuple[str, float, float]] = []
@@ -170,12 +177,25 @@ def asked_of(fake: FakeVllm) -> Counter[int]:
     return Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
 
 
+def seed_of(batch: int, number: int) -> int:
+    return int(response_keys(0, batch, np.array([number]))[0]) & ((1 << 63) - 1)
+
+
 def check_not_asked_again(fake: FakeVllm, restored: list[Stored]) -> None:
     """Nothing that the checkpoint had is begun again; the rest of a part has another seed."""
     again = asked_of(fake)
     for one in restored:
-        key = int(response_keys(0, one.batch, np.array([one.number]))[0]) & ((1 << 63) - 1)
-        assert key not in again
+        assert seed_of(one.batch, one.number) not in again
+
+
+def journaled(folder: Path) -> set[tuple[int, int]]:
+    """Batch and number of all responses that the journal of a run has."""
+    return {
+        (record["batch"], row["number"])
+        for path in (folder / "journal").glob("*.jsonl")
+        for _, record in _records(path)
+        for row in record["responses"]
+    }
 
 
 @pytest.mark.parametrize("filtered", ["none", "equal"])
@@ -227,15 +247,18 @@ run.train(config_from_dict(json.loads(sys.argv[1])))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["sampling", "exchange", "update"])
+@pytest.mark.parametrize(("moment", "staleness"), [("sampling", 0), ("sampling", 2), ("exchange", 0), ("update", 2)])
 def test_a_run_that_was_killed_goes_on(
-    moment: str, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
+    moment: str, staleness: int, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
 ) -> None:
-    """By -9, with a checkpoint after every step: what the checkpoint has is not sampled again, and all is trained."""
+    """By -9, with a checkpoint after every other step: nothing is sampled again, and all is trained.
+
+    What a server had answered and the run had not written down yet is asked for again: one response a connection.
+    """
     fake = fake_of(model_folder)
     moments = {
         "sampling": lambda: len(asked_of(fake)) >= 3 * SAMPLES + 5,
-        "exchange": lambda: fake.calls.count("/update_weights") >= 3,
+        "exchange": lambda: fake.calls.count("/update_weights") >= 4,
         "update": lambda: False,
     }
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -244,8 +267,9 @@ def test_a_run_that_was_killed_goes_on(
             tmp_path / "run",
             model_folder,
             servers=[url],
-            checkpoint={"every": 1, "export": False},
-            staleness=2,
+            checkpoint={"every": 2, "export": False},
+            staleness=staleness,
+            batch=CONNECTIONS,
             steps=5,
         )
         told = [sys.executable, "-c", PROGRAM, json.dumps(config.to_dict()), moment]
@@ -254,12 +278,20 @@ def test_a_run_that_was_killed_goes_on(
         run.kill()
         assert run.wait() == -signal.SIGKILL
         wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
+        kept, answered = journaled(tmp_path / "run"), set(asked_of(fake))
         fake.completed.clear()
         train(config)
-    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(5))
-    assert set(taken) >= {4, 5}
-    assert all([one.number for one in written] == list(range(SAMPLES)) for _, written in taken.values())
+    again = asked_of(fake)
+    assert kept, "responses came after the checkpoint"
+    assert not {seed_of(batch, number) for batch, number in kept} & again.keys()
+    assert len(answered & again.keys()) <= CONNECTIONS
     check_not_asked_again(fake, restored)
+    wanted = {seed_of(batch, number) for batch in range(1, 6) for number in range(SAMPLES)}
+    assert answered | again.keys() >= wanted, "every response of every batch was asked for"
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == list(range(5))
+    assert [line["samples"] for line in found] == [SAMPLES] * 5
+    assert all([one.number for one in written] == list(range(SAMPLES)) for _, written in taken.values())
 
 
 def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Path, taken: Any) -> None:

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
+from padfree.config.sections import LoraConfig
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.engines import make_sampler
@@ -174,6 +176,25 @@ def test_weights_that_no_server_takes_end_the_run_after_the_timeout(model_folder
         train(make_config(tmp_path / "run", model_folder, servers=[url], timeout=2.0))
 
 
+class OtherSizes(FakeVllm):
+    """A server of another model with the same vocabulary."""
+
+    def _take(self, told: dict[str, Any]) -> dict[str, Any]:
+        super()._take(told)
+        raise RuntimeError("the sizes of a layer are others")
+
+
+def test_a_server_of_another_model_ends_the_run_at_once(model_folder: Path, tmp_path: Path) -> None:
+    plain = fake_of(model_folder)
+    fake = OtherSizes(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    line = (
+        r"/update_weights answered 500 \(the sizes of a layer are others\), 3 times; start it with the model of model"
+    )
+    with serving(fake) as (url,), pytest.raises(ValueError, match=line) as caught:
+        train(make_config(tmp_path / "run", model_folder, servers=[url]))
+    assert "\n" not in str(caught.value)
+
+
 def test_an_update_that_a_killed_run_has_begun_is_ended_first(model_folder: Path, tmp_path: Path) -> None:
     fake = fake_of(model_folder)
     fake.answer("/pause", {})
@@ -207,8 +228,8 @@ class RecordedLauncher(Launcher):
 
     present: RecordedLauncher | None = None
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, adapted: Sequence[str] = ()) -> None:
+        super().__init__(config, adapted)
         RecordedLauncher.present = self
 
 
@@ -301,12 +322,23 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
     words = server_command(config, name="policy", port=5)
     assert words[:5] == ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
     assert words.count("--dtype") == 0, "the command's own words win"
+    assert "--enable-lora" not in words
     for flag, value in (
         ("--model", str(tmp_path / "model")),
         ("--port", "5"),
         ("--logprobs-mode", "processed_logprobs"),
     ):
         assert words[words.index(flag) + 1] == value
+
+
+def test_adapters_are_for_the_modules_that_have_them(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", tmp_path / "model", launch={"command": ["vllm", "serve"], "devices": ["0"]})
+    words = server_command(
+        replace(config, lora=LoraConfig(rank=3)), name="policy", port=5, adapted=["down_proj", "q_proj"]
+    )
+    first = words.index("--lora-target-modules")
+    assert words[first + 1 : first + 3] == ["down_proj", "q_proj"]
+    assert words[words.index("--max-lora-rank") + 1] == "8"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ checks     whether a server is one for this run
 keeper     the process between a run and its server: no server outlives the run, even one killed with -9
 transfer   weights bucket by bucket, from a model that may be sharded
 canary     whether the server's log-probabilities are those of the trainer
+exchange   an exchange of weights with all servers, and its canary
 sampler    all of it as a `Sampler`
 plugin     the server's side of the transfer; vLLM finds it by an entry point, and it needs torch and safetensors only
 """

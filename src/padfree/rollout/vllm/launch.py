@@ -37,8 +37,11 @@ FRUITLESS = 3
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
 
 
-def server_command(config: Config, *, name: str, port: int) -> list[str]:
-    """The words of the command, and what the run needs behind them."""
+def server_command(config: Config, *, name: str, port: int, adapted: Sequence[str] = ()) -> list[str]:
+    """The words of the command, and what the run needs behind them. `adapted`: the modules that have adapters.
+
+    vLLM would make room for an adapter of the head, too, and such a head cannot score the canary's prompts on the CPU.
+    """
     words = list(config.rollout.launch.command)
     model = Path(config.model.path)
     path = str(model.parent) if model.is_file() else config.model.path
@@ -61,6 +64,8 @@ def server_command(config: Config, *, name: str, port: int) -> list[str]:
         wanted.append(("--trust-remote-code",))
     if config.lora.rank:
         wanted += [("--enable-lora",), ("--max-lora-rank", str(lora_rank(config.lora.rank)))]
+    if adapted:
+        wanted.append(("--lora-target-modules", *adapted))
     said = {word.partition("=")[0] for word in words if word.startswith("--")}
     return [*words, *(word for flag in wanted if flag[0] not in said for word in flag)]
 
@@ -169,7 +174,7 @@ class Launched:
 class Launcher(threading.Thread):
     """All servers of a run, watched by this thread until `close`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, adapted: Sequence[str] = ()) -> None:
         super().__init__(name="servers", daemon=True)
         folder = Path(config.run.folder) / "servers"
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +182,7 @@ class Launcher(threading.Thread):
         self.launched: list[Launched] = []
         entries = config.rollout.launch.devices
         for number, (devices, port) in enumerate(zip(entries, _free_ports(len(entries)), strict=True)):
-            command = server_command(config, name=self.name_of_model, port=port)
+            command = server_command(config, name=self.name_of_model, port=port, adapted=adapted)
             server = Server(f"http://127.0.0.1:{port}", config.rollout.timeout)
             environment = server_environment(config, devices)
             self.launched.append(Launched(command, environment, folder / f"{number}.log", server))

@@ -94,12 +94,12 @@ class Pool:
         requests: Sequence[SamplingRequest],
         numbers: Sequence[int],
         ask: Ask,
-        on_response: Callable[[Response], None],
+        on_response: OnResponse,
     ) -> Round:
         """Ask for the requests of these numbers, so many at a time."""
         if not numbers:
             return Round()
-        work = _Work(self, {number: requests[number] for number in numbers}, ask, lambda _, found: on_response(found))
+        work = _Work(self, {number: requests[number] for number in numbers}, ask, on_response)
         threads = self._threads(work, len(numbers))
         work.ended.wait()
         if work.error is not None:

@@ -21,38 +21,35 @@ would be those of no policy. What is asked for anew is prefilled by the new weig
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
-from padfree.model.export import export_adapters
-from padfree.rollout.base import OnProgress, OnResponse, Response, SamplingRequest, Score
+from padfree.model.lora import adapted_modules
+from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
 from padfree.rollout.noise import key_behind
-from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
+from padfree.rollout.vllm.canary import canary_sequences
 from padfree.rollout.vllm.checks import check_server
-from padfree.rollout.vllm.http import NO_WEIGHTS, Drawing, Server, ServerLostError, VersionError
+from padfree.rollout.vllm.exchange import WeightExchange, agreed
+from padfree.rollout.vllm.http import Drawing, Server, ServerLostError, VersionError
 from padfree.rollout.vllm.launch import PROBE, Launcher
 from padfree.rollout.vllm.pool import Pool, StandingWork, SupersededError
-from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, Way, each
+from padfree.rollout.vllm.transfer import each
 
 PROBE_EVERY = 5.0
 """Seconds."""
-LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+REFUSALS = 3
+"""So often all servers may answer that they cannot take weights: they will not be able to later."""
 
 
 class VllmSampler:
@@ -68,34 +65,35 @@ class VllmSampler:
         stops: Sequence[int],
         score: Score,
     ) -> None:
-        self.config, self.mesh, self._score = config, mesh, score
+        self.config, self.mesh = config, mesh
         self._first = mesh.loss.rank == 0
         self._trained, self._version = trained, -1
         vocabulary = int(trained.config.vocab_size)
         self._drawing = Drawing(temperature=config.loss.temperature, stops=tuple(stops), vocabulary=vocabulary)
-        self._stream = Stream(trained, getattr(torch, config.model.dtype))
-        self._canary = Canary(config.rollout.canary or LIMITS[config.model.dtype])
         self._launcher: Launcher | None = None
         if config.rollout.launch.command and not same_machine(mesh):
             raise ValueError(
                 "rollout.launch.command: starts servers on one machine, the run is on several; start them yourself and "
                 "give rollout.servers"
             )
-        opened = self._agreed(self._open(tokenizer) if self._first else None)
+        opened = agreed(self._open(tokenizer) if self._first else None, mesh)
         if isinstance(opened, str):
             raise ValueError(opened if ";" in opened else f"{opened}; start it, or correct rollout.servers")
         urls, model = opened
         self.servers = [Server(url, config.rollout.timeout) for url in urls]
-        self._model = model
-        self._salt = self._agreed(secrets.token_hex(8))
-        self._sequences = canary_sequences(
-            tokenizer, vocabulary=vocabulary, longest=min(config.batch.max_tokens, _positions(trained))
-        )
-        self._folder = transfer_folder(config)
-        self._way: Way = (
-            GroupWay(mesh.device, config.rollout.timeout)
-            if config.rollout.transfer == "group"
-            else FilesWay(self._folder)
+        self._salt = agreed(secrets.token_hex(8), mesh)
+        self._weights = WeightExchange(
+            config,
+            mesh,
+            trained,
+            self.servers,
+            model=model,
+            launcher=self._launcher,
+            score=score,
+            sequences=canary_sequences(
+                tokenizer, vocabulary=vocabulary, longest=min(config.batch.max_tokens, _positions(trained))
+            ),
+            salt=self._salt,
         )
         self._pool = Pool(
             self.servers,
@@ -137,18 +135,21 @@ class VllmSampler:
         """Give the present weights to every server that can take them, and see that they have; at least one must."""
         deadline = time.monotonic() + self.config.rollout.timeout
         ready: list[Server] = []
+        refusals = 0
         while not ready:
             raise_together(self._awaited(deadline) if self._first else None, self.mesh.loss.group)
             begin = time.perf_counter()
-            failed, sent = self._handed_over()
-            failed = self._agreed(failed)
+            failed, sent = self._weights.hand_over(self._trained, self._version)
             seconds = time.perf_counter() - begin
             self._exchanges = {
                 "exchange_seconds": self._exchanges.get("exchange_seconds", 0.0) + seconds,
                 "exchange_bytes": self._exchanges.get("exchange_bytes", 0.0) + sent,
             }
+            refusals += 1 if len(failed) == len(self.servers) and all(map(is_refusal, failed.values())) else -refusals
+            raise_together(self._refused(failed) if refusals == REFUSALS else None, self.mesh.loss.group)
             lost: dict[str, str] = {}
-            ready = self._checked([server for server in self.servers if server.url not in failed], lost)
+            taken = [server for server in self.servers if server.url not in failed]
+            ready = self._weights.check(taken, self._version, lost=lost, numbers=self._exchanges)
             late = self._first and not ready and time.monotonic() > deadline
             raise_together(self._nobody({**failed, **lost}) if late else None, self.mesh.loss.group)
         self._exchanges["servers"] = float(len(ready))
@@ -166,172 +167,36 @@ class VllmSampler:
                 return self._nobody({server.url: line for server, line in lines.items()})
             time.sleep(1.0)
 
+    def _refused(self, lines: Mapping[str, str]) -> str:
+        return f"{next(iter(lines.values()))}, {REFUSALS} times; start it with the model of model.path"
+
     def _nobody(self, lines: Mapping[str, str]) -> str:
         return (
             f"{next(iter(lines.values()))}, and no server took the weights for {self.config.rollout.timeout:g} s; see "
             "that one runs, or raise rollout.timeout"
         )
 
-    def _handed_over(self) -> tuple[dict[str, str], int]:
-        """On rank 0 a line by address for each server that did not take the weights, and bytes; every rank calls it."""
-        if self.config.lora.rank:
-            return self._adapters_handed_over()
-        failed: dict[str, str] = {}
-        sent, error = 0, None
-        taking: list[Server] = []
-
-        def drop(lines: Mapping[Server, str]) -> None:
-            for server, line in lines.items():
-                failed[server.url] = line
-                self._way.forget(server)
-                taking.remove(server)
-
-        def attempt(act: Callable[[Server], None]) -> None:
-            drop(each(taking, act))
-
-        with self._servers_left_alone():
-            try:
-                if self._first:
-                    taking = list(self.servers)
-                    attempt(self._begin)
-            except ValueError as wrong:
-                error, taking = str(wrong), []
-            for bucket in self._stream.buckets(self._trained, keep=self._first):
-                if not taking or error is not None:
-                    continue
-                try:
-                    form = self._way.prepare(bucket)
-                    sent += form.num_bytes
-                    attempt(lambda server, form=form: self._way.send(server, form))  # type: ignore[misc]
-                except ValueError as wrong:
-                    error = str(wrong)
-            if isinstance(self._way, FilesWay):
-                self._way.clear()
-            try:
-                attempt(self._finish)
-            except ValueError as wrong:
-                error = error or str(wrong)
-        raise_together(error, self.mesh.loss.group)
-        return failed, sent
-
-    def _begin(self, server: Server) -> None:
-        self._pause(server)
-        if server.version() == NO_WEIGHTS:
-            self._way.forget(server)  # a new process behind the same address
-        self._way.connect(server)
-        try:
-            server.call("POST", "/start_weight_update")
-        except ServerLostError:  # an update that a killed run has begun
-            server.call("POST", "/finish_weight_update", {})
-            server.call("POST", "/start_weight_update")
-
-    def _finish(self, server: Server) -> None:
-        server.call("POST", "/finish_weight_update", {"weight_version": str(self._version)})
-        server.call("POST", "/reset_prefix_cache")
-        server.call("POST", "/resume")
-
-    def _pause(self, server: Server) -> None:
-        server.call("POST", "/pause?mode=abort")
-
-    def _adapters_handed_over(self) -> tuple[dict[str, str], int]:
-        """The adapters alone, as files: that is what vLLM's route takes."""
-        name = self._name(self._version)
-        folder = self._folder / name
-        if self._first and self._folder.is_dir():
-            for earlier in self._folder.iterdir():  # a server may read what it was given last once more
-                shutil.rmtree(earlier, ignore_errors=True)
-        export_adapters(self._trained, folder, base=self.config.model.path)
-        failed: dict[str, str] = {}
-        error, sent = None, 0
-        if self._first:
-            sent = sum(path.stat().st_size for path in folder.iterdir())
-            with self._servers_left_alone():
-                try:
-                    lines = each(self.servers, lambda server: self._load_adapter(server, name, folder))
-                    failed = {server.url: line for server, line in lines.items()}
-                except ValueError as wrong:
-                    error = str(wrong)
-        raise_together(error, self.mesh.loss.group)
-        return failed, sent
-
-    def _load_adapter(self, server: Server, name: str, folder: Path) -> None:
-        self._pause(server)
-        server.call("POST", "/resume")  # adapters can be added while it runs; nothing of the last version may
-        known = [entry["id"] for entry in server.call("GET", "/v1/models")["data"]]
-        if name in known:
-            server.tell("/v1/unload_lora_adapter", {"lora_name": name}, cure=LORA)
-        server.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, cure=LORA)
-        for other in known:
-            if other.startswith(f"{self._model}-step-") and other != name:
-                server.tell("/v1/unload_lora_adapter", {"lora_name": other}, cure=LORA)
-        server.call("POST", "/update_weight_version", {"new_version": str(self._version)})
-
-    def _name(self, version: int) -> str:
-        """What the server calls the policy."""
-        return f"{self._model}-step-{version}" if self.config.lora.rank else self._model
-
-    def _checked(self, servers: Sequence[Server], lost: dict[str, str]) -> list[Server]:
-        """The canary: those of the servers whose log-probabilities are the trainer's. Every rank calls it.
-
-        One that is lost meanwhile is none of them, and rank 0 notes why; one that has other weights ends the run.
-        """
-        temperature = self.config.loss.temperature
-        rows: dict[str, list[tuple[list[int], list[float]]]] = {}
-        error = None
-
-        def score(server: Server) -> None:
-            rows[server.url] = server.score(
-                self._sequences,
-                drawn=DRAWN,
-                temperature=temperature,
-                model=self._name(self._version),
-                salt=f"{self._salt} canary {self._version}",
-            )
-
-        if self._first:
-            try:
-                lost |= {server.url: line for server, line in each(servers, score).items()}
-            except ValueError as wrong:
-                error = str(wrong)
-        raise_together(error, self.mesh.loss.group)
-        rows = self._agreed(rows)
-        samples = [Sample(tokens=np.array(tokens)) for found in rows.values() for tokens, _ in found]
-        if not samples:
-            return []
-        plain = self._score(samples, 1.0)
-        heated = plain if temperature == 1.0 else self._score(samples, temperature)
-        place = 0
-        try:
-            for url, found in rows.items():
-                part = slice(place, place + len(found))
-                place += len(found)
-                trainer = [
-                    [*cold[1 : len(cold) - DRAWN], *hot[len(hot) - DRAWN :]]
-                    for cold, hot in zip(plain[part], heated[part], strict=True)
-                ]
-                server_scores = Scores.of([logprobs for _, logprobs in found], DRAWN)
-                numbers = self._canary.judge(url, server_scores, Scores.of(trainer, DRAWN), self._version)
-                for name, value in numbers.items():  # the worst of all servers
-                    worse = min if name == "canary_followed" else max
-                    self._exchanges[name] = worse(self._exchanges.get(name, value), value)
-        except ValueError as wrong:
-            error = str(wrong)
-        raise_together(error, self.mesh.loss.group)
-        return [server for server in servers if server.url in rows]
-
     # Responses
 
-    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+    def sample(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Response]:
         assert self._version >= 0, "weights come first"
         begin = time.perf_counter()
         found: dict[int, Response] = {}
-        retried = tokens = 0
+        retried = tokens = done = 0
 
-        def count(response: Response) -> None:
-            nonlocal tokens
-            tokens += len(response.tokens)
+        def count(number: int, response: Response) -> None:
+            nonlocal tokens, done
+            tokens, done = tokens + len(response.tokens), done + 1
+            if on_finished is not None:
+                on_finished([(number, response)])
             if on_progress is not None:
-                on_progress(tokens)
+                on_progress(done)
 
         while True:
             missing = [number for number in range(len(requests)) if number not in found]
@@ -393,7 +258,7 @@ class VllmSampler:
             response = server.complete(
                 request if begun is None else rest_of(request, begun),
                 self._drawing,
-                model=self._name(version),
+                model=self._weights.name(version),
                 version=version,
                 salt=self._salt,
                 cut=self._standing is not None,
@@ -428,8 +293,7 @@ class VllmSampler:
             self._standing.close()
         if self._launcher is not None:
             self._launcher.close()
-        if self._first:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._weights.close()
 
     def _open(self, tokenizer: Any) -> tuple[list[str], str] | str:
         """Addresses of all servers and what they call the model, or a line; rank 0 only."""
@@ -438,7 +302,7 @@ class VllmSampler:
             if config.rollout.servers:
                 servers = [Server(url, config.rollout.timeout) for url in config.rollout.servers]
             else:
-                self._launcher = Launcher(config)
+                self._launcher = Launcher(config, adapted_modules(self._trained))
                 servers = self._launcher.servers
                 self._launcher.start()
                 self._launcher.await_ready(config.rollout.timeout)
@@ -454,14 +318,10 @@ class VllmSampler:
             return str(error)
         return [server.url for server in servers], names.pop()
 
-    def _agreed(self, value: Any) -> Any:
-        """What rank 0 has, on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.mesh.loss.group, 0), group=self.mesh.loss.group)
-        return box[0]
 
-    def _servers_left_alone(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._launcher is None else self._launcher.left_alone()
+def is_refusal(line: str) -> bool:
+    """Whether a server is there, and failed at loading the weights that it was sent."""
+    return "/update_weights answered 500" in line
 
 
 def rest_of(request: SamplingRequest, begun: Response) -> SamplingRequest:
@@ -472,19 +332,6 @@ def rest_of(request: SamplingRequest, begun: Response) -> SamplingRequest:
         room=request.room - done,
         key=key_behind(request.key, done),
     )
-
-
-def transfer_folder(config: Config) -> Path:
-    """A folder of the run's own for weights: where it is said, or in memory for servers of this machine."""
-    mark = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
-    memory = Path("/dev/shm")
-    if config.rollout.transfer_folder is not None:
-        parent = Path(config.rollout.transfer_folder).resolve()
-    elif config.rollout.launch.command and memory.is_dir():
-        parent = memory
-    else:
-        parent = Path(config.run.folder).resolve()
-    return parent / f"padfree-weights-{mark}"
 
 
 def _positions(model: PreTrainedModel) -> int:

@@ -1,0 +1,106 @@
+"""RL on the demo's task, with responses of this process and of a vLLM server: the same steps, both reward curves.
+
+    python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 20] [--seeds 0 1] [--output curves.json]
+
+A small Qwen3 with heads of 64, which vLLM wants, is fine-tuned on the demo's problems, and learns from the demo's
+reward after that: 128 responses a step in groups of 8, as in `padfree demo`, with a lower learning rate for a larger
+model. Each engine starts from the same weights with the same prompts; what is drawn differs, since
+vLLM draws by seeds of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
+from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
+from padfree.config import Config
+from padfree.config.sections import LaunchConfig
+from padfree.train.run import train
+
+SOURCE = Path(__file__).parents[1] / "src"
+HIDDEN, HEAD = 128, 64
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONPATH": str(SOURCE),
+}
+
+
+def fine_tuned(folder: Path, sizes: Sizes) -> None:
+    """The demo's data, and a model that has learned to answer as they do, most of the time wrongly."""
+    data = folder / "data"
+    data.mkdir(parents=True)
+    rows = write_rows(data / "train.jsonl", problems(sizes.rows, seed=0))
+    asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in problems(sizes.prompts, 1, most_steps=3))
+    write_rows(data / "prompts.jsonl", asked)
+    write_model(folder / "model", train_tokenizer(rows), HIDDEN, head=HEAD)
+    config = sft_config(folder, sizes)
+    train(replace(config, optimizer=replace(config.optimizer, lr=4e-3)))
+
+
+def server_settings(config: Config, python: str) -> Config:
+    command = (python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "512")
+    launch = LaunchConfig(command=command, devices=("cpu",), environment=ENVIRONMENT)
+    return replace(config, rollout=replace(config.rollout, engine="vllm", launch=launch, timeout=300.0))
+
+
+def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
+    """The metrics of a run, step by step."""
+    config = replace(
+        config,
+        run=replace(config.run, folder=str(folder), seed=seed),
+        checkpoint=replace(config.checkpoint, every=None, export=False),
+    )
+    train(config)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--python", default=".venv-vllm/bin/python", help="of the environment with vLLM")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--sft-steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=3e-4, help="of the steps with rewards")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--output", type=Path, help="a JSON file for the curves")
+    settings = parser.parse_args()
+    sizes = Sizes(rl_steps=settings.steps, sft_steps=settings.sft_steps)
+    curves: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        fine_tuned(folder, sizes)
+        plain = rl_config(folder, sizes)
+        plain = replace(plain, optimizer=replace(plain.optimizer, lr=settings.lr))
+        for seed in settings.seeds:
+            for name, config in (
+                ("in_process", plain),
+                ("vllm", server_settings(plain, os.path.abspath(settings.python))),
+            ):
+                lines = run(config, folder / f"{name}-{seed}", seed)
+                curves[f"{name}, seed {seed}"] = [line["reward"] for line in lines]
+                curve = " ".join(f"{line['reward']:.2f}" for line in lines)
+                print(f"{name}, seed {seed}: {curve}", flush=True)
+                for metric in ("seconds/sampling", "sampler/canary_difference", "loss/sampler_difference"):
+                    if metric in lines[0]:
+                        print(f"  {metric}, mean: {mean([line[metric] for line in lines]):.3g}", flush=True)
+    if settings.output is not None:
+        settings.output.write_text(json.dumps(curves, indent=1), encoding="utf-8")
+    print("mean of the first and of the last three steps")
+    for name, rewards in curves.items():
+        print(f"  {name:<24}{mean(rewards[:3]):.3f}  {mean(rewards[-3:]):.3f}")
+
+
+if __name__ == "__main__":
+    main()
