@@ -275,7 +275,8 @@ def layer_times(
     make: Any = Qwen3Config
     config = make(**sizes, max_position_embeddings=batch.num_tokens, rope_parameters={"rope_theta": 1e6, **rope})
     with torch.device(device):
-        model = attach(Qwen3ForCausalLM(config).to(dtype))
+        plain: Any = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model = attach(plain.to(dtype))
     recompute_layers(layers_of(model), "full")
     model.train()
     local = local_batch(batch, kind, rank, device)
@@ -288,7 +289,10 @@ def layer_times(
     clock = Clock(device)
     with mock.patch("padfree.cp.allgather.exchange_rows", made_up_exchange):
         seconds, peak, _ = clock(both)
-    finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in layers_of(model)[0].parameters())
+    finite = all(
+        parameter.grad is not None and bool(torch.isfinite(parameter.grad).all())
+        for parameter in layers_of(model)[0].parameters()
+    )
     assert finite, "a gradient is not finite"
     found = {"layers": layers, "seconds": seconds, "peak_gb": (peak - 2 * standing) / GB}
     print(f"layers, {layers:<14} {seconds:8.3f} s, {found['peak_gb']:5.1f} GB besides weights and gradients")

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
@@ -67,23 +68,29 @@ def cache_use(model: PreTrainedModel) -> CacheUse:
         if copy is None:
             return "none"
         copy.set_attn_implementation("eager")
-        generator = np.random.default_rng(0)
-        requests = [
-            SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=TRIED_ROOM, key=key)
-            for key, length in enumerate(TRIED_LENGTHS)
-        ]
-        settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
+        with reference_functions(copy):
+            return _tried_use(copy)
+
+
+def _tried_use(copy: PreTrainedModel) -> CacheUse:
+    """The first that draws what this model gives without cache and pad."""
+    generator = np.random.default_rng(0)
+    requests = [
+        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=TRIED_ROOM, key=key)
+        for key, length in enumerate(TRIED_LENGTHS)
+    ]
+    settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
+    try:
+        exact = write_responses(copy, requests, **settings, use="none")
+    except Exception:  # code that does not run on a CPU, say
+        return "none"
+    for use in USES[:-1]:
         try:
-            exact = write_responses(copy, requests, **settings, use="none")
-        except Exception:  # code that does not run on a CPU, say
-            return "none"
-        for use in USES[:-1]:
-            try:
-                found = write_responses(copy, requests, **settings, use=use)
-            except Exception:  # its cache is called otherwise
-                continue
-            if all(_same(*pair) for pair in zip(found, exact, strict=True)):
-                return use
+            found = write_responses(copy, requests, **settings, use=use)
+        except Exception:  # its cache is called otherwise
+            continue
+        if all(_same(*pair) for pair in zip(found, exact, strict=True)):
+            return use
     return "none"
 
 

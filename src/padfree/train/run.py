@@ -108,8 +108,10 @@ def _train(
     dtype = export_dtype(config)  # asked now, the files may be gone at the end
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
-    if writer is not None:
-        writer.journal, writer.on_sampling = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank), on_sampling
+    journal = None
+    if isinstance(writer, RolloutWriter):  # episodes are played again
+        journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
+        writer.journal, writer.on_sampling = journal, on_sampling
     evaluation = make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference))
     samples: Samples = source.samples
     if config.reference.precompute:
@@ -134,7 +136,7 @@ def _train(
             on_note=on_note,
             evaluate=evaluation,
             data=data_record(source.samples),
-            journal=None if writer is None else writer.journal,
+            journal=journal,
         )
         if settled.reasons:
             loop.events.write("settled", step=loop.step, **settled.fields())

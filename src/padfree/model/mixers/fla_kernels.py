@@ -107,7 +107,8 @@ def mamba2_scan(
     keys, queries = (each.repeat_interleave(groups, dim=2) for each in (B, C))
     values = (hidden_states.float() * steps[..., None]).to(hidden_states.dtype)
     output = _decayed_attention(queries, keys, values, steps * A.float(), segments)
-    return output if D is None else output + hidden_states * D[:, None].to(hidden_states.dtype)
+    result: Tensor = output if D is None else output + hidden_states * D[:, None].to(hidden_states.dtype)
+    return result
 
 
 @torch.compiler.disable(reason="kernels of another package")  # type: ignore[no-untyped-call, untyped-decorator]

@@ -200,7 +200,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
     if mixer.carrier == "attention_mask":
         rest["attention_mask"] = None
     # Kernels of packages, which transformers calls where it finds them, do not know the CPU.
-    plain = reference_forward(type(module)) if leaves[0].device.type == "cpu" else None
+    plain = reference_forward(type(module)) if leaves[0].device.type == "cpu" else None  # type: ignore[arg-type]
     forward = plain or type(module).forward
     form: list[Any] = []
 

@@ -61,7 +61,8 @@ def reference_functions(model: nn.Module) -> Iterator[None]:
     """Run the model's modules without kernels of other packages, which do not know the CPU."""
     replaced = []
     for module in model.modules():
-        forward = reference_forward(type(module)) if not type(module).__module__.startswith("torch.") else None
+        own = not type(module).__module__.startswith("torch.")
+        forward = reference_forward(type(module)) if own else None  # type: ignore[arg-type]
         if forward is not None and "forward" not in module.__dict__:
             object.__setattr__(module, "forward", MethodType(forward, module))
             replaced.append(module)

@@ -12,7 +12,7 @@ import numpy as np
 
 from padfree.data import load_reward
 from padfree.data.chat import ChatRenderer
-from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.policy import Episode, Words
 from padfree.rollout.environment.runner import EpisodeRunner, Play, RunnerSettings
@@ -62,7 +62,13 @@ class _Turns:
     def update_weights(self, trained: Any, version: int) -> None:
         raise AssertionError("there is no model")
 
-    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: OnProgress | None = None) -> list[Response]:
+    def sample(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Response]:
         return [self._response(request) for request in requests]
 
     def _response(self, request: SamplingRequest) -> Response:
