@@ -35,6 +35,13 @@ COMPLETED: dict[str, dict[str, Any]] = {
 }
 """What default configs lack."""
 
+FAST_WAYS = {
+    "gated_delta": "flash-linear-attention",
+    "mamba2": "flash-linear-attention",
+    "short_convolution": "on any device",
+}
+"""Kinds of mixers that run on whole rows, and what that needs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -53,7 +60,8 @@ class Row:
             return ""
         if not self.mixers:
             return "attention backends"
-        return "none: sample by sample"
+        ways = {name: FAST_WAYS[name] for name, kind in KINDS.items() if kind.functions is not None}
+        return ", ".join(dict.fromkeys(ways.get(name, "none: sample by sample") for name in self.mixers))
 
     def line(self) -> str:
         tested = " ✓" if self.class_name in TESTED else ""
