@@ -1291,7 +1291,7 @@ CASES["cli"] = [
         plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "parallel.context=auto"),
         "parallel.context=1",
     ),
-    ("--hosts", plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "8", "--hosts", "0")),
+    ("--hosts", scaling("--hosts", "0")),
     ("--hosts", scaling("--hosts", "3"), ("--hosts", "2")),
     ("--link-inside", scaling("--hosts", "2", "--link-inside", "thread"), ("--link-inside", "nvlink4")),
     ("--link-between", scaling("--hosts", "2", "--link-between", "-1"), ("--link-between", "ndr")),

@@ -35,7 +35,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     ]
     (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     questions = [{"question": row["prompt"], "answer": f"#### {row['response']}"} for row in rows]
-    for name in ("rl-local", "rl-ppo"):
+    for name in ("rl-local", "rl-ppo", "rl-environment"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "9"} for row in rows]
     for name in ("dpo", "reward"):
@@ -45,6 +45,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     short = {
         "rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"],
         "rl-ppo": ["rollout.max_new_tokens=4", "critic.warmup=1"],
+        "rl-environment": ["rollout.group=3", "rollout.max_new_tokens=8"],
         "distill": [f"teacher.path={teacher}"],
     }
     return {
@@ -54,7 +55,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
             "run.device=cpu",
         ]
-        for name in ("sft", "distill", "rl", "rl-local", "rl-ppo", "dpo", "reward")
+        for name in ("sft", "distill", "rl", "rl-local", "rl-ppo", "rl-environment", "dpo", "reward")
     }
 
 
