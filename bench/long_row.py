@@ -21,7 +21,6 @@ import argparse
 import gc
 import json
 import platform
-import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
@@ -30,6 +29,7 @@ from unittest import mock
 import numpy as np
 import torch
 from step_ways import SHAPES as STEP_SHAPES
+from timer import Stopwatch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -101,13 +101,10 @@ class Clock:
             torch.cuda.empty_cache()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        result = call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
+        with Stopwatch(self.device) as watch:
+            result = call()
         peak = float(torch.cuda.max_memory_allocated()) if self.device.type == "cuda" else float("nan")
-        return seconds, peak, result
+        return watch.seconds, peak, result
 
 
 def main() -> None:
