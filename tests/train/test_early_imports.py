@@ -108,7 +108,7 @@ def test_a_run_waits_for_them_before_it_builds_the_engine(
         asked.append(device_type)
         return ["early_slow"]
 
-    def build_engine(config: Config, mesh: Any) -> None:
+    def build_engine(config: Config, mesh: Any, tokenizer: Any) -> None:
         assert "early_slow" in sys.modules
         assert not [thread for thread in threading.enumerate() if thread.name == "early imports"]
         raise ValueError("the engine is another test's matter")
