@@ -26,6 +26,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.losses import RewardModelSettings, reward_model_loss
 from padfree.model.load import load_model
 from padfree.packing import collate
+from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
 from padfree.train.loop import Loop
 from padfree.train.microbatch import at_ends
@@ -246,6 +247,14 @@ def judged(rank: int, world: int, config: Config, context: int) -> list[float]:
     return judge(ANSWERS if rank == 0 else [])
 
 
+def judged_on_wide_rows(rank: int, world: int, config: Config) -> list[float]:
+    """The same where a row is as wide as it wants."""
+    judge = build_judge(config, make_mesh("cpu", contexts=context_sizes(world)))
+    assert judge is not None
+    judge.scorer.max_tokens = 4
+    return judge(ANSWERS if rank == 0 else [])
+
+
 ANSWERS = [
     (Prompt(tokens=np.array([1]), room=4, row=row, uid=f"row {number}", source="rows"), text)
     for number, (row, text) in enumerate(
@@ -294,6 +303,7 @@ def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder:
     for context in (1, 2):
         found = run_ranks(2, judged, config, context)
         assert found == [pytest.approx(expected, rel=1e-5, abs=1e-6), []]
+    assert run_ranks(2, judged_on_wide_rows, config) == [pytest.approx(expected, rel=1e-5, abs=1e-6), []]
     train(config)
     shown = [json.loads(line) for line in (tmp_path / "rl" / "rollouts.jsonl").read_text().splitlines()]
     assert shown

@@ -100,8 +100,8 @@ class ScalarScorer(Scorer):
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
         rows, plan = replace(self.rows, ends=True, pad_token=self.model.config.pad_token_id), self.plan(samples)
         with computing(self.model):
-            for indices in plan.micro_batches[self.mesh.data.rank]:
-                batch = make_micro_batch(samples, indices, self.mesh, rows, prefixes=plan.prefixes)
+            for indices, width in plan.rows_of(self.mesh.data.rank):
+                batch = make_micro_batch(samples, indices, self.mesh, rows, prefixes=plan.prefixes, width=width)
                 scores = inside(self.model, row_scores, batch)
                 if not batch.is_filler:
                     sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)
