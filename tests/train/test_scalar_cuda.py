@@ -55,7 +55,7 @@ def make_engine(name: str, folder: Path, mesh: Mesh, dtype: torch.dtype, *, shar
     optimizer = make_optimizer(model, lr=1e-3, eps=1e-2)
     if name == "reward":
         settings = RewardModelSettings(margin=0.1)
-        return Engine(scorer, optimizer, LossSettings(loss=settings), RewardRowLoss(settings, mesh))
+        return Engine(scorer, optimizer, LossSettings(loss=settings), RewardRowLoss(settings))
     return Engine(scorer, optimizer, LossSettings(loss=ValueSettings()), ValueRowLoss(ValueSettings()))
 
 

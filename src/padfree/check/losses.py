@@ -26,7 +26,7 @@ from padfree.check.one_at_a_time import Outcome, one_at_a_time
 from padfree.check.packed import PackedPath, Variation, variations
 from padfree.check.plain_losses import DPO, OF_PAIRS, SCALAR, VALUE, CheckedLoss, in_pairs, plain_loss, prepared
 from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
-from padfree.check.run import RANDOM_SAMPLES, TIMEOUT, _from_first, check_samples, longest_of
+from padfree.check.run import RANDOM_SAMPLES, TIMEOUT, check_samples, longest_of, shared_report
 from padfree.check.samples import LONGEST, random_samples
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh, distributed, make_mesh
@@ -76,25 +76,17 @@ def check_loss(
             samples = in_pairs(samples) if loss in OF_PAIRS else list(samples)
             check = _LossCheck(found, loss, mesh, dtype, backend, seed, trust_remote_code, say)
             rows, skipped = check.run(samples)
-        report = CheckReport(
-            model=found.name,
-            num_layers=found.num_layers,
-            total_layers=found.total_layers,
-            random_weights=found.random_weights,
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(chosen.type),
+        return shared_report(
+            found,
+            samples,
+            mesh,
+            dtype=dtype,
             backend=backend,
-            data_ranks=mesh.data.size,
-            context_ranks=mesh.context.size,
-            samples=origin,
-            lengths=tuple(len(sample) for sample in samples),
-            num_labels=sum(sample.num_labels for sample in samples),
+            samples_from=origin,
             reference=f"transformers, the {loss} loss of one {'pair' if loss in OF_PAIRS else 'sample'} at a time",
-            noise="the same in padded pairs with eager attention",
-            rows=tuple(rows),
-            skipped=tuple(skipped),
+            rows=rows,
+            skipped=skipped,
         )
-        return _from_first(report, mesh)
 
 
 class _LossCheck:
@@ -236,7 +228,7 @@ class LossPath(PackedPath):
         optimizer = make_optimizer(scorer.model, lr=0.0)
         if self.checked == "reward":
             rewards = RewardModelSettings()
-            return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardRowLoss(rewards, scorer.mesh))
+            return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardRowLoss(rewards))
         if self.checked == "value":
             return Engine(scorer, optimizer, LossSettings(loss=VALUE), ValueRowLoss(VALUE))
         if self.checked == "distill":

@@ -102,28 +102,20 @@ def check_model(
             say("loading the model as training does")
             path = PackedPath(found, mesh, dtype=dtype, backend=backend, seed=seed, trust_remote_code=trust_remote_code)
             rows, skipped = _Check(path, reference, samples, vocabulary, TOLERANCES[dtype], say).run()
-        report = CheckReport(
-            model=found.name,
-            num_layers=found.num_layers,
-            total_layers=found.total_layers,
-            random_weights=found.random_weights,
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(chosen.type),
+        return shared_report(
+            found,
+            samples,
+            mesh,
+            dtype=dtype,
             backend=backend,
-            data_ranks=mesh.data.size,
-            context_ranks=mesh.context.size,
-            samples=origin,
-            lengths=tuple(len(sample) for sample in samples),
-            num_labels=sum(sample.num_labels for sample in samples),
+            samples_from=origin,
             reference=f"transformers, one sample at a time, {reference.attention} attention",
-            noise="the same in padded pairs with eager attention",
-            rows=tuple(rows),
-            skipped=tuple(skipped),
+            rows=rows,
+            skipped=skipped,
             remark="experts near a tie are chosen differently in bfloat16; check it in float32 as well"
             if reference.experts and dtype == torch.bfloat16
             else "",
         )
-        return _from_first(report, mesh)
 
 
 def longest_of(config: PreTrainedConfig, wanted: int) -> int:
@@ -147,8 +139,39 @@ def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
     )
 
 
-def _from_first(report: CheckReport, mesh: Mesh) -> CheckReport:
-    """The report of rank 0, on every rank."""
+def shared_report(
+    source: ModelSource,
+    samples: Sequence[Sample],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    backend: str,
+    samples_from: str,
+    reference: str,
+    rows: Sequence[CheckRow],
+    skipped: Sequence[Skipped],
+    remark: str = "",
+) -> CheckReport:
+    """What was found on rank 0, on every rank."""
+    report = CheckReport(
+        model=source.name,
+        num_layers=source.num_layers,
+        total_layers=source.total_layers,
+        random_weights=source.random_weights,
+        dtype=str(dtype).removeprefix("torch."),
+        device=mesh.device.type,
+        backend=backend,
+        data_ranks=mesh.data.size,
+        context_ranks=mesh.context.size,
+        samples=samples_from,
+        lengths=tuple(len(sample) for sample in samples),
+        num_labels=sum(sample.num_labels for sample in samples),
+        reference=reference,
+        noise="the same in padded pairs with eager attention",
+        rows=tuple(rows),
+        skipped=tuple(skipped),
+        remark=remark,
+    )
     box = [report]
     dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
     return box[0]

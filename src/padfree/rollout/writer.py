@@ -140,9 +140,7 @@ class RolloutWriter:
         No part of a batch: for evaluations.
         """
         self.sampler.update_weights(trained, version)
-        prompts = [prompt for group in groups for prompt in group]
-        lengths = [(len(group), len(group[0].tokens)) for group in groups]
-        own = divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]
+        prompts, own = share_of(groups, range(len(groups)), self.mesh)
         responses = self.sampler.sample(
             [
                 SamplingRequest(tokens=prompts[number].tokens, room=prompts[number].room, key=int(keys[number]))
@@ -203,10 +201,7 @@ class RolloutWriter:
         self, groups: Sequence[Group], asked: range, batch: int, version: int
     ) -> tuple[list[Written], str | None]:
         """This rank's responses of the groups that are asked for, and what was wrong with a reward."""
-        prompts = [prompt for group in groups for prompt in group]
-        lengths = [(len(groups[index]), len(groups[index][0].tokens)) for index in asked]
-        before = numbers_of(groups, asked.start).start
-        own = [before + place for place in divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]]
+        prompts, own = share_of(groups, asked, self.mesh)
         responses = self._responses(batch, own, self._requests(prompts, batch, own), version)
         if self.journal is not None and self.journal.failure is not None:
             return [], self.journal.failure
@@ -319,6 +314,14 @@ def told(own: Any, mesh: Mesh) -> list[Any]:
     with watching("the exchange of rollouts", mesh.loss.group):
         dist.all_gather_object(everybody, own, group=mesh.loss.group)
     return everybody
+
+
+def share_of(groups: Sequence[Group], asked: range, mesh: Mesh) -> tuple[list[Prompt], list[int]]:
+    """The prompts of all responses, and the numbers of those of the groups `asked` that this rank writes."""
+    lengths = [(len(groups[index]), len(groups[index][0].tokens)) for index in asked]
+    before = numbers_of(groups, asked.start).start if asked else 0
+    own = [before + place for place in divided(lengths, mesh.loss.size)[mesh.loss.rank]]
+    return [prompt for group in groups for prompt in group], own
 
 
 def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:

@@ -279,8 +279,8 @@ def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
     """The loss that these settings describe, as an engine of this scorer computes it."""
     assert not isinstance(settings.loss, DistillSettings | RewardModelSettings | ValueSettings), "made by its owner"
     if isinstance(settings.loss, DPOSettings):
-        return PairRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
-    return TokenRowLoss(settings.loss, scorer.mesh, temperature=scorer.temperature, memory=settings.head_memory)
+        return PairRowLoss(settings.loss, temperature=scorer.temperature, memory=settings.head_memory)
+    return TokenRowLoss(settings.loss, temperature=scorer.temperature, memory=settings.head_memory)
 
 
 class PendingStep:

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import AttnContext
-from padfree.distributed import Mesh
 from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
 from padfree.losses import (
@@ -52,10 +51,8 @@ class TokenRowLoss:
 
     keeps_groups: ClassVar[bool] = False
 
-    def __init__(
-        self, settings: TokenLossSettings, mesh: Mesh, *, temperature: float = 1.0, memory: Memory = "speed"
-    ) -> None:
-        self.settings, self.mesh, self.temperature, self.memory = settings, mesh, temperature, memory
+    def __init__(self, settings: TokenLossSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
+        self.settings, self.temperature, self.memory = settings, temperature, memory
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
         settings, head = self.settings, lm_head_of(model)
@@ -83,10 +80,8 @@ class PairRowLoss:
 
     keeps_groups: ClassVar[bool] = True
 
-    def __init__(
-        self, settings: DPOSettings, mesh: Mesh, *, temperature: float = 1.0, memory: Memory = "speed"
-    ) -> None:
-        self.settings, self.mesh, self.temperature, self.memory = settings, mesh, temperature, memory
+    def __init__(self, settings: DPOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
+        self.settings, self.temperature, self.memory = settings, temperature, memory
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
         assert batch.pairs is not None
@@ -100,15 +95,10 @@ class PairRowLoss:
         return dpo_loss(inputs, self.settings, batch.pairs, batch.pair_weights, reduce=reduce)
 
 
-def sum_over_context(values: Tensor, context: AttnContext | Mesh) -> Tensor:
-    """Sums over the ranks that share a row: those of its context, or of a mesh in which they are always the same."""
-    if isinstance(context, Mesh):
-        assert not context.contexts, "rows are shared by different numbers of ranks; give the context of the row"
-        size, group = context.context.size, context.context.group
-    else:
-        size, group = context.world, context.group
-    if size == 1:
+def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
+    """Sums over the ranks that share a row."""
+    if context.world == 1:
         return values
     total = values.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=context.group)
     return total

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +23,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, Sample
-from padfree.distributed import Mesh
 from padfree.losses import (
     LossInputs,
     LossOutput,
@@ -52,20 +52,17 @@ class RewardRowLoss:
 
     keeps_groups: ClassVar[bool] = True
 
-    def __init__(self, settings: RewardModelSettings, mesh: Mesh) -> None:
-        self.settings, self.mesh = settings, mesh
+    def __init__(self, settings: RewardModelSettings) -> None:
+        self.settings = settings
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
         assert batch.pairs is not None
         assert batch.pair_weights is not None
         local = batch.local
-
-        def reduce_context(values: Tensor) -> Tensor:
-            return sum_over_context(values, local.context)
-
         return reward_model_loss(
             row_scores(model, batch), local.labels != IGNORE, local.sample_index, local.num_samples, self.settings,
-            batch.pairs, batch.pair_weights, margins=batch.margins, reduce=reduce_context,
+            batch.pairs, batch.pair_weights, margins=batch.margins,
+            reduce=partial(sum_over_context, context=local.context),
         )  # fmt: skip
 
 

@@ -71,29 +71,16 @@ class Scorer:
         With `keep_groups` samples of a group are on one row.
         """
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-        groups = [sample.group for sample in samples] if keep_groups else None
-        ranks, max_tokens = self.mesh.data.size, self.max_tokens * self.mesh.context.size
-        contexts = tuple(self.mesh.contexts) or (1,)
         prefixes = self._prefixes(samples)
-        if prefixes is None:
-            return plan_step(
-                lengths,
-                groups=groups,
-                ranks=ranks,
-                max_tokens=max_tokens,
-                cost=self.cost,
-                overlong=self.overlong,
-                contexts=contexts,
-            )
-        return plan_shared_step(
-            prefixes,
+        plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
+        return plan(
             lengths,
-            groups=groups,
-            ranks=ranks,
-            max_tokens=max_tokens,
+            groups=[sample.group for sample in samples] if keep_groups else None,
+            ranks=self.mesh.data.size,
+            max_tokens=self.max_tokens * self.mesh.context.size,
             cost=self.cost,
             overlong=self.overlong,
-            contexts=contexts,
+            contexts=tuple(self.mesh.contexts) or (1,),
         )
 
     def _check_sharing(self) -> None:

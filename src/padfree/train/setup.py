@@ -94,7 +94,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
     )
     row_loss: RowLoss | None = None
     if isinstance(settings.loss, RewardModelSettings):
-        row_loss = RewardRowLoss(settings.loss, mesh)
+        row_loss = RewardRowLoss(settings.loss)
     if isinstance(settings.loss, DistillSettings):
         row_loss = DistillationRowLoss(
             settings.loss,

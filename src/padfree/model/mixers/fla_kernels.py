@@ -59,11 +59,8 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    kernel: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    output, _state = kernel(
-        query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **_lengths(segments)
-    )
-    return output, None
+    kernel = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return _output(kernel, query, key, value, segments, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
 
 
 @torch.compiler.disable(reason="kernels of another package")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -78,10 +75,14 @@ def kimi_delta_attention(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    kernel: Any = import_module("fla.ops.kda").chunk_kda
-    output, _state = kernel(
-        query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **_lengths(segments)
-    )
+    kernel = import_module("fla.ops.kda").chunk_kda
+    return _output(kernel, query, key, value, segments, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+
+def _output(
+    kernel: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, **options: Any
+) -> tuple[Tensor, None]:
+    output, _ = kernel(query, key, value, **options, **_lengths(segments))
     return output, None
 
 

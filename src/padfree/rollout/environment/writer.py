@@ -38,7 +38,7 @@ from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.examples import ExamplesFile
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
-from padfree.rollout.writer import NUM_SHOWN, divided, numbers_of, signals, told
+from padfree.rollout.writer import NUM_SHOWN, numbers_of, share_of, signals, told
 
 
 class EpisodeWriter:
@@ -116,9 +116,7 @@ class EpisodeWriter:
         No part of a batch: for evaluations, where an episode that fails has earned nothing.
         """
         self.sampler.update_weights(trained, version)
-        prompts = [prompt for group in groups for prompt in group]
-        lengths = [(len(group), len(group[0].tokens)) for group in groups]
-        own = divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]
+        prompts, own = share_of(groups, range(len(groups)), self.mesh)
         plays = [Play(number=number, prompt=prompts[number], key=int(keys[number])) for number in own]
         judge = None if reward is None else Judge(reward)
         found = self._gathered(self._runner.play(plays, lambda said: told(said, self.mesh), judge))
@@ -134,10 +132,7 @@ class EpisodeWriter:
 
     def _played(self, groups: Sequence[Group], asked: range, batch: int) -> dict[int, Played]:
         """The episodes of the groups that are asked for, of all ranks."""
-        prompts = [prompt for group in groups for prompt in group]
-        lengths = [(len(groups[index]), len(groups[index][0].tokens)) for index in asked]
-        before = numbers_of(groups, asked.start).start
-        own = [before + place for place in divided(lengths, self.mesh.loss.size)[self.mesh.loss.rank]]
+        prompts, own = share_of(groups, asked, self.mesh)
         keys = response_keys(self.config.run.seed, batch, np.array(own, dtype=np.int64))
         plays = [
             Play(number=number, prompt=prompts[number], key=int(key)) for number, key in zip(own, keys, strict=True)
