@@ -124,11 +124,11 @@ def _difference(
     for name, constant in module.named_buffers(recurse=False):  # some of which a model makes after its layers
         exact.register_buffer(name, constant.detach().clone())
     with torch.no_grad():
-        for parameter in exact.parameters():
+        for name, parameter in exact.named_parameters():  # some classes leave them as the memory was
             if parameter.ndim >= 2:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
             else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+                parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
         if (decay := decay_of(exact)) is not None:  # a slow one: states that last show a leak
             decay.uniform_(math.log(0.02), math.log(0.05))
     segments = Segments.from_lengths(LENGTHS, device=device)
