@@ -22,7 +22,7 @@ inductor.cpp.simdlen = 1  # the same code on every processor, which g++ translat
 
 hypothesis.settings.register_profile(
     "default",
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

@@ -105,7 +105,7 @@ import run_gpu_tests as command
 command.ROOT = pathlib.Path({str(tmp_path)!r})
 command.torch.cuda.is_available = lambda: True
 command.torch.cuda.get_device_name = lambda: "a GPU"
-sys.exit(command.main({[*options, "-q", "-p", "no:cacheprovider"]!r}))
+sys.exit(command.main({[*options, "-q", "-n0", "-p", "no:cacheprovider"]!r}))
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == code, result.stdout + result.stderr

@@ -60,7 +60,7 @@ def test_tensors_need_not_be_contiguous() -> None:
     assert_same(run(case, inputs, "cpu"), want, atol=1e-6, rtol=1e-6)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=1, max_size=6),
     mask=st.sampled_from(

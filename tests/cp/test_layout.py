@@ -36,7 +36,7 @@ def owners(layout: Layout) -> np.ndarray:
     return owner
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(lengths=LENGTHS, world=st.integers(1, 12), kind=st.sampled_from(KINDS))
 @example(lengths=[], world=3, kind="balanced")
 @example(lengths=[0, 0], world=2, kind="headtail")
@@ -63,7 +63,7 @@ def test_every_layout_is_a_partition_into_pieces(lengths: list[int], world: int,
         assert pieces(layout).sum() <= np.count_nonzero(segments.lengths) + 2 * (world - 1)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(lengths=LENGTHS, world=st.integers(1, 12))
 @example(lengths=[41, 6, 7, 11, 9], world=3)
 def test_balanced_begins_with_what_reads_other_keys_and_ends_with_the_shortest(lengths: list[int], world: int) -> None:

@@ -60,7 +60,7 @@ def test_a_token_across_a_border_is_cut() -> None:
 LETTERS = st.sampled_from("ab é東🙂\n\t .")
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.text(LETTERS, min_size=1, max_size=6), st.booleans()), min_size=1, max_size=5))
 @pytest.mark.parametrize("kind", ["bytes", "trimmed"])
 def test_the_trained_tokens_spell_the_trained_text(kind: str, parts: list[tuple[str, bool]]) -> None:

@@ -61,17 +61,18 @@ def engine_with(mesh: Mesh, checkpointing: str, backend: str = BACKEND) -> Engin
     )
 
 
-def gradients(engine: Engine) -> dict[str, Tensor]:
-    """Of several micro-batches, with a pass without gradients before."""
+def gradients(engine: Engine, *, scored: bool = False) -> dict[str, Tensor]:
+    """Of several micro-batches; with `scored` a pass without gradients comes before."""
     samples = make_samples((30, 3, 17, 40, 1, 12))
-    engine.scorer.logprobs(samples)
+    if scored:
+        engine.scorer.logprobs(samples)
     prepared = engine.prepare(samples)
     assert len(prepared.rows) > 1
     engine.gradients(prepared)
     return {name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama4", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama4", marks=pytest.mark.slow), "lfm2"])
 def test_more_layers_of_the_same_kinds_are_not_compiled_again(name: str) -> None:
     """A graph that depends on the number of its layer is one graph a layer, and soon more than the compiler allows."""
     assert graphs_of(name, times=1) == graphs_of(name, times=2) > 0
@@ -88,17 +89,17 @@ def graphs_of(name: str, times: int) -> int:
     torch._dynamo.reset()
     counters.clear()
     compiled.compile_layers(layers_of(model), "eager")
-    for seed, lengths in enumerate(([15, 1, 8], [9, 9], [30])):
-        logits = model(**shard(row(lengths, seed=seed), world=1, rank=0).model_inputs()).logits
-        logits.sum().backward()
+    with torch.no_grad():
+        for seed, lengths in enumerate(([15, 1, 8], [9, 9])):
+            model(**shard(row(lengths, seed=seed), world=1, rank=0).model_inputs())
     torch._dynamo.reset()
     return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.fixture(scope="module")
 def expected(mesh: Mesh) -> dict[str, Tensor]:
-    """With everything kept on the device."""
-    return gradients(engine_with(mesh, "none"))
+    """Without a compiler, everything kept on the device."""
+    return gradients(engine_with(mesh, "none", backend="none"))
 
 
 @pytest.mark.slow
@@ -121,7 +122,7 @@ def test_gradients_are_the_same_when_activations_are_offloaded(
         lambda self, pairs, to_host: sent.append(to_host) or copy(self, pairs, to_host=to_host),
     )
     engine = engine_with(mesh, "host")
-    found = gradients(engine)
+    found = gradients(engine, scored=fraction < 1)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
     assert set(sent) == {True, False}, "to the host and back"
@@ -152,7 +153,7 @@ def test_gradients_are_the_same_with_operators_of_our_own(
 
     passes = [replace(each, run=counted(each.run)) if each.stage == "before autograd" else each for each in PASSES]
     monkeypatch.setattr(compiled, "PASSES", passes)
-    found = gradients(engine_with(mesh, checkpointing, backend="inductor"))
+    found = gradients(engine_with(mesh, checkpointing, backend="inductor"), scored=checkpointing == "selective")
     assert counts == {"rms_norm_pass": {2}, "qk_norm_rope_pass": {2}, "swiglu_pass": {1}}, "in each graph"
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)

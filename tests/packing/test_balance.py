@@ -22,7 +22,7 @@ def check(parts: list[NDArray[np.int64]], count: int, k: int) -> None:
     assert sum(len(part) > 0 for part in parts) == min(k, count)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 12))
 def test_every_sample_once_and_no_part_empty(costs: list[int], k: int) -> None:
     parts = balance(costs, k)
@@ -32,7 +32,7 @@ def test_every_sample_once_and_no_part_empty(costs: list[int], k: int) -> None:
         assert max(sum(costs[i] for i in part) for part in parts) <= sum(costs) / k + max(costs)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.data())
 def test_equal_counts(costs: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(costs)))
@@ -42,7 +42,7 @@ def test_equal_counts(costs: list[float], data: st.DataObject) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_cap_is_never_exceeded(data: st.DataObject) -> None:
     """Whatever the costs, a part is within the cap or the whole call is refused; and never where `fill` finds a way."""

@@ -29,7 +29,7 @@ def check(bins: Bins, lengths: list[int], capacity: int) -> None:
         assert sum(lengths[i] for i in indices) <= capacity
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_is_best_fit_decreasing(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 60))
@@ -40,7 +40,7 @@ def test_is_best_fit_decreasing(data: st.DataObject) -> None:
     assert sorted(rooms) == sorted(best_fit_decreasing(lengths, capacity))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_empty_samples_take_no_room(lengths: list[int]) -> None:
     bins = fill(lengths, 9)

@@ -32,7 +32,7 @@ def samples_of(lists: list[list[int]], num_groups: int = 2) -> list[Sample]:
 
 
 @given(LISTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_prefix_is_there_once_and_every_sample_is_a_path(lists: list[list[int]]) -> None:
     groups = [index % 2 for index in range(len(lists))]
     tokens = [np.array(each, dtype=np.int64) for each in lists]

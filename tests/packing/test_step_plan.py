@@ -48,7 +48,7 @@ def check(plan: StepPlan, lengths: list[int], max_tokens: int, model: CostModel)
     assert plan.step_cost == pytest.approx(flat[:: plan.ranks].sum())
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_invariants(data: st.DataObject) -> None:
     max_tokens = data.draw(st.integers(1, 40))

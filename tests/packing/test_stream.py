@@ -77,7 +77,7 @@ def test_real_samples() -> None:
     assert (cut.uid, cut.tokens.tolist()) == (9, [0, 1, 2, 3])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_token_budget_keeps_every_sample(data: st.DataObject) -> None:
     budget = data.draw(st.integers(1, 30))
@@ -94,7 +94,7 @@ def test_token_budget_keeps_every_sample(data: st.DataObject) -> None:
     assert list(batcher) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_token_budget_resumes_at_every_position(data: st.DataObject) -> None:
     budget = data.draw(st.integers(1, 20))
@@ -115,7 +115,7 @@ def test_token_budget_resumes_at_every_position(data: st.DataObject) -> None:
     check_resume(lambda: TokenBudgetBatcher(samples, **options))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=25),
     st.integers(1, 6),
