@@ -37,9 +37,13 @@ install: $(STAMP)
 demo: $(STAMP)
 	@$(PY) -m padfree demo
 
-# Each process runs whole files, with one thread of torch; JOBS=0 runs all in one process with torch's own number of threads.
+# Each process runs whole files, slow ones first, with one thread of torch; JOBS=0 runs all in one process with torch's own
+# number of threads. A test that hangs ends its process after a quarter of an hour, with a line that names the test.
+SHARED  := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+LIMITED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
+
 test: $(DEV)
-	$(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist loadfile) $(ARGS)
+	$(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(LIMITED) $(if $(filter-out 0,$(JOBS)),$(SHARED)) $(ARGS)
 
 # On a machine without a network PY=python3 takes the packages that are there; padfree itself comes from this folder.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))

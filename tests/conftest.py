@@ -35,6 +35,9 @@ HAS_GPU = torch.cuda.is_available()  # asked before it is hidden: CUDA looks at 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that processes which share the files end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if item.get_closest_marker("gpu") is None:
             continue
