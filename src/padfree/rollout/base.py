@@ -106,7 +106,7 @@ class AheadSampler(Sampler, Protocol):
     """A sampler that goes on while the policy is trained, and while weights are exchanged: `rollout.staleness`."""
 
     @property
-    def failure(self) -> ValueError | None:
+    def failure(self) -> Exception | None:
         """What has ended the sampling in its threads."""
 
     @property

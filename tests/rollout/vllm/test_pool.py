@@ -39,9 +39,9 @@ def run(
     pool.reset(servers)
     if meanwhile is not None:
         threading.Thread(target=meanwhile, daemon=True).start()
-    counted: list[int] = []
-    found = pool.ask_all(requests, range(len(requests)), ask, lambda response: counted.append(len(response.tokens)))
-    assert len(counted) == len(found.found)
+    told: dict[int, Response] = {}
+    found = pool.ask_all(requests, range(len(requests)), ask, told.__setitem__)
+    assert told == found.found
     return found
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_hangs_gives_its_requests_back() -> None:
         servers = [Server(url, 60.0) for url in urls]
         pool = Pool(servers, concurrency=4, timeout=60.0, probe_every=0.1, probe=hanging_probe)
         pool.reset(servers)
-        found = pool.ask_all(REQUESTS, range(40), ask, lambda response: None)
+        found = pool.ask_all(REQUESTS, range(40), ask, lambda number, response: None)
     assert sorted(found.found) == list(range(40))
     assert time.monotonic() - begin < 20.0, "long before the answers of the hanging server, or its timeout"
 
@@ -148,6 +148,21 @@ def test_weights_of_another_version_end_the_run() -> None:
     bad.fault = "version"
     with serving(good, bad) as urls, pytest.raises(ValueError, match=rf"{urls[1]} serves policy version '77', not 4"):
         run(urls)
+
+
+def test_whatever_goes_wrong_in_a_thread_is_raised_where_one_waits() -> None:
+    (fake,) = with_weights(1)
+
+    def fail(*_: object) -> Response:
+        raise KeyError("a mistake of ours")
+
+    for asked, told in ((fail, lambda number, response: None), (ask, fail)):
+        with serving(fake) as urls:
+            servers = [Server(url, 20.0) for url in urls]
+            pool = Pool(servers, concurrency=4, timeout=20.0, probe_every=0.1, probe=probe)
+            pool.reset(servers)
+            with pytest.raises(KeyError, match="a mistake of ours"):
+                pool.ask_all(REQUESTS, range(40), asked, told)
 
 
 def test_nothing_to_ask() -> None:

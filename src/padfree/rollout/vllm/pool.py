@@ -139,7 +139,7 @@ class _Work:
         self._requests, self._ask, self._on_response = requests, ask, on_response
         self.queue = deque(requests)
         self.round = Round()
-        self.error: ValueError | None = None
+        self.error: Exception | None = None
         self._total = len(requests)
         self.ended = threading.Event()
         self._last_sign = time.monotonic()  # of a response, or of a server that has not failed since its last one
@@ -156,7 +156,7 @@ class _Work:
                 with self._change:
                     self._give_back(number, state)
                     self._failed(state, error)
-            except ValueError as error:
+            except Exception as error:
                 with self._change:
                     self._give_back(number, state)
                     self._stop(error)
@@ -165,7 +165,10 @@ class _Work:
                     state.under_way -= 1
                     state.failures = 0
                     self._last_sign = time.monotonic()
-                    self._keep(number, response)
+                    try:
+                        self._keep(number, response)
+                    except Exception as error:  # of whoever is told of the response, and must know
+                        self._stop(error)
 
     def _keep(self, number: int, response: Response) -> None:
         assert number not in self.round.found, "a request is asked for again only when it has no response"
@@ -223,7 +226,7 @@ class _Work:
                     self._failed(state, error)
                 if not isinstance(error, RestartedError):
                     state.server.hang_up()
-            except ValueError as error:
+            except Exception as error:
                 with self._change:
                     self._stop(error)
             else:
@@ -247,7 +250,7 @@ class _Work:
             state.down, state.line = True, str(error)
         self._change.notify()
 
-    def _stop(self, error: ValueError) -> None:
+    def _stop(self, error: Exception) -> None:
         self.error = self.error or error
         self._end()
 

@@ -231,7 +231,7 @@ class VllmSampler:
         return self._standing is not None and self._standing.stuck
 
     @property
-    def failure(self) -> ValueError | None:
+    def failure(self) -> Exception | None:
         return None if self._standing is None else self._standing.error
 
     def _standing_metrics(self) -> dict[str, float]:
