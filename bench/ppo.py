@@ -2,6 +2,9 @@
 
     python bench/ppo.py --folder runs/ppo            about ten minutes on two cores; --steps for more or fewer
 
+    runs/ppo/ppo.html    the report of both runs
+    runs/ppo/ppo.svg     rewards of both, and the value loss: docs/ppo.svg is this
+
 Both begin with the demo's fine-tuned model, see the same prompts in the same order and draw with the same seeds. What
 differs is where advantages come from: rewards less the mean of their group, or GAE with the values of a critic.
 """
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +26,8 @@ from padfree.report.build import write_report
 from padfree.train.run import train
 
 CRITIC = CriticConfig(lr=3e-3, lam=1.0)
+COLOURS = {"grpo": "#4477aa", "ppo": "#ee7733"}
+LEFT, WIDTH, HEIGHT, TOP = 46, 300, 150, 26
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -46,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Any
         print(f"{name:>5}  reward {quarters(lines, 'reward')}")
     print(f"  ppo  value loss {quarters(found['ppo'], 'critic/loss')}")
     print(f"  ppo  explained variance {quarters(found['ppo'], 'critic/explained_variance')}")
+    (folder / "ppo.svg").write_text(picture(found), encoding="utf-8")
     print(f"the curves of both are in {page}")
     return found
 
@@ -78,6 +84,39 @@ def quarters(lines: Sequence[dict[str, Any]], name: str) -> str:
     ends = [len(values) * part // 4 for part in range(5)]
     parts = [values[a:b] for a, b in pairwise(ends) if b > a]
     return " ".join(f"{sum(part) / len(part):.3f}" for part in parts)
+
+
+def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Two panels: rewards of both runs, and the value loss of the one with a critic."""
+    rewards = {name: [line["reward"] for line in lines] for name, lines in found.items()}
+    losses = {"ppo": [line["critic/loss"] for line in found["ppo"]]}
+    second = LEFT + WIDTH + 60
+    body = [*panel(LEFT, "reward of a batch", rewards), *panel(second, "value loss of an update", losses)]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {second + WIDTH + 12} {TOP + HEIGHT + 34}" '
+        'font-family="sans-serif" font-size="12" role="img" aria-label="rewards of GRPO and PPO, and the value loss">\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def panel(left: float, title: str, curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Values by step as lines, each with its name at its end; the axis goes from 0 to a little above the largest."""
+    highest = 1.05 * max(max(values) for values in curves.values())
+    yield f'<text x="{left}" y="{TOP - 10}">{title}</text>'
+    yield f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'
+    for share in (0.0, 0.5, 1.0):
+        y = TOP + HEIGHT * (1 - share)
+        yield f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{share * highest:.2f}</text>'
+    for place, (name, values) in enumerate(curves.items()):
+        points = " ".join(
+            f"{left + WIDTH * step / max(len(values) - 1, 1):.1f},{TOP + HEIGHT * (1 - value / highest):.1f}"
+            for step, value in enumerate(values)
+        )
+        yield f'<polyline points="{points}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.5"/>'
+        y = TOP + HEIGHT - 10 - 16 * place
+        yield f'<text x="{left + WIDTH - 8}" y="{y}" text-anchor="end" fill="{COLOURS[name]}">{name.upper()}</text>'
+    yield f'<text x="{left + WIDTH}" y="{TOP + HEIGHT + 18}" text-anchor="end">step {len(values)}</text>'
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Triton kernels on CUDA, or on the CPU in Triton's interpreter.
 
 Triton decides when it is imported whether it interprets. A file marks its tests of kernels `needs_kernels`: on a CUDA
-device they run compiled, and one more test runs the file again in a process of its own that interprets them.
+device they run compiled, and one more test runs the file again, or all files of a folder, in a process of its own that
+interprets them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ needs_kernels = pytest.mark.interpreted if INTERPRETED else pytest.mark.gpu
 
 
 def run_in_the_interpreter(tests: str, outcome: str, *options: str) -> None:
-    """Run the tests of this file again, with Triton's interpreter in place of its compiler."""
+    """Run the tests of this file or folder again, with Triton's interpreter in place of its compiler."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, *options],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -96,11 +96,20 @@ def test_every_setting_is_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_SERVERS])
-def test_a_recipe_runs_and_exports(
+def test_a_recipe_is_planned_runs_and_exports(
     name: str, overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     arguments = [name.partition("-")[0], str(RECIPES / f"{name}.toml"), *overrides[name], f"run.folder={run}"]
+    assert main([*arguments, "--dry-run"]) == 0
+    dry = capsys.readouterr().out
+    assert "6 samples" in dry[dry.index("\nfirst step") :]
+    assert ("\n  reference " in dry) == (name in ("distill", "dpo")), "the memory of a model besides"
+    assert main(["plan", *arguments[1:], "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["longest_responses"] == name.startswith("rl-")
+    assert plan["samples_per_step"] <= 6
+    assert not run.exists()
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "step 1  loss" in shown
@@ -109,6 +118,7 @@ def test_a_recipe_runs_and_exports(
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1]
     AutoModelForCausalLM.from_pretrained(run / "model")
+    assert (run / "critic" / "model.safetensors").exists() == (name == "rl-ppo")
     # Once more: the run is done, and says so without a further step.
     assert main(arguments) == 0
     assert "done after 2 steps" in capsys.readouterr().out
@@ -158,11 +168,6 @@ def test_a_dry_run_shows_how_wide_rows_are(
     assert "\nlayout: 4 processes = 1 replicate x 4 shard x 1 to 4 context\n" in shown
     assert re.search(r"\n  rows: .*\d+ on 2 ranks", shown)
     assert "\n  context, allgather" in shown
-
-
-def test_a_dry_run_counts_the_teacher(overrides: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["distill", str(RECIPES / "distill.toml"), *overrides["distill"], "--dry-run"]) == 0
-    assert "\n  reference " in capsys.readouterr().out
 
 
 def test_a_dry_run_of_rollouts_shows_the_sampler_and_the_longest_responses(

@@ -12,7 +12,7 @@ from torch import Tensor
 from padfree.batch import LmHead
 from padfree.head import DistillationLoss, distillation_loss, score
 from tests.head.cases import imitate_cuda
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, needs_kernels
 
 KINDS = ["forward-kl", "reverse-kl", "jsd"]
 FORMS: dict[str, dict[str, Any]] = {
@@ -254,12 +254,6 @@ def test_teachers_that_are_refused() -> None:
 
 
 # Kernels
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_in_the_interpreter(__file__, "5 passed", "-m", "interpreted")
 
 
 @needs_kernels

@@ -18,7 +18,7 @@ from padfree.head.budget import FusedPlan
 from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 from padfree.head.matmuls import Configuration, unsupported_reason
 from tests.head.cases import imitate_cuda
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -41,12 +41,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0, "logit_scale": 0.8},
     "bias and softcap": {"bias": True, "softcap": 2.0, "logit_scale": -0.5},
 }
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
-    run_in_the_interpreter(__file__, "15 passed, 11 skipped")
 
 
 def make_task(

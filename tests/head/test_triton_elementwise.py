@@ -15,7 +15,7 @@ from torch import Tensor
 
 from padfree.head import elementwise, fused_loss, score
 from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Upstream
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"vocabulary": 31},
@@ -23,12 +23,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "bias and softcap": {"vocabulary": 150, "bias": True, "softcap": 3.0},
 }
 ROWS = 4
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_in_the_interpreter(__file__, "9 passed, 2 skipped")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from padfree.record.run_folder import (
 )
 from padfree.train.run import train
 from tests.models import save_with_tokenizer
-from tests.ranks import run_ranks
+from tests.ranks import PRELOAD, run_ranks
 from tests.train.loop_cases import make_config
 
 
@@ -106,6 +108,13 @@ def model_in_the_way_of_the_export(folder: Path) -> Config:
     return config_of(folder / "run")
 
 
+def model_in_the_way_of_the_critic(folder: Path) -> Config:
+    config = config_of(folder / "run", loss={"kind": "clip", "advantage": "gae"})
+    mark_run_folder(config)
+    save_with_tokenizer(folder / "run" / "critic")
+    return config
+
+
 def file_instead(folder: Path) -> Config:
     return config_of(written(folder, "run"))
 
@@ -122,6 +131,10 @@ FOREIGN: list[tuple[Callable[[Path], Config], str]] = [
     (
         model_in_the_way_of_the_export,
         r"run/model, where the trained model goes, is no earlier export of padfree .*; move",
+    ),
+    (
+        model_in_the_way_of_the_critic,
+        r"run/critic, where the critic goes, is no earlier export of padfree .*; move",
     ),
     (file_instead, r"run is a file; give a folder, a new or an empty one"),
 ]
@@ -180,38 +193,31 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch
 # Two runs
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-sys.path[:0] = {paths!r}
-from tests.record.test_run_folder import config_of
-from padfree.record.run_folder import held_run_folder
-try:
-    with held_run_folder(config_of(Path({folder!r}))):
-        print("held", flush=True)
-        time.sleep({seconds})
-except ValueError as error:
-    print(error, flush=True)
-"""
-
-
-def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
-    script = HOLD.format(paths=[str(Path(__file__).parents[2])], folder=str(folder), seconds=seconds)
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+def hold(folder: str, said: Connection) -> None:
+    """Take the folder and keep it, or say why not."""
+    try:
+        with held_run_folder(config_of(Path(folder))):
+            said.send("held")
+            time.sleep(60)
+    except ValueError as error:
+        said.send(str(error))
 
 
 def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_path: Path) -> None:
     """Processes without torchrun, as `srun -n 3` starts them: one runs, the others say who that is."""
     folder = tmp_path / "run"
-    started = [start(folder, 60) for _ in range(3)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    started = [context.Process(target=hold, args=(str(folder), ours), daemon=True) for _, ours in pipes]
     try:
-        said = {}
         for process in started:
-            assert process.stdout is not None
-            said[process.pid] = process.stdout.readline()
-        (holder,) = [pid for pid, line in said.items() if line == "held\n"]
+            process.start()
+        said = {process.pid: theirs.recv() for process, (theirs, _) in zip(started, pipes, strict=True)}
+        (holder,) = [pid for pid, line in said.items() if line == "held"]
+        assert holder is not None
         who = rf"process {holder} on {socket.gethostname()} since "
-        refused = [line for line in said.values() if line != "held\n"]
+        refused = [line for line in said.values() if line != "held"]
         assert len(refused) == 2
         assert all(line.startswith(f"run.folder: {folder} is in use by {who}") for line in refused)
         assert all("; wait for it, give another folder" in line for line in refused)
@@ -219,7 +225,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
     finally:
         for process in started:
             process.kill()
-            process.communicate()
+            process.join()
     assert json.loads((folder / HOLDER).read_text())["pid"] == holder, "a killed process cleans nothing up"
     begin = time.monotonic()
     with held_run_folder(config_of(folder)):

@@ -1,4 +1,4 @@
-"""PPO with a critic: GAE and the value loss against one sample at a time, on any layout, killed and resumed."""
+"""PPO with a critic: GAE and value loss against one sample at a time, resumed, exported; layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, CriticConfig, config_from_dict
-from padfree.distributed import Mesh, make_mesh
+from padfree.distributed import Mesh
 from padfree.train.critic import Critic, explained_variance, with_gae
 from padfree.train.loop import Loop
 from padfree.train.run import train
-from padfree.train.setup import build_critic, build_engine
+from padfree.train.setup import build_critic, build_engine, export_critic
 from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
-from tests.ranks import run_ranks
 from tests.train.cases import alone, small_model, weights_of
 from tests.train.loop_cases import lines, samples
 
@@ -176,25 +175,6 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
         torch.testing.assert_close(weight.grad, expected, rtol=1e-5, atol=max(1e-5 * scale, 1e-7))
 
 
-def on_ranks(rank: int, world: int, runs: list[tuple[int, Config]]) -> None:
-    for context, config in runs:
-        make_loop(config, make_mesh("cpu", context=context)).run()
-
-
-def test_metrics_do_not_depend_on_the_layout(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    def config(name: str) -> Config:
-        return make_config(folder, tmp_path / name, run={"steps": 3})
-
-    make_loop(config("1"), mesh).run()
-    run_ranks(2, on_ranks, [(context, config(f"2 of {context}")) for context in (1, 2)])
-    run_ranks(4, on_ranks, [(2, config("4 of 2"))])
-    expected = lines(tmp_path / "1")
-    assert {"critic/loss", "critic/explained_variance", "critic/clip_fraction"} <= expected[0].keys()
-    for name in ("2 of 1", "2 of 2", "4 of 2"):
-        for line, other in zip(lines(tmp_path / name), expected, strict=True):
-            assert line == pytest.approx(other, rel=1e-5, abs=1e-5), name
-
-
 def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
     loop = make_loop(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
     assert loop.critic is not None
@@ -222,6 +202,30 @@ def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp
     for one, other in ((whole.engine, part.engine), (whole.critic.engine, part.critic.engine)):
         for name, weight in weights_of(one.model).items():
             assert torch.equal(weight, weights_of(other.model)[name]), name
+
+
+def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    """The score of a text is the value of what follows it; a run goes on with the exported one."""
+    loop = make_loop(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
+    loop.run()
+    assert loop.critic is not None
+    exported = export_critic(loop.critic, tmp_path / "critic")
+    found, _ = loop.critic.judged(several_turns())
+    kind: Any = AutoModelForSequenceClassification
+    model = kind.from_pretrained(exported).eval()
+    assert model.config.num_labels == 1
+    for sample in found:
+        tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64))
+        for place in np.flatnonzero(sample.scored).tolist():
+            with torch.no_grad():
+                score = float(model(input_ids=tokens[None, :place]).logits[0, 0])
+            assert sample.values is not None
+            assert sample.values[place] == pytest.approx(score, rel=1e-5, abs=1e-6)
+    assert max(float(np.abs(sample.values).max()) for sample in found if sample.values is not None) > 1e-3
+    critic = build_critic(make_config(folder, tmp_path / "later", critic={"path": str(exported)}), mesh)
+    assert critic is not None
+    for sample, other in zip(critic.judged(several_turns())[0], found, strict=True):
+        assert np.array_equal(np.asarray(sample.values), np.asarray(other.values))
 
 
 def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Path) -> None:
@@ -259,6 +263,9 @@ def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Pat
     )
     found = lines(tmp_path / "rl")
     assert len(found) == 2
+    config = AutoConfig.from_pretrained(tmp_path / "rl" / "critic")
+    assert (config.hidden_size, config.num_labels) == (48, 1)
+    assert config.pad_token_id == AutoTokenizer.from_pretrained(tmp_path / "rl" / "critic").eos_token_id
     assert all(np.isfinite(line["critic/loss"]) and line["reward"] != 0.0 for line in found)
 
 

@@ -1,4 +1,4 @@
-"""`padfree distill`: gradients of plain code, every layout, resuming, refusals."""
+"""`padfree distill`: gradients of plain code, resuming, refusals; layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from padfree.train.rl.advantages import reverse_kl, teacher_advantages
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from tests.models import build, save_with_tokenizer
-from tests.ranks import run_ranks
 from tests.train.cases import MAX_TOKENS, VOCABULARY, make_samples, small_model
 from tests.train.loop_cases import TIMES
 
@@ -39,10 +38,10 @@ SETTINGS = {
 }
 
 
-def gradients(context: int, settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
-    """Loss and whole gradients of one global batch, on the processes that there are."""
+def gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one global batch."""
     with distributed(device="cpu") as device:
-        mesh = make_mesh(device, context=context)
+        mesh = make_mesh(device)
         student, teacher = small_model(), build("qwen3", **TEACHER)
         parallelize(student, transformations(mesh))
         parallelize(teacher, transformations(mesh, frozen=True))
@@ -56,13 +55,8 @@ def gradients(context: int, settings: DistillSettings) -> tuple[float, dict[str,
         found = {}
         for name, parameter in student.named_parameters():
             assert parameter.grad is not None, name
-            grad: Any = parameter.grad
-            found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+            found[name] = parameter.grad.clone()
         return loss, found
-
-
-def case_gradients(rank: int, world: int, context: int, settings: DistillSettings) -> Any:
-    return gradients(context, settings)
 
 
 def plain_gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
@@ -93,14 +87,7 @@ def assert_same(actual: tuple[float, dict[str, Tensor]], expected: tuple[float, 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_gradients_are_those_of_one_sample_at_a_time(settings: DistillSettings) -> None:
-    assert_same(gradients(1, settings), plain_gradients(settings))
-
-
-@pytest.mark.parametrize(("world", "context"), [(2, 1), (2, 2), (4, 2)], ids=["2 data", "2 context", "2 x 2"])
-def test_every_layout_has_the_same_gradients(world: int, context: int) -> None:
-    expected = plain_gradients(SETTINGS["jsd"])
-    for found in run_ranks(world, case_gradients, context, SETTINGS["jsd"]):
-        assert_same(found, expected)
+    assert_same(gradients(settings), plain_gradients(settings))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""Runs with an environment: the same on any layout and after a kill, failures left out, trees trained like samples."""
+"""Runs with an environment: the same after a kill, failures left out, trees trained like samples.
+
+That they are the same on any layout is in `test_ways_gsm8k`.
+"""
 
 from __future__ import annotations
 
@@ -199,31 +202,15 @@ def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Pat
         assert_close(shared, expected, 1e-5)
 
 
-def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> str:
-    for config in configs:
-        train(config)
+def failed(rank: int, world: int, failing: Config) -> str:
     with pytest.raises(ValueError) as caught:
         train(failing)
     return str(caught.value)
 
 
-def test_any_layout(model_folder: Path, tmp_path: Path) -> None:
-    train(make_config(tmp_path / "one", model_folder))
-    others = [
-        make_config(tmp_path / "data", model_folder),
-        make_config(tmp_path / "context", model_folder, parallel={"context": 2}),
-    ]
+def test_an_error_of_one_rank_ends_all(model_folder: Path, tmp_path: Path) -> None:
     failing = make_config(tmp_path / "failing", model_folder, rollout={"environment": f"{HERE}:sometimes"})
-    errors = run_ranks(2, ranks, others, failing)
-    expected = lines(tmp_path / "one")
-    assert expected[0]["samples"] == 24
-    assert expected[0]["environment/tool_calls"] == 1
-    assert (expected[0]["turns"], expected[0]["samples_per_episode"], expected[0]["episodes"]) == (2, 2, 12)
-    for folder in ("data", "context"):
-        for line, other in zip(lines(tmp_path / folder), expected, strict=True):
-            assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
-        shown, others_shown = (lines(tmp_path / name, "rollouts.jsonl") for name in (folder, "one"))
-        assert [line["response"] for line in shown] == [line["response"] for line in others_shown]
+    errors = run_ranks(2, failed, failing)
     assert errors[0] == errors[1], "both ranks end with the error of the one that had it"
     assert "sometimes raised RuntimeError: the tool is broken for 'prompts.jsonl:" in errors[0]
     assert lines(tmp_path / "failing", "failures.jsonl") == [{"batch": 1, "failure": errors[0]}]
@@ -352,9 +339,11 @@ def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "rollout.environment padfree.rollout.environment.calculator:episode is not imported by a dry run" in printed
     assert "12 prompts" in printed
-    assert main(["plan", recipe, *words, "rollout.max_new_tokens=20"]) == 1
-    said = capsys.readouterr().err
-    assert "rollout.environment: it has responses written during the run, their lengths are not known; plan" in said
+    assert main(["plan", recipe, *words, "rollout.max_new_tokens=20", "rollout.group=4", "batch.samples=8"]) == 0
+    printed = capsys.readouterr().out
+    assert "48 samples" in printed, "12 prompts, 4 episodes each"
+    assert "each as long as rollout.max_new_tokens allows" in printed
+    assert "steps       6 in an epoch, 8.0 samples" in printed
     assert not (tmp_path / "run").exists()
 
 

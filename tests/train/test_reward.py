@@ -1,4 +1,4 @@
-"""`padfree reward`: against TRL and plain transformers code, on any layout, killed and resumed, evaluated, exported."""
+"""`padfree reward`: against TRL and plain transformers code, resumed, exported; layouts: `test_ways_gsm8k`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -25,6 +26,7 @@ from padfree.data import load_pairs
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import RewardModelSettings, reward_model_loss
 from padfree.model.load import load_model
+from padfree.model.lora import add_adapters, is_adapter
 from padfree.packing import collate
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
@@ -40,6 +42,7 @@ from tests.train.cases import alone
 from tests.train.loop_cases import lines
 
 MARGIN = 0.25
+ADAPTERS = {"lora": {"rank": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +98,17 @@ def score(model: Any, sample: Sample) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "each prompt twice"])
-def test_gradients_are_those_of_one_pair_at_a_time(shared: bool, mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    config = make_config(folder, tmp_path / "run", batch={"share_prefixes": shared})
+@pytest.mark.parametrize(
+    ("shared", "sections"),
+    [(True, {}), (False, {}), (True, ADAPTERS)],
+    ids=["shared prompts", "each prompt twice", "adapters"],
+)
+def test_gradients_are_those_of_one_pair_at_a_time(
+    shared: bool, sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path
+) -> None:
+    config = make_config(folder, tmp_path / "run", batch={"share_prefixes": shared}, **sections)
     loop = make_loop(config, mesh)
+    move_adapters(loop.engine.model)
     batch = loop._next_batch()
     assert batch is not None
     engine = loop.engine
@@ -109,6 +119,8 @@ def test_gradients_are_those_of_one_pair_at_a_time(shared: bool, mesh: Mesh, fol
     plain = AutoModelForSequenceClassification.from_config(
         copy.deepcopy(engine.model.config), attn_implementation="eager"
     )
+    if sections:
+        add_adapters(plain, config.lora)
     plain.load_state_dict(engine.model.state_dict())
     total = 0.0
     for first in range(0, len(batch.samples), 2):
@@ -120,33 +132,33 @@ def test_gradients_are_those_of_one_pair_at_a_time(shared: bool, mesh: Mesh, fol
     assert max(float(sample.raw_reward) for sample in batch.samples[::2]) > 0, "rows have margins"
     assert loss == pytest.approx(total, rel=1e-5)
     expected = {name: weight.grad for name, weight in plain.named_parameters()}
+    trained = {name for name, weight in engine.model.named_parameters() if weight.requires_grad}
+    assert "score.weight" in trained
+    assert (trained == expected.keys()) == (not sections)
     for name, weight in engine.model.named_parameters():
+        if name not in trained:
+            assert weight.grad is None
+            continue
         assert weight.grad is not None
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(weight.grad, expected[name], rtol=1e-5, atol=max(1e-5 * scale, 1e-7))
 
 
-def on_ranks(rank: int, world: int, runs: list[tuple[int, Config]]) -> None:
-    for context, config in runs:
-        make_loop(config, make_mesh("cpu", context=context)).run()
+@torch.no_grad()
+def move_adapters(model: Any) -> None:
+    """Away from where they begin: there a half of them is 0, and so is the gradient of the other half."""
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        if is_adapter(name):
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
 
 
-def test_metrics_do_not_depend_on_the_layout(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    make_loop(make_config(folder, tmp_path / "1"), mesh).run()
-    two = [(context, make_config(folder, tmp_path / f"2 of {context}")) for context in (1, 2)]
-    run_ranks(2, on_ranks, two)
-    run_ranks(4, on_ranks, [(2, make_config(folder, tmp_path / "4 of 2"))])
-    expected = lines(tmp_path / "1")
-    assert expected[3]["loss"] < expected[0]["loss"]
-    for name in ("2 of 1", "2 of 2", "4 of 2"):
-        for line, other in zip(lines(tmp_path / name), expected, strict=True):
-            assert line == pytest.approx(other, rel=1e-5, abs=1e-5), name
-
-
-def test_an_exported_model_gives_transformers_the_same_scores(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sections", [{}, ADAPTERS], ids=["whole", "adapters"])
+def test_an_exported_model_gives_transformers_the_same_scores(
+    sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path
+) -> None:
     """Also where texts end with the padding token, and in padded batches; evaluation, the best one, and going on."""
     held_out = {"path": [str(folder / "test.jsonl")], "every": 2}
-    train(make_config(folder, tmp_path / "run", eval=held_out, checkpoint={"best": "eval/accuracy"}))
+    train(make_config(folder, tmp_path / "run", eval=held_out, checkpoint={"best": "eval/accuracy"}, **sections))
     found = [json.loads(line) for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == [0, 2, 4]
     assert set(found[-1]) >= {"eval/loss", "eval/accuracy", "eval/margin"}
@@ -154,6 +166,10 @@ def test_an_exported_model_gives_transformers_the_same_scores(mesh: Mesh, folder
     model: Any = AutoModelForSequenceClassification.from_pretrained(exported).eval()
     tokenizer = AutoTokenizer.from_pretrained(exported)
     assert model.config.num_labels == 1
+    base = load_file(folder / "model" / "model.safetensors")
+    changed = {name for name, weight in model.state_dict().items() if name in base and not weight.equal(base[name])}
+    assert {"model.embed_tokens.weight" in changed, "model.norm.weight" in changed} == {not sections}
+    assert any("q_proj" in name for name in changed), "adapters are merged into the weights"
     assert model.config.pad_token_id == tokenizer.eos_token_id, "the tokenizer has no other padding token"
     samples = list(load_pairs(folder / "test.jsonl", tokenizer, margins=True))
     assert all(sample.tokens[-1] == tokenizer.eos_token_id for sample in samples)
@@ -229,30 +245,33 @@ def test_ends_are_the_last_tokens_that_are_no_padding() -> None:
     assert at_ends(packed, None).labels.tolist() == [-100, -100, 5, -100, -100, -100, 0, -100, 0, 7]
 
 
-def test_resume_is_bitwise(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole"), mesh)
+@pytest.mark.parametrize("sections", [{}, ADAPTERS], ids=["whole", "adapters"])
+def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
+    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}), mesh)
+        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
+    found = lines(tmp_path / "whole")
+    assert found[3]["loss"] < found[0]["loss"]
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     for name, weight in whole.engine.model.state_dict().items():
         assert torch.equal(weight, part.engine.model.state_dict()[name]), name
 
 
-def judged(rank: int, world: int, config: Config, context: int) -> list[float]:
-    """Rewards of this rank's responses: the last rank has none, the first all others."""
-    judge = build_judge(config, make_mesh("cpu", context=context))
-    assert judge is not None
-    return judge(ANSWERS if rank == 0 else [])
-
-
-def judged_on_wide_rows(rank: int, world: int, config: Config) -> list[float]:
-    """The same where a row is as wide as it wants."""
-    judge = build_judge(config, make_mesh("cpu", contexts=context_sizes(world)))
-    assert judge is not None
-    judge.scorer.max_tokens = 4
-    return judge(ANSWERS if rank == 0 else [])
+def judged(rank: int, world: int, config: Config) -> list[list[float]]:
+    """Rewards of this rank's responses, the first rank having all, on every layout; rows as wide as they want last."""
+    meshes = [make_mesh("cpu", context=context) for context in range(1, world + 1)]
+    if world > 1:
+        meshes.append(make_mesh("cpu", contexts=context_sizes(world)))
+    found = []
+    for mesh in meshes:
+        judge = build_judge(config, mesh)
+        assert judge is not None
+        if len(found) == world:
+            judge.scorer.max_tokens = 4
+        found.append(judge(ANSWERS if rank == 0 else []))
+    return found
 
 
 ANSWERS = [
@@ -299,11 +318,11 @@ def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder:
             return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
     expected = [by_transformers(prompt.row["prompt"], text) for prompt, text in ANSWERS]
-    assert judged(0, 1, config, 1) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    for context in (1, 2):
-        found = run_ranks(2, judged, config, context)
-        assert found == [pytest.approx(expected, rel=1e-5, abs=1e-6), []]
-    assert run_ranks(2, judged_on_wide_rows, config) == [pytest.approx(expected, rel=1e-5, abs=1e-6), []]
+    first, second = run_ranks(2, judged, config)
+    assert len(first) == 3
+    for found in (*judged(0, 1, config), *first):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert second == [[], [], []]
     train(config)
     shown = [json.loads(line) for line in (tmp_path / "rl" / "rollouts.jsonl").read_text().splitlines()]
     assert shown
@@ -338,7 +357,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
     for changes, message in (
         (["batch.samples=7"], "batch.samples: 7; give an even number"),
         (["reference.path=m"], "reference.path: 'm'; leave it out"),
-        (["lora.rank=4"], "lora.rank: 4; set lora.rank=0"),
+        (["lora.rank=4", "lora.export=adapter"], "lora.export: 'adapter'; set lora.export=merged"),
         (["loss.temperature=2"], "loss.temperature: 2.0; leave it out"),
         (["loss.reward.margin=-1"], "loss.reward.margin: -1.0; give 0 or more"),
         ([f"data.path={bad}"], "margin is 'much'; expected a finite number"),

@@ -6,8 +6,8 @@
             ["rank-00001.safetensors", [3], [2]]]}, ...},
         "files": {"rank-00000.safetensors": {"bytes": 412, "sha256": ...}, ...}}}
 
-A model with adapters is saved without the weights below them: every start reads those from where they came from. The
-manifest keeps a fingerprint of them, so that the adapters are not put on other weights.
+A model with adapters is saved without the frozen weights below them: every start reads those from where they came from.
+The manifest keeps a fingerprint of them, so that the adapters are not put on other weights.
 
 Nothing here talks to other ranks; `padfree.checkpoint.checkpointer` does.
 """
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from padfree.checkpoint.files import DTYPES, CheckpointError, hash_of
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
 from padfree.model.load import local_part, named_tensors
-from padfree.model.lora import ADAPTER, is_adapter
+from padfree.model.lora import ADAPTER, is_adapter, is_trained_with_adapters
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,9 +39,11 @@ CRITIC = "critic/"
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that are saved, by name: its adapters if it has any, else all."""
+    """The tensors of a model that are saved, by name: what is trained if it has adapters, else all."""
     tensors = named_tensors(model)
-    return {name: tensor for name, tensor in tensors.items() if is_adapter(name)} or tensors
+    if not any(map(is_adapter, tensors)):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if is_trained_with_adapters(name)}
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -178,8 +178,6 @@ class RolloutConfig:
             cure,
         )
         if self.has_episodes:
-            cure = "set rollout.staleness=0, episodes are not sampled ahead of training"
-            need(self.staleness == 0, "rollout.staleness", self.staleness, cure)
             cure = "leave it out, an episode gives the reward that it wants for its length"
             need(self.overlong_buffer == 0, "rollout.overlong_buffer", self.overlong_buffer, cure)
 
@@ -452,8 +450,9 @@ class Config:
             cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
             need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
         if self.loss.command == "reward":
-            cure = "set lora.rank=0, a reward model's new head would not be among the adapters"
-            need(self.lora.rank == 0, "lora.rank", self.lora.rank, cure)
+            alone = self.lora.rank > 0 and self.lora.export == "adapter"
+            cure = "set lora.export=merged, a reward model's head is trained beside the adapters and not among them"
+            need(not alone, "lora.export", self.lora.export, cure)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
         self._check_critic()

@@ -12,8 +12,8 @@ A is drawn from the seed and its own name, so its numbers do not depend on ranks
 model begins as the one without adapters.
 
 Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
-weight without what an adapter would add. Experts that transformers keeps in one tensor are refused, too; "all-linear"
-leaves them frozen.
+weight without what an adapter would add. A scalar head (`padfree.model.scalar`) is new, and is trained itself. Experts
+that transformers keeps in one tensor are refused, too; "all-linear" leaves them frozen.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import LoraConfig
+from padfree.model.scalar import HEAD as SCALAR_HEAD
+from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
 
 ADAPTER = "default"
 """The name that PEFT gives to an adapter when nobody gives one."""
@@ -43,6 +45,11 @@ _ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$")
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return _ADAPTER_NAME.search(name) is not None
+
+
+def is_trained_with_adapters(name: str) -> bool:
+    """Whether a parameter of this name is trained in a model with adapters: these, and a scalar head."""
+    return is_adapter(name) or name == SCALAR_WEIGHT
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
@@ -68,6 +75,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
             f"lora.targets: PEFT takes {min(set(targets) - set(config.target_modules))!r} of "
             f"{type(model).__name__} for its experts, which cannot have adapters; leave it out, name the others"
         )
+    if isinstance(head := getattr(model, SCALAR_HEAD, None), nn.Linear):
+        head.requires_grad_(True)
     for module_name, layer in model.named_modules():
         if not is_adapted(layer):
             continue
@@ -107,7 +116,8 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """The names of linear layers that PEFT is to look for, as short as they can be."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
+    ends = (model.get_input_embeddings(), *heads)  # type: ignore[no-untyped-call]
     modules = {name: module for name, module in model.named_modules() if name}
     fit = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module not in ends}
     last = sorted({name.rpartition(".")[2] for name in fit})

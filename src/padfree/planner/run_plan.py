@@ -32,6 +32,7 @@ class RunPlan:
     lengths: Lengths
     over_budget: int  # samples longer than a step's token budget
     shared_tokens: int | None  # that samples of a group share; None: not known of these data
+    longest_responses: bool  # lengths are those of prompts with the longest responses there may be
     epoch: EpochPlan
     layout: LayoutKind
     balances: list[ContextBalance]  # of each kind, over some of the planned rows; none for one context rank
@@ -88,6 +89,7 @@ class RunPlan:
                 "longest": int(self.lengths.max()),
             },
             "sharing": self.sharing,
+            "longest_responses": self.longest_responses,
             "row_tokens": shape.row_tokens,
             "overlong": int(np.count_nonzero(self.lengths > shape.row_tokens)),
             "over_budget": self.over_budget,
@@ -139,6 +141,8 @@ class RunPlan:
             f"data        {found['samples']:,} samples, {found['tokens']:,} tokens; lengths {length['shortest']:,} to "
             f"{length['longest']:,}, median {length['median']:,.0f}, mean {length['mean']:,.1f}"
         )
+        if self.longest_responses:
+            yield "            responses that the run writes, each as long as rollout.max_new_tokens allows"
         if self.shared_tokens is not None:
             computed = self.num_tokens - self.shared_tokens
             yield (
@@ -234,6 +238,7 @@ def make_plan(
         lengths=data.lengths,
         over_budget=data.over_budget,
         shared_tokens=data.shared_tokens,
+        longest_responses=data.longest_responses,
         epoch=epoch,
         layout=layout,
         balances=[context_balance(rows, shape.context, kind) for kind in KINDS] if shape.context > 1 else [],

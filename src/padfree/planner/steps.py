@@ -3,6 +3,8 @@
     lengths of the data      7 3 9 4 5 ...            of a tokenised data set, of rollouts, or from a file of numbers
     steps                    [9 3 4] [5 7 2] ...      the same samples in the same order as a run's
 
+Responses that a run writes itself are planned as long as they may be, which is the most that it can need.
+
 The order comes from `run.seed` as it does in training; a test compares the two.
 """
 
@@ -38,6 +40,7 @@ class StepLengths:
     steps: list[Lengths]
     over_budget: int = 0  # samples longer than `batch.tokens`, each a step of its own
     shared_tokens: int | None = None  # of rollouts, those that need not be computed if groups share their prefixes
+    longest_responses: bool = False  # lengths are those of prompts with the longest responses there may be
 
 
 def load_steps(
@@ -50,16 +53,13 @@ def load_steps(
     """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here."""
     if lengths is not None:
         return sft_steps(read_lengths(lengths), config)
-    if config.rollout.source is not None:
-        raise ValueError(
-            f"{config.rollout.source}: it has responses written during the run, their lengths are not known; "
-            "plan rollout files, or --lengths"
-        )
     # The devices that are planned for need not be here.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples = found.source.samples
+    if config.rollout.source is not None:
+        return prompt_steps(samples, config)
     alike = config.loss.command in ("sft", "distill")
     return sft_steps(lengths_of(samples), config) if alike else rollout_steps(samples, config)
 
@@ -106,7 +106,13 @@ def sft_steps(lengths: Lengths, config: Config) -> StepLengths:
 
 
 def rollout_steps(samples: Any, config: Config) -> StepLengths:
-    """The updates of one pass over rollouts, or over pairs: whole groups, `loss.epochs` times, in parts."""
+    """The updates of one pass over rollouts, or over pairs."""
+    steps = rollout_updates(samples, config)
+    return StepLengths(lengths=_lengths(samples), steps=steps, shared_tokens=_shared_tokens(samples, config))
+
+
+def rollout_updates(samples: Any, config: Config) -> list[Lengths]:
+    """Lengths of the samples of each update: whole groups, `loss.epochs` times, in parts."""
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
     for number, groups in enumerate(make_batcher(once, samples), start=1):
@@ -115,7 +121,16 @@ def rollout_steps(samples: Any, config: Config) -> StepLengths:
             len(batch), epochs=loss.epochs, mini_batches=loss.mini_batches, seed=config.run.seed, number=number
         )
         steps += [batch[part] for part in parts]
-    return StepLengths(lengths=_lengths(samples), steps=steps, shared_tokens=_shared_tokens(samples, config))
+    return steps
+
+
+def prompt_steps(prompts: Sequence[Any], config: Config) -> StepLengths:
+    """The updates of one pass over prompts, `rollout.group` responses to each, as long as they may be."""
+    group = config.rollout.group
+    found = rollout_updates(prompts, config)
+    shared = 0 if config.batch.share_prefixes is False else sum(len(prompt.tokens) for prompt in prompts) * (group - 1)
+    lengths = np.repeat(_lengths(prompts), group)
+    return StepLengths(lengths=lengths, steps=found, shared_tokens=shared, longest_responses=True)
 
 
 def _shared_tokens(samples: Sequence[Sample], config: Config) -> int:

@@ -15,6 +15,7 @@ journal/step-*           responses that were sampled after the last checkpoint
 checkpoints/step-*       what can be resumed from
 model/                   the trained model, exported
 model-best/              the one of the best evaluation (`checkpoint.best`)
+critic/                  the critic that was trained beside it
 """
 
 from __future__ import annotations
@@ -28,4 +29,4 @@ ROWS = "rows.jsonl"
 ROLLOUTS = "rollouts.jsonl"
 FAILURES = "failures.jsonl"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # eight digits, or * to find them all
-CHECKPOINTS, JOURNAL, MODEL, BEST_MODEL = "checkpoints", "journal", "model", "model-best"
+CHECKPOINTS, JOURNAL, MODEL, BEST_MODEL, CRITIC_MODEL = "checkpoints", "journal", "model", "model-best", "critic"

@@ -38,7 +38,7 @@ from padfree.config import Config
 from padfree.config.functions import model_of
 from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
-from padfree.record.files import CONFIG, HOLDER, LOCK, MARKER, MODEL
+from padfree.record.files import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
@@ -92,11 +92,15 @@ def check_run_folder(config: Config) -> None:
                 f"run.folder: {folder} has {foreign[0]} and is no run of padfree (no {MARKER}); give a new or an empty "
                 "folder"
             )
-    if config.checkpoint.export and (reason := not_an_export(folder / MODEL)):
-        raise ValueError(
-            f"run.folder: {folder / MODEL}, where the trained model goes, {reason}; move it away, give another "
-            "run.folder, or set checkpoint.export=false"
-        )
+    exported = {MODEL: "trained model"} if config.checkpoint.export else {}
+    if exported and config.loss.advantage == "gae":
+        exported[CRITIC_MODEL] = "critic"
+    for name, what in exported.items():
+        if reason := not_an_export(folder / name):
+            raise ValueError(
+                f"run.folder: {folder / name}, where the {what} goes, {reason}; move it away, give another "
+                "run.folder, or set checkpoint.export=false"
+            )
 
 
 def _check_inputs(config: Config, folder: Path) -> None:

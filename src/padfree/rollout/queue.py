@@ -11,7 +11,8 @@ by threads that no collective waits for. Ranks talk to each other in `put`, `tak
 A checkpoint holds every response of the queue: finished ones with their rewards, and those under way as far as they
 were when weights were exchanged last. A run that is resumed puts the same batches in and asks for the rest. A group
 with a token that would be older than `staleness` batches when it is trained is dropped, counted, and asked for anew:
-that happens where the setting was lowered.
+that happens where the setting was lowered. Episodes of environments are queued in the same way (`AheadQueue`,
+`padfree.rollout.environment.ahead`), those under way being played again.
 
     "queue"            batch, number, length, ended and reward of each response; without a reward it is unfinished
     "queue/tokens"     [Σm]     and its log-probabilities and the versions of its tokens
@@ -21,10 +22,11 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,9 +37,10 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.rollout.base import AheadSampler, Response
-from padfree.rollout.candidates import Candidates, Group
+from padfree.rollout.candidates import Candidates, Group, SparePrompts
+from padfree.rollout.journal import Journal
 from padfree.rollout.prompts import Prompt
-from padfree.rollout.writer import RolloutWriter, Written, numbers_of, signals
+from padfree.rollout.writer import OnSampling, Rewarded, RolloutWriter, Written, numbers_of, signals, told
 
 KEY = "queue"
 ARRAYS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64}
@@ -56,34 +59,76 @@ class Stored:
     reward: float | None
 
 
+class Dated(Rewarded, Protocol):
+    """What was written under a number of a batch, and what it has earned."""
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """[m] of the weights that wrote each of its tokens."""
+
+
+Item = TypeVar("Item", bound=Dated)
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Queued:
-    """A batch between `put` and `take`; the responses are this rank's, by number."""
+class Queued(Generic[Item]):
+    """A batch between `put` and `take`; what is written is this rank's, by number."""
 
     batch: int
     candidates: Candidates
     version: int  # optimizer steps that will have been made when it is trained
     missing: set[int] = field(default_factory=set)  # without a reward
-    begun: dict[int, Response] = field(default_factory=dict)  # of the missing, those that have tokens
-    written: dict[int, Written] = field(default_factory=dict)
+    begun: dict[int, Response] = field(default_factory=dict)  # of missing responses, those that have tokens
+    written: dict[int, Item] = field(default_factory=dict)
 
 
-class AheadWriter(RolloutWriter):
-    """Prompts to rewarded samples, batches ahead."""
+class AheadQueue(ABC, Generic[Item]):
+    """Batches between `put` and `take`, whatever their samples are made of: what is the same for all that write ahead.
 
+    It stands behind a writer among the bases of a class, and uses its attributes.
+    """
+
+    key: ClassVar[str]  # of what a checkpoint holds of it
+    config: Config
+    mesh: Mesh
     sampler: AheadSampler
+    timings: dict[str, float]
+    journal: Journal | None
+    on_sampling: OnSampling | None
+    _spare: SparePrompts
+    _batch_metrics: dict[str, float]
 
-    def __init__(
-        self, config: Config, mesh: Mesh, sampler: AheadSampler, tokenizer: Any, prompts: Sequence[Prompt] = ()
-    ) -> None:
-        super().__init__(config, mesh, sampler, tokenizer, prompts)
+    def _begin_queue(self, config: Config) -> None:
         self.oldest = config.rollout.staleness * config.loss.epochs * config.loss.mini_batches  # optimizer steps
-        self._batches: dict[int, _Queued] = {}
-        self._restored: dict[tuple[int, int], Stored] = {}
+        self._batches: dict[int, Queued[Item]] = {}
         self._change = threading.Condition()
-        self._failure: str | None = None  # of a reward
-        self._rewarding = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+        self._failure: str | None = None  # of what does not run in the main thread
         self._dropped = 0
+
+    @abstractmethod
+    def _ask(self, queued: Queued[Item], groups: range) -> None:
+        """Have this rank's share of these groups written, less what a checkpoint had."""
+
+    @abstractmethod
+    def _of_all_ranks(self, queued: Queued[Item]) -> dict[int, Item]:
+        """What was written of a batch, by number."""
+
+    @abstractmethod
+    def _finished(
+        self, batch: int, candidates: Candidates, signal: Mapping[int, bool], written: Mapping[int, Item]
+    ) -> list[Sample]:
+        """The samples of a batch, with its numbers noted."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint. Every rank calls it and gets the same."""
+
+    @abstractmethod
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Go on with what `state` has kept."""
+
+    def _fail(self, batch: int, message: str) -> NoReturn:
+        raise ValueError(message)
 
     def exchange(self, trained: PreTrainedModel, version: int) -> None:
         """Let the weights of `trained` write from now on. Every rank calls it."""
@@ -94,7 +139,8 @@ class AheadWriter(RolloutWriter):
     def put(self, groups: Sequence[Group], *, batch: int, version: int) -> None:
         """Ask for the responses of a batch that will be trained after `version` optimizer steps."""
         candidates = Candidates(batch, groups, self.config.rollout, self._spare)
-        queued = self._batches[batch] = _Queued(batch=batch, candidates=candidates, version=version)
+        queued: Queued[Item] = Queued(batch=batch, candidates=candidates, version=version)
+        self._batches[batch] = queued
         self._ask(queued, candidates.begin())
 
     def look(self) -> None:
@@ -102,9 +148,9 @@ class AheadWriter(RolloutWriter):
         if self.config.rollout.filter == "none":
             return
         own = {batch: self._signal(queued) if not queued.missing else None for batch, queued in self._batches.items()}
-        everybody = self._told(own)
+        everybody = told(own, self.mesh)
         for batch, queued in self._batches.items():
-            parts = [told[batch] for told in everybody]
+            parts = [one[batch] for one in everybody]
             if None not in parts:
                 self._ask(queued, queued.candidates.more(_merged(parts)))
 
@@ -115,10 +161,10 @@ class AheadWriter(RolloutWriter):
         signal: dict[int, bool] = {}
         while True:
             self._wait(queued)
-            everybody = self._told((self._error(), bool(queued.missing), self._signal(queued)))
+            everybody = told((self._error(), bool(queued.missing), self._signal(queued)), self.mesh)
             for message, _, _ in everybody:
                 if message is not None:
-                    raise ValueError(message)
+                    self._fail(batch, message)
             if any(lacks for _, lacks, _ in everybody):
                 self.sampler.renew()
                 continue
@@ -128,22 +174,102 @@ class AheadWriter(RolloutWriter):
                 break
             self._ask(queued, asked)
         del self._batches[batch]
-        if self.journal is not None:
-            self.journal.sync()
-        written = self._gathered(list(queued.written.values()), None)
+        written = self._of_all_ranks(queued)
         waiting = self._waiting_groups()
         self.timings["waiting"] = time.perf_counter() - begin
         samples = self._finished(batch, queued.candidates, signal, written)
         self._batch_metrics |= self._queue_metrics(queued.candidates, signal, written, version, waiting)
         return samples
 
+    def _wait(self, queued: Queued[Item]) -> None:
+        """Until this rank's responses are there, or something must be done about it.
+
+        The sampler is not asked under the lock: its threads may hold one of their own when they come for ours.
+        """
+        while not self.sampler.stuck:
+            with self._change:
+                if self.on_sampling is not None:
+                    self.on_sampling(len(queued.written), len(queued.written) + len(queued.missing))
+                if not queued.missing or self._error() is not None:
+                    return
+                self._change.wait(POLL)
+
+    def _error(self) -> str | None:
+        if self._failure is not None:
+            return self._failure
+        if self.journal is not None and self.journal.failure is not None:
+            return self.journal.failure
+        return None if self.sampler.failure is None else str(self.sampler.failure)
+
+    def _signal(self, queued: Queued[Item]) -> dict[int, bool]:
+        """Of this rank's groups, once all of their responses are there."""
+        if queued.missing:
+            return {}
+        own = range(self.mesh.loss.rank, queued.candidates.asked, self.mesh.loss.size)
+        return signals(queued.candidates.groups, own, queued.written)
+
+    def _waiting_groups(self) -> tuple[int, int]:
+        """Groups of later batches that are finished, and that are not, on all ranks."""
+        finished = unfinished = 0
+        for queued in self._batches.values():
+            with self._change:
+                missing = set(queued.missing)
+            for index in range(self.mesh.loss.rank, queued.candidates.asked, self.mesh.loss.size):
+                lacks = bool(missing.intersection(numbers_of(queued.candidates.groups, index)))
+                finished, unfinished = finished + (not lacks), unfinished + lacks
+        everybody = told((finished, unfinished), self.mesh)
+        return sum(one for one, _ in everybody), sum(other for _, other in everybody)
+
+    def _queue_metrics(
+        self,
+        candidates: Candidates,
+        signal: Mapping[int, bool],
+        written: Mapping[int, Item],
+        version: int,
+        waiting: tuple[int, int],
+    ) -> dict[str, float]:
+        chosen = [number for index in candidates.chosen(signal) for number in numbers_of(candidates.groups, index)]
+        ages = version - np.concatenate([written[number].versions for number in chosen])
+        assert ages.min() >= 0, "no token is written by weights that are still to come"
+        assert ages.max() <= self.oldest, "older groups are dropped when they are put in"
+        dropped, self._dropped = self._dropped, 0
+        found = {
+            "version_age": float(ages.mean()),
+            "version_age_max": float(ages.max()),
+            "queue_finished": float(waiting[0]),
+            "queue_unfinished": float(waiting[1]),
+            "groups_dropped": float(dropped),
+        }
+        speed = self.sampler.metrics().get("tokens_per_second")
+        return found if speed is None else {**found, "sampler_tokens_per_second": speed}
+
+
+class AheadWriter(RolloutWriter, AheadQueue[Written]):
+    """Prompts to rewarded samples, batches ahead."""
+
+    key = KEY
+    sampler: AheadSampler
+
+    def __init__(
+        self, config: Config, mesh: Mesh, sampler: AheadSampler, tokenizer: Any, prompts: Sequence[Prompt] = ()
+    ) -> None:
+        super().__init__(config, mesh, sampler, tokenizer, prompts)
+        self._begin_queue(config)
+        self._restored: dict[tuple[int, int], Stored] = {}
+        self._rewarding = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+
     def close(self) -> None:
         super().close()
         self._rewarding.shutdown(wait=False, cancel_futures=True)
 
+    def _of_all_ranks(self, queued: Queued[Written]) -> dict[int, Written]:
+        if self.journal is not None:
+            self.journal.sync()
+        return self._gathered(list(queued.written.values()), None)
+
     # Responses
 
-    def _ask(self, queued: _Queued, groups: range) -> None:
+    def _ask(self, queued: Queued[Written], groups: range) -> None:
         """Ask for this rank's share of these groups, less what a checkpoint had."""
         prompts = [prompt for group in queued.candidates.groups for prompt in group]
         numbers: list[int] = []
@@ -187,7 +313,7 @@ class AheadWriter(RolloutWriter):
         if requests:
             self.sampler.begin(requests, arrived)
 
-    def _reward(self, queued: _Queued, number: int, response: Response, prompt: Prompt) -> None:
+    def _reward(self, queued: Queued[Written], number: int, response: Response, prompt: Prompt) -> None:
         """By one of the threads for it."""
         try:
             written = self._rewarded(number, response, prompt)
@@ -202,71 +328,9 @@ class AheadWriter(RolloutWriter):
             queued.missing.remove(number)
             self._change.notify_all()
 
-    def _wait(self, queued: _Queued) -> None:
-        """Until this rank's responses are there, or something must be done about it.
+    # Checkpoints
 
-        The sampler is not asked under the lock: its threads may hold one of their own when they come for ours.
-        """
-        while not self.sampler.stuck:
-            with self._change:
-                if self.on_sampling is not None:
-                    self.on_sampling(len(queued.written), len(queued.written) + len(queued.missing))
-                if not queued.missing or self._error() is not None:
-                    return
-                self._change.wait(POLL)
-
-    def _error(self) -> str | None:
-        if self._failure is not None:
-            return self._failure
-        if self.journal is not None and self.journal.failure is not None:
-            return self.journal.failure
-        return None if self.sampler.failure is None else str(self.sampler.failure)
-
-    def _signal(self, queued: _Queued) -> dict[int, bool]:
-        """Of this rank's groups, once all of their responses are there."""
-        if queued.missing:
-            return {}
-        own = range(self.mesh.loss.rank, queued.candidates.asked, self.mesh.loss.size)
-        return signals(queued.candidates.groups, own, queued.written)
-
-    # The queue as a whole
-
-    def _waiting_groups(self) -> tuple[int, int]:
-        """Groups of later batches that are finished, and that are not, on all ranks."""
-        finished = unfinished = 0
-        for queued in self._batches.values():
-            with self._change:
-                missing = set(queued.missing)
-            for index in range(self.mesh.loss.rank, queued.candidates.asked, self.mesh.loss.size):
-                lacks = bool(missing.intersection(numbers_of(queued.candidates.groups, index)))
-                finished, unfinished = finished + (not lacks), unfinished + lacks
-        everybody = self._told((finished, unfinished))
-        return sum(one for one, _ in everybody), sum(other for _, other in everybody)
-
-    def _queue_metrics(
-        self,
-        candidates: Candidates,
-        signal: Mapping[int, bool],
-        written: Mapping[int, Written],
-        version: int,
-        waiting: tuple[int, int],
-    ) -> dict[str, float]:
-        chosen = [number for index in candidates.chosen(signal) for number in numbers_of(candidates.groups, index)]
-        ages = version - np.concatenate([written[number].response.token_versions for number in chosen])
-        assert ages.min() >= 0, "no token is written by weights that are still to come"
-        assert ages.max() <= self.oldest, "older groups are dropped when they are put in"
-        dropped, self._dropped = self._dropped, 0
-        found = {
-            "version_age": float(ages.mean()),
-            "version_age_max": float(ages.max()),
-            "queue_finished": float(waiting[0]),
-            "queue_unfinished": float(waiting[1]),
-            "groups_dropped": float(dropped),
-        }
-        speed = self.sampler.metrics().get("tokens_per_second")
-        return found if speed is None else {**found, "sampler_tokens_per_second": speed}
-
-    def _stored(self, queued: _Queued, numbers: range, prompts: Sequence[Prompt]) -> dict[int, Stored]:
+    def _stored(self, queued: Queued[Written], numbers: range, prompts: Sequence[Prompt]) -> dict[int, Stored]:
         """What a checkpoint and the journal had of a group, unless it is too old by now."""
         found: dict[int, Stored] = {}
         for number in numbers:
@@ -285,7 +349,6 @@ class AheadWriter(RolloutWriter):
         return found
 
     def state(self) -> dict[str, Any]:
-        """For `extra` of a checkpoint. Every rank calls it and gets the same."""
         own: list[Stored] = []
         with self._change:
             for batch, queued in self._batches.items():
@@ -299,7 +362,6 @@ class AheadWriter(RolloutWriter):
         return stored_state([*everybody, *self._restored.values()])
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Go on with what `state` has kept."""
         self._restored = {(one.batch, one.number): one for one in stored_responses(extra)}
 
 

@@ -65,6 +65,10 @@ class Written:
         return (self.reward,)
 
     @property
+    def versions(self) -> NDArray[np.int64]:
+        return self.response.token_versions
+
+    @property
     def num_tokens(self) -> int:
         return len(self.response.tokens)
 

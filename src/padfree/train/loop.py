@@ -45,8 +45,9 @@ from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
+from padfree.rollout.environment.ahead import KEY as EPISODES
 from padfree.rollout.journal import Journal
-from padfree.rollout.queue import KEY as QUEUE
+from padfree.rollout.queue import KEY as RESPONSES
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.distillation import DistillationRowLoss
@@ -483,8 +484,10 @@ class Loop:
         changed = check_made_with(path, extra[MADE_WITH], self.made_with, self.config, inside=KEY in extra)
         if changed:
             note(change_line(path, changed))
-        if self.ahead is None and extra.get(QUEUE):
-            note(f"{len(extra[QUEUE])} responses that {path} has ahead are dropped: rollout.staleness is 0 now")
+        for key in (RESPONSES, EPISODES):
+            if extra.get(key) and (self.ahead is None or self.ahead.key != key):
+                why = "rollout.staleness is 0 now" if self.ahead is None else "rollout.environment has changed"
+                note(f"{len(extra[key])} responses that {path} has ahead are dropped: {why}")
         return changed
 
     def _resume(self, path: Path) -> None:

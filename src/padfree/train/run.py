@@ -26,14 +26,14 @@ from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
 from padfree.packing.context_sizes import context_sizes
-from padfree.record.files import BEST_MODEL, CHECKPOINTS, JOURNAL, MODEL, ROWS
+from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
-from padfree.rollout.environment import EpisodeWriter
+from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
-from padfree.rollout.queue import AheadWriter
+from padfree.rollout.queue import AheadQueue, AheadWriter
 from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
@@ -54,6 +54,7 @@ from padfree.train.setup import (
     build_reference,
     build_teacher_scorer,
     export,
+    export_critic,
     export_dtype,
 )
 from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher, text_settings
@@ -105,7 +106,9 @@ def _train(
             on_note(line)
     imports.wait()
     engine = build_engine(config, mesh, tokenizer)
-    dtype = export_dtype(config)  # asked now, the files may be gone at the end
+    dtype = critic_dtype = export_dtype(config)  # asked now, the files may be gone at the end
+    if config.critic.path is not None:
+        critic_dtype = export_dtype(config, config.critic.path)
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
     journal = None
@@ -118,7 +121,7 @@ def _train(
         samples, reference = _precomputed(config, mesh, source.samples, reference), None
     batcher = make_batcher(config, samples)
     sampling, ahead = None, None
-    if isinstance(writer, AheadWriter):
+    if isinstance(writer, AheadQueue):
         ahead = BatchesAhead(config, batcher, writer, engine)
     elif writer is not None:
         sampling = _Sampling(writer, engine, lambda: (batcher.step, loop.step))
@@ -152,6 +155,8 @@ def _train(
         if loop.best is not None:
             loop.load_best()
             export(config, engine.model, loop.folder / BEST_MODEL, tokenizer, dtype=dtype)
+        if loop.critic is not None:
+            export_critic(loop.critic, loop.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
     return result
 
 
@@ -220,12 +225,16 @@ def _rollout_writer(
     if config.rollout.source is None:
         return None
     prompts = [prompt for prompt in samples if isinstance(prompt, Prompt)]
+    chat = None
+    if config.rollout.has_episodes:
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
     if config.rollout.staleness:
         ahead = make_ahead_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+        if config.rollout.has_episodes:
+            return AheadEpisodeWriter(config, mesh, ahead, tokenizer, prompts, chat=chat)
         return AheadWriter(config, mesh, ahead, tokenizer, prompts)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     if config.rollout.has_episodes:
-        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
         return EpisodeWriter(config, mesh, sampler, tokenizer, prompts, chat=chat)
     return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
 

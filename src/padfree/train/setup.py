@@ -4,6 +4,7 @@ Config -> build_engine      model, optimizer, loss, and what scores with them
        -> build_reference   the model that the KL term compares with
        -> build_critic      the value model that is trained beside the policy
        -> export            the trained model as a folder, in the form that is asked for
+       -> export_critic     the value model as a folder
 """
 
 from __future__ import annotations
@@ -214,13 +215,25 @@ def export(
     return export_model(model, folder, tokenizer, dtype=dtype)
 
 
-def export_dtype(config: Config) -> torch.dtype:
-    """What `checkpoint.export_dtype` means for the model of this run. Every rank calls it."""
+def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
+    """The critic in the form of a reward model, which `AutoModelForSequenceClassification` loads. Every rank calls it.
+
+    The score of a text is the value at its last token: what the critic expects of a response that goes on from there.
+    """
+    use_pad_token(critic.engine.model, tokenizer)
+    return export_model(critic.engine.model, folder, tokenizer, dtype=dtype)
+
+
+def export_dtype(config: Config, path: str | None = None) -> torch.dtype:
+    """What `checkpoint.export_dtype` means for a model that began as `path` (None: that of the run).
+
+    Every rank calls it.
+    """
     if config.checkpoint.export_dtype != "base":
         chosen: torch.dtype = getattr(torch, config.checkpoint.export_dtype)
         return chosen
-    code = config.model.trust_remote_code
-    return base_dtype(*opened_together(config.model.path, init=config.model.init, trust_remote_code=code))
+    code, init = config.model.trust_remote_code, config.model.init if path is None else "weights"
+    return base_dtype(*opened_together(path or config.model.path, init=init, trust_remote_code=code))
 
 
 def _adapters_alone(config: Config) -> bool:

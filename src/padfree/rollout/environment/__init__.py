@@ -11,11 +11,13 @@ runner         EpisodeRunner: plays many episodes at a time
   tokens       their requests, sampled together in rounds or as they come
   judge        rewards in threads or processes (`padfree.data.reward_worker`)
 writer         EpisodeWriter: groups of prompts to rewarded samples
+  ahead        AheadEpisodeWriter: the same, batches ahead of training
 choose         which environment the settings name
 rehearse       an environment tried out without a model
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent
+from padfree.rollout.environment.ahead import AheadEpisodeWriter
 from padfree.rollout.environment.choose import check_episode_settings, load_episode
 from padfree.rollout.environment.policy import Policy, Turn
 from padfree.rollout.environment.rehearse import rehearse
@@ -24,6 +26,7 @@ from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.environment.writer import EpisodeWriter
 
 __all__ = [
+    "AheadEpisodeWriter",
     "EpisodeWriter",
     "Finished",
     "Played",

@@ -6,16 +6,21 @@
                    raises, hangs       raises, hangs          Played with a failure, or the end of the run
 
 The time-out counts an episode's own time: while it waits for tokens, its clock stands still.
+
+`play` waits for its episodes. `begin` does not: those of batches ahead go on while others are trained, in the order in
+which they were begun.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from padfree.config.rules import shown_error
 from padfree.data.records import LARGEST, shown
@@ -24,7 +29,7 @@ from padfree.rollout.environment.gateway import Gateway
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.loop_thread import LoopThread
 from padfree.rollout.environment.policy import Episode, Policy, Words
-from padfree.rollout.environment.tokens import Place, Tell, TokenSource, make_token_source
+from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
 from padfree.rollout.prompts import Prompt
 
@@ -63,6 +68,11 @@ class Played:
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property
+    def versions(self) -> NDArray[np.int64]:
+        """Of the weights that wrote its sampled tokens, of all leaves together."""
+        return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
+
+    @property
     def ended(self) -> bool:
         return bool(self.leaves) and all(leaf.ended for leaf in self.leaves)
 
@@ -87,18 +97,44 @@ class EpisodeRunner:
         self._episode, self._sampler, self.words, self._judge = episode, sampler, words, judge
         self._settings = settings
         self._thread = LoopThread()
+        self._room = asyncio.Semaphore(settings.most)  # of episodes that were begun
+        self._turn = asyncio.Lock()  # theirs, whose batch begins episodes
         self._gateway = Gateway(words, settings.temperature)
 
     def play(self, plays: Sequence[Play], tell: Tell, judge: Judge | None = None) -> list[Played]:
         """In the order of the plays. Every rank calls it with its own; `tell` lets all know what one says."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
-        playing = self._thread.submit(self._play_all(plays, source, judge or self._judge))
+        room = asyncio.Semaphore(self._settings.most)
+        playing = self._thread.submit(self._play_all(plays, source, judge or self._judge, room))
         try:
             source.serve(playing, tell)
         except BaseException:
             playing.cancel()
             raise
         return playing.result()
+
+    def begin(
+        self, plays: Sequence[Play], on_played: Callable[[Played], None], on_failed: Callable[[str], None]
+    ) -> None:
+        """Play these after all that were begun before, and return; the sampler must take requests at any time.
+
+        `on_played` is called with each as it ends, and `on_failed` with what has ended all of them, by threads.
+        """
+        source = make_token_source(self._sampler, self._thread, self._settings.timeout)
+
+        def ended(playing: Future[Any]) -> None:
+            try:
+                line = failure_of(playing)
+            except Exception as error:  # it must reach the thread that waits for the episodes
+                line = f"rollout.environment: {shown_error(error)}; report it, an episode's own errors are caught"
+            if line is not None:
+                on_failed(line)
+
+        self._thread.submit(self._play_in_turn(plays, source, on_played)).add_done_callback(ended)
+
+    def blocked(self) -> str | None:
+        """A line if an episode keeps the event loop for itself."""
+        return blocked(self._thread, self._settings.timeout)
 
     def close(self) -> None:
         self._thread.close(self._end)
@@ -108,16 +144,35 @@ class EpisodeRunner:
         if self._judge is not None:
             await self._judge.close()
 
-    async def _play_all(self, plays: Sequence[Play], source: TokenSource, judge: Judge | None) -> list[Played]:
-        room = asyncio.Semaphore(self._settings.most)
+    async def _play_in_turn(
+        self, plays: Sequence[Play], source: TokenSource, on_played: Callable[[Played], None]
+    ) -> None:
+        await self._turn.acquire()
+        await self._play_all(plays, source, self._judge, self._room, on_played, self._turn.release)
+
+    async def _play_all(
+        self,
+        plays: Sequence[Play],
+        source: TokenSource,
+        judge: Judge | None,
+        room: asyncio.Semaphore,
+        on_played: Callable[[Played], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
+    ) -> list[Played]:
+        """`on_begun` is called when all of them have begun, or one has failed."""
         tasks: list[asyncio.Task[Played]] = []
         try:
-            for play in plays:
-                await room.acquire()
-                source.began(play.number)
-                session = _Session(self, play, source, room.release)
-                tasks.append(asyncio.create_task(session.play(self._episode, judge), name=play.prompt.uid))
-                self._raise_failure(tasks)
+            try:
+                for play in plays:
+                    await room.acquire()
+                    source.began(play.number)
+                    session = _Session(self, play, source, room.release)
+                    playing = self._play_one(session, judge, on_played)
+                    tasks.append(asyncio.create_task(playing, name=play.prompt.uid))
+                    self._raise_failure(tasks)
+            finally:
+                if on_begun is not None:
+                    on_begun()
             for task in asyncio.as_completed(tasks):
                 await task
             return [task.result() for task in tasks]
@@ -125,6 +180,14 @@ class EpisodeRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _play_one(
+        self, session: _Session, judge: Judge | None, on_played: Callable[[Played], None] | None
+    ) -> Played:
+        played = await session.play(self._episode, judge)
+        if on_played is not None:
+            on_played(played)
+        return played
 
     def _raise_failure(self, tasks: Sequence[asyncio.Task[Played]]) -> None:
         for task in tasks:

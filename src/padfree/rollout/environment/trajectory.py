@@ -25,13 +25,14 @@ from padfree.rollout.prompts import Prompt
 
 
 class Branch:
-    """One path of an episode: ids, which of them were sampled, and their log-probabilities."""
+    """One path of an episode: ids, which of them were sampled, by which weights, and their log-probabilities."""
 
     def __init__(self, tokens: NDArray[np.integer[Any]], *, path: tuple[int, ...] = (), parent: Branch | None = None):
         self._given = tokens  # the object that requests of one context share, as long as nothing is behind it
         self.ids: list[int] = tokens.tolist()
         self.sampled = [False] * len(self.ids)
         self.logprobs = [0.0] * len(self.ids)
+        self.versions = [0] * len(self.ids)
         self.path, self.parent = path, parent
         self.fork = len(self.ids)  # where it left its parent; of a root: the prompt's length
         self.turns = self.num_branches = 0
@@ -48,25 +49,27 @@ class Branch:
 
     def write(self, response: Response) -> None:
         """Append what was sampled."""
-        self._append(response.tokens.tolist(), True, response.logprobs.tolist())
+        self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist())
         self.turns += 1
         self.ended = response.ended
 
     def add(self, ids: Sequence[int]) -> None:
         """Append what the environment says."""
-        self._append(list(ids), False, [0.0] * len(ids))
+        self._append(list(ids), False, [0.0] * len(ids), [0] * len(ids))
         self.ended = self.ended and not ids
 
-    def _append(self, ids: list[int], sampled: bool, logprobs: list[float]) -> None:
+    def _append(self, ids: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
         self.logprobs += logprobs
+        self.versions += versions
 
     def branch(self, at: int | None = None) -> Branch:
         """A further path from here on, or from where there were `at` tokens."""
         tokens = self.tokens if at is None else self.tokens[:at]
         child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]
+        child.versions = self.versions[: len(tokens)]
         child.ended = self.ended and len(tokens) == len(self.ids)
         self.num_branches += 1
         return child
@@ -126,6 +129,7 @@ class Leaf:
     tokens: NDArray[np.int64]  # [n]
     sampled: NDArray[np.bool_]  # [n]
     logprobs: NDArray[np.float32]  # [n], 0 where nothing was sampled
+    versions: NDArray[np.int64]  # [n] of the weights that wrote each token, 0 where nothing was sampled
     ended: bool
     turns: int
     text: str  # behind the prompt
@@ -137,6 +141,7 @@ def leaf_of(branch: Branch, text: str, reward: float) -> Leaf:
         tokens=np.array(branch.ids, dtype=np.int64),
         sampled=np.array(branch.sampled, dtype=np.bool_),
         logprobs=np.array(branch.logprobs, dtype=np.float32),
+        versions=np.array(branch.versions, dtype=np.int64),
         ended=branch.ended,
         turns=turns_of(branch),
         text=text,

@@ -14,7 +14,7 @@ from typing import Any
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.rollout.queue import AheadWriter
+from padfree.rollout.queue import AheadQueue
 from padfree.train.engine import Engine
 from padfree.train.masters import computing
 from padfree.train.training_data import Batcher
@@ -23,7 +23,7 @@ from padfree.train.training_data import Batcher
 class BatchesAhead:
     """Takes batches of prompts from the batcher, and gives their samples in the same order."""
 
-    def __init__(self, config: Config, batcher: Batcher, writer: AheadWriter, engine: Engine) -> None:
+    def __init__(self, config: Config, batcher: Batcher, writer: AheadQueue[Any], engine: Engine) -> None:
         self._batcher, self._writer, self._engine = batcher, writer, engine
         self._staleness, self._steps = config.rollout.staleness, config.run.steps
         self._updates = config.loss.epochs * config.loss.mini_batches  # of a batch
@@ -63,6 +63,11 @@ class BatchesAhead:
     def cursor(self) -> dict[str, Any]:
         """The place in the data before all that is not in training yet."""
         return self._queue[0][1] if self._queue else self._batcher.state_dict()
+
+    @property
+    def key(self) -> str:
+        """Of what a checkpoint holds of the queue."""
+        return self._writer.key
 
     def state(self) -> dict[str, Any]:
         """For `extra` of a checkpoint. Every rank calls it."""

@@ -1,0 +1,261 @@
+"""Episodes that are played while earlier batches are trained: what is trained, by which weights, and resuming."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from padfree.config import Config, config_from_dict
+from padfree.rollout import Prompt
+from padfree.rollout.base import OnResponse, Response, SamplingRequest
+from padfree.rollout.environment import AheadEpisodeWriter, Played, Policy, Trajectory
+from padfree.rollout.environment.ahead import stored_episodes, stored_state
+from padfree.rollout.environment.trajectory import Leaf
+from padfree.train.run import train
+from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
+from tests.rollout.environment.rewards import digits
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+from tests.train.loop_cases import TIMES
+
+HERE = "tests.rollout.environment.test_ahead"
+BY_CHANCE = ("version_age", "version_age_max", "queue_finished", "queue_unfinished", "groups_dropped")
+played: Counter[str] = Counter()  # episodes of this process, by prompt
+
+
+class KeySampler:
+    """Draws from the key of a request alone, in threads: whatever weights there are, and whoever asks."""
+
+    failure: ValueError | None = None
+    stuck = False
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary, self._version, self._threads = vocabulary, 0, ThreadPoolExecutor(2)
+
+    def update_weights(self, trained: Any, version: int) -> None:
+        self._version = version
+
+    def renew(self) -> None:
+        pass
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
+        for number, request in enumerate(requests):
+            self._threads.submit(self._answer, number, request, on_response)
+
+    def _answer(self, number: int, request: SamplingRequest, on_response: OnResponse) -> None:
+        version = self._version
+        time.sleep(0.002)
+        drawn = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.room)
+        logprobs = np.full(request.room, -np.log(self._vocabulary), np.float32)
+        on_response(number, Response(tokens=drawn, logprobs=logprobs, ended=False, version=version))
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Response]:
+        raise AssertionError("ahead of training requests are begun")
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def key_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> KeySampler:
+    return KeySampler(int(trained.config.vocab_size))
+
+
+async def two_turns(prompt: Prompt, policy: Policy) -> Trajectory:
+    """A turn, a word of the tool, and two branches."""
+    played[prompt.uid] += 1
+    await policy.generate(max_tokens=3)
+    policy.add("=7 ")
+    branches = [policy.branch(), policy.branch()]
+    for branch in branches:
+        await branch.generate(max_tokens=4)
+        branch.reward = digits(branch.text)
+    return policy.trajectory()
+
+
+async def sometimes(prompt: Prompt, policy: Policy) -> Trajectory:
+    turn = await policy.generate()
+    if prompt.row["answer"] == "2":
+        raise RuntimeError("the tool is broken")
+    return policy.trajectory(digits(turn.text))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def make_config(folder: Path, model_path: Path, *, steps: int = 4, **rollout: Any) -> Config:
+    rows = [{"prompt": f"{a}+{'1' * b}", "answer": str(a + 1)} for a in range(4) for b in range(1, 3)]
+    data = folder.parent / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config_from_dict(
+        {
+            "model": {"path": str(model_path)},
+            "data": {"path": [str(data)], "epochs": None},
+            "batch": {"samples": 6, "max_tokens": 60},
+            "rollout": {
+                "environment": f"{HERE}:two_turns",
+                "engine": f"{HERE}:key_sampler",
+                "group": 3,
+                "max_new_tokens": 12,
+                "batch": 4,
+                "staleness": 2,
+                **rollout,
+            },
+            "loss": {"kind": "clip", "temperature": 0.8},
+            "optimizer": {"lr": 2e-3, "eps": 1e-3},
+            "checkpoint": {"every": 1, "export": False},
+            "run": {"folder": str(folder), "steps": steps, "device": "cpu"},
+        }
+    )
+
+
+def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in (*TIMES, *BY_CHANCE)} for line in found]
+
+
+class StopError(Exception):
+    pass
+
+
+def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn does not depend on the weights here, so that the run is the undisturbed one to the bit."""
+    train(make_config(tmp_path / "whole", model_folder))
+    restored: list[dict[tuple[int, int], Played]] = []
+    restore = AheadEpisodeWriter.restore
+
+    def record(writer: AheadEpisodeWriter, extra: Mapping[str, Any]) -> None:
+        restore(writer, extra)
+        restored.append(dict(writer._restored))
+
+    def stop(metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == 0:
+            time.sleep(0.3)  # for the episodes of the next batches to end before the checkpoint
+        if metrics["step"] == 1:
+            raise StopError
+
+    monkeypatch.setattr(AheadEpisodeWriter, "restore", record)
+    config = make_config(tmp_path / "parts", model_folder)
+    with pytest.raises(StopError):
+        train(config, on_step=stop)
+    played.clear()
+    train(config)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert lines(tmp_path / "parts", "rollouts.jsonl") == lines(tmp_path / "whole", "rollouts.jsonl")
+    (kept,) = restored
+    assert kept, "the checkpoint of the first step has episodes of the second and third batch"
+    assert {batch for batch, _ in kept} <= {2, 3}
+    assert sum(played.values()) == 3 * 6 - len(kept), "which are not played again"
+    first = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (first["samples"], first["turns"], first["version_age"]) == (12, 2, 0)
+
+
+def ranks(rank: int, world: int, config: Config, failing: Config) -> str:
+    train(config)
+    with pytest.raises(ValueError) as caught:
+        train(failing)
+    return str(caught.value)
+
+
+def test_two_ranks_and_failures(model_folder: Path, tmp_path: Path) -> None:
+    train(make_config(tmp_path / "one", model_folder))
+    environment = f"{HERE}:sometimes"
+    failing = make_config(tmp_path / "failing", model_folder, environment=environment)
+    errors = run_ranks(2, ranks, make_config(tmp_path / "two", model_folder), failing)
+    for line, other in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
+    assert errors[0] == errors[1], "both ranks end with the error of the one that had it"
+    assert "sometimes raised RuntimeError: the tool is broken for 'prompts.jsonl:" in errors[0]
+    assert lines(tmp_path / "failing", "failures.jsonl")[-1]["failure"] == errors[0]
+    train(make_config(tmp_path / "skipped", model_folder, environment=environment, on_failure="skip"))
+    found = lines(tmp_path / "skipped")
+    assert sum(line["groups_failed"] for line in found) == 2, "of 8 prompts 2 fail"
+    assert all(line["samples"] == 6 - 3 * line["groups_failed"] for line in found)
+
+
+class Remembering(FakeVllm):
+    """Keeps the weights of every version."""
+
+    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._finish(body)
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.__dict__.setdefault("weights", {})[int(self.version)] = state
+        return answer
+
+
+def test_every_token_is_of_the_version_it_says(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes go on while weights are exchanged; log-probabilities are those of the weights that wrote each token."""
+    leaves: list[Leaf] = []
+    finished = AheadEpisodeWriter._finished
+
+    def record(
+        writer: AheadEpisodeWriter, batch: int, candidates: Any, signal: Any, found: Mapping[int, Played]
+    ) -> Any:
+        leaves.extend(leaf for one in found.values() for leaf in one.leaves)
+        return finished(writer, batch, candidates, signal, found)
+
+    monkeypatch.setattr(AheadEpisodeWriter, "_finished", record)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
+    fake = Remembering(model=model, tokenizer=tokenizer, vocabulary=len(tokenizer))
+    fake.token_seconds = 0.02
+    with serving(fake) as urls:
+        rollout = {"engine": "vllm", "servers": urls, "transfer": "files", "timeout": 300.0}
+        train(make_config(tmp_path / "run", model_folder, **rollout))
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in written)
+    assert max(line["version_age_max"] for line in written) >= 1
+    plain: Any = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    assert len({int(version) for leaf in leaves for version in leaf.versions[leaf.sampled]}) > 1
+    for leaf in leaves:
+        tokens = torch.from_numpy(leaf.tokens)
+        for version in set(leaf.versions[leaf.sampled].tolist()):
+            plain.load_state_dict(fake.__dict__["weights"][version], strict=False)
+            with torch.no_grad():
+                scores = torch.log_softmax(plain(input_ids=tokens[None]).logits[0].double() / 0.8, -1)
+            for place in np.flatnonzero(leaf.sampled & (leaf.versions == version)):
+                expected = float(scores[place - 1, tokens[place]])
+                assert leaf.logprobs[place] == pytest.approx(expected, abs=1e-4)
+
+
+def test_stored_episodes_come_back() -> None:
+    leaf = Leaf(
+        tokens=np.array([5, 6, 7]),
+        sampled=np.array([False, True, False]),
+        logprobs=np.array([0.0, -1.5, 0.0], np.float32),
+        versions=np.array([0, 4, 0]),
+        ended=True,
+        turns=1,
+        text="six",
+        reward=0.5,
+    )
+    episodes = [
+        (2, Played(number=1, leaves=(leaf, leaf), metrics={"calls": 2.0}, counts={"cuts": 1.0})),
+        (3, Played(number=0, failure="raised")),
+    ]
+    found = stored_episodes(stored_state(episodes[::-1]))
+    assert [(batch, one.number, one.failure) for batch, one in found] == [(2, 1, None), (3, 0, "raised")]
+    assert (found[0][1].metrics, found[0][1].counts) == ({"calls": 2.0}, {"cuts": 1.0})
+    for back in found[0][1].leaves:
+        for name in Leaf.__slots__:
+            assert np.array_equal(getattr(back, name), getattr(leaf, name)), name
+    assert stored_episodes(stored_state([])) == []
+    assert stored_episodes({}) == []
