@@ -3,7 +3,7 @@
     python bench/ppo.py --folder runs/ppo            about ten minutes on two cores; --steps for more or fewer
 
     runs/ppo/ppo.html    the report of both runs
-    runs/ppo/ppo.svg     rewards of both, and the value loss: docs/ppo.svg is this
+    runs/ppo/ppo.svg     rewards of both and the value loss, as a picture
 
 Both begin with the demo's fine-tuned model, see the same prompts in the same order and draw with the same seeds. What
 differs is where advantages come from: rewards less the mean of their group, or GAE with the values of a critic.

@@ -1,4 +1,4 @@
-"""Runs of every way to train that are killed with SIGKILL in the middle, and resumed: the same to the bit."""
+"""Runs of several ways to train that are killed with SIGKILL in the middle, and resumed: the same to the bit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from padfree.record.files import CHECKPOINTS
 from padfree.train.run import train
 from tests.models import save_with_tokenizer
 from tests.train.loop_cases import lines
-from tests.train.ways import WAYS, way_config, write_data
+from tests.train.ways import way_config, write_data
 
 STEPS, KILLED_AT = 4, 3
+WAYS = ("dpo", "distill", "reward", "critic")
+"""SFT and RL are killed in `test_faults`, runs in the middle of an episode in `test_environment_run`."""
 
 
 @pytest.mark.slow

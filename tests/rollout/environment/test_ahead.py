@@ -128,15 +128,22 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in (*TIMES, *BY_CHANCE)} for line in found]
 
 
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of one process."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(make_config(folder, model_folder))
+    return folder
+
+
 class StopError(Exception):
     pass
 
 
 def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is drawn does not depend on the weights here, so that the run is the undisturbed one to the bit."""
-    train(make_config(tmp_path / "whole", model_folder))
     restored: list[dict[tuple[int, int], Played]] = []
     restore = AheadEpisodeWriter.restore
 
@@ -156,13 +163,13 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
         train(config, on_step=stop)
     played.clear()
     train(config)
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert lines(tmp_path / "parts", "rollouts.jsonl") == lines(tmp_path / "whole", "rollouts.jsonl")
+    assert lines(tmp_path / "parts") == lines(whole)
+    assert lines(tmp_path / "parts", "rollouts.jsonl") == lines(whole, "rollouts.jsonl")
     (kept,) = restored
     assert kept, "the checkpoint of the first step has episodes of the second and third batch"
     assert {batch for batch, _ in kept} <= {2, 3}
     assert sum(played.values()) == 3 * 6 - len(kept), "which are not played again"
-    first = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])
     assert (first["samples"], first["turns"], first["version_age"]) == (12, 2, 0)
 
 
@@ -173,12 +180,11 @@ def ranks(rank: int, world: int, config: Config, failing: Config) -> str:
     return str(caught.value)
 
 
-def test_two_ranks_and_failures(model_folder: Path, tmp_path: Path) -> None:
-    train(make_config(tmp_path / "one", model_folder))
+def test_two_ranks_and_failures(whole: Path, model_folder: Path, tmp_path: Path) -> None:
     environment = f"{HERE}:sometimes"
     failing = make_config(tmp_path / "failing", model_folder, environment=environment)
     errors = run_ranks(2, ranks, make_config(tmp_path / "two", model_folder), failing)
-    for line, other in zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True):
+    for line, other in zip(lines(tmp_path / "two"), lines(whole), strict=True):
         assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
     assert errors[0] == errors[1], "both ranks end with the error of the one that had it"
     assert "sometimes raised RuntimeError: the tool is broken for 'prompts.jsonl:" in errors[0]
@@ -216,7 +222,7 @@ def test_every_token_is_of_the_version_it_says(
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     fake = Remembering(model=model, tokenizer=tokenizer, vocabulary=len(tokenizer))
-    fake.token_seconds = 0.02
+    fake.token_seconds = 0.005
     with serving(fake) as urls:
         rollout = {"engine": "vllm", "servers": urls, "transfer": "files", "timeout": 300.0}
         train(make_config(tmp_path / "run", model_folder, **rollout))
