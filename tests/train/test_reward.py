@@ -264,7 +264,7 @@ def judged(rank: int, world: int, config: Config) -> list[list[float]]:
     meshes = [make_mesh("cpu", context=context) for context in range(1, world + 1)]
     if world > 1:
         meshes.append(make_mesh("cpu", contexts=context_sizes(world)))
-    found = []
+    found: list[list[float]] = []
     for mesh in meshes:
         judge = build_judge(config, mesh)
         assert judge is not None

@@ -117,7 +117,7 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """The names of linear layers that PEFT is to look for, as short as they can be."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
-    ends = (model.get_input_embeddings(), *heads)  # type: ignore[no-untyped-call]
+    ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
     fit = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module not in ends}
     last = sorted({name.rpartition(".")[2] for name in fit})

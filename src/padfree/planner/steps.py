@@ -124,7 +124,7 @@ def rollout_updates(samples: Any, config: Config) -> list[Lengths]:
     return steps
 
 
-def prompt_steps(prompts: Sequence[Any], config: Config) -> StepLengths:
+def prompt_steps(prompts: Any, config: Config) -> StepLengths:
     """The updates of one pass over prompts, `rollout.group` responses to each, as long as they may be."""
     group = config.rollout.group
     found = rollout_updates(prompts, config)

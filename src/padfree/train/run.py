@@ -33,7 +33,7 @@ from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
-from padfree.rollout.queue import AheadQueue, AheadWriter
+from padfree.rollout.queue import AheadWriter
 from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
@@ -121,7 +121,7 @@ def _train(
         samples, reference = _precomputed(config, mesh, source.samples, reference), None
     batcher = make_batcher(config, samples)
     sampling, ahead = None, None
-    if isinstance(writer, AheadQueue):
+    if isinstance(writer, AheadWriter | AheadEpisodeWriter):
         ahead = BatchesAhead(config, batcher, writer, engine)
     elif writer is not None:
         sampling = _Sampling(writer, engine, lambda: (batcher.step, loop.step))

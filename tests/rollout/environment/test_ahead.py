@@ -224,7 +224,7 @@ def test_every_token_is_of_the_version_it_says(
     fake = Remembering(model=model, tokenizer=tokenizer, vocabulary=len(tokenizer))
     fake.token_seconds = 0.005
     with serving(fake) as urls:
-        rollout = {"engine": "vllm", "servers": urls, "transfer": "files", "timeout": 300.0}
+        rollout: dict[str, Any] = {"engine": "vllm", "servers": urls, "transfer": "files", "timeout": 300.0}
         train(make_config(tmp_path / "run", model_folder, **rollout))
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in written)
