@@ -102,7 +102,7 @@ def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def panel(left: float, title: str, curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
     """Values by step as lines, each with its name at its end; the axis goes from 0 to a little above the largest."""
-    highest = 1.05 * max(max(values) for values in curves.values())
+    highest = 1.05 * max(max(values) for values in curves.values()) or 1.0
     yield f'<text x="{left}" y="{TOP - 10}">{title}</text>'
     yield f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'
     for share in (0.0, 0.5, 1.0):

@@ -19,7 +19,7 @@ def test_both_curves_are_on_the_page(
     few = ["--steps", "2", "--sft-steps", "2", "--responses", "16"]
     found = ppo.main(["--folder", str(tmp_path / "runs"), *few])
     assert {name: len(lines) for name, lines in found.items()} == {"grpo": 2, "ppo": 2}
-    assert all(line["critic/loss"] > 0 for line in found["ppo"])
+    assert all(line["critic/loss"] >= 0 and line["reward"] >= 0 for line in found["ppo"])
     page = (tmp_path / "runs" / "ppo.html").read_text()
     assert "Value loss" in page
     assert page.count("Reward") > 0

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from tokenizers import decoders
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
@@ -175,6 +177,24 @@ def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_pa
             same(first_samples(config), expected)
 
 
+def plain_gradients(config: Config, samples: list[Sample], old: list[Any]) -> dict[str, Tensor]:
+    """Of the clipped ratio, by plain transformers code in float64, one leaf at a time."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, attn_implementation="eager").double()
+    clip = config.loss.settings().objective  # type: ignore[union-attr]
+    count, clipped = sum(sample.num_labels for sample in samples), 0
+    for sample, before in zip(samples, old, strict=True):
+        tokens, scored = torch.from_numpy(sample.tokens), torch.from_numpy(sample.scored)[1:]
+        logits = model(input_ids=tokens[None]).logits[0, :-1] / config.loss.temperature
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        ratio = (logprobs - torch.from_numpy(before)[1:]).exp()
+        advantages = torch.from_numpy(np.asarray(sample.advantages))[1:]
+        plain, held = -ratio * advantages, -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
+        clipped += int((held > plain)[scored].sum())
+        (torch.maximum(plain, held)[scored].sum() / count).backward()
+    assert 0 < clipped < count
+    return {name: weight.grad.float() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
 def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", model_folder, batch={"samples": 12, "max_tokens": 60, "overlong": "alone"})
     with distributed(device="cpu"):
@@ -193,8 +213,11 @@ def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Pat
             assert ((first.logprobs < 0) == first.mask).all()
         samples = with_advantages(samples, "grpo")
         engine = build_engine(config, make_mesh("cpu"))
-        old = [sample.logprobs for sample in samples]
-        expected = gradients(engine, samples, old, RowSettings(), 1)  # every leaf in a row of its own
+        rng = np.random.default_rng(0)  # away from the policy, so that some ratios are clipped
+        old = [(sample.logprobs + rng.normal(0, 0.2, len(sample))).astype(np.float32) for sample in samples]
+        expected = plain_gradients(config, samples, old)
+        alone = gradients(engine, samples, old, RowSettings(), 1)  # every leaf in a row of its own
+        assert_close(alone, expected, 1e-5)
         shared = gradients(engine, samples, old, RowSettings(share_prefixes=True), 1000)
         plan = engine.scorer.plan(samples)
         assert plan.sharing > 1.5
