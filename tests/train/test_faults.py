@@ -294,9 +294,9 @@ def torchrun(folder: Path, kill_at: int) -> subprocess.Popen[str]:
     )
 
 
-def to_the_end(rank: int, world: int, folder: Path, name: str) -> int:
+def to_the_end(rank: int, world: int, folder: Path, *names: str) -> list[int]:
     os.environ["PADFREE_CACHE"] = str(folder / "cache")
-    return main(["sft", str(folder / "recipe.toml"), f"run.folder={folder / name}"])
+    return [main(["sft", str(folder / "recipe.toml"), f"run.folder={folder / name}"]) for name in names]
 
 
 @pytest.mark.slow
@@ -319,8 +319,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{step:08d}"
     assert not (tmp_path / "run" / "model").exists()
 
-    for name in ("run", "whole"):
-        assert run_ranks(2, to_the_end, tmp_path, name) == [0, 0]
+    assert run_ranks(2, to_the_end, tmp_path, "run", "whole") == [[0, 0]] * 2
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
