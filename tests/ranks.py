@@ -4,7 +4,7 @@
 
     assert run_ranks(2, case, 3.0) == [0.0, 3.0]                     # one result per rank
 
-Ranks are forked from a server that has imported torch once, so that only the first call of a session pays for it. In
+Ranks are forked from a server that has imported torch and padfree once: only the first call of a session pays. In
 them the same warnings are errors as in the test that starts them. A rank that fails makes the call fail with its
 traceback; ranks that do not end in time are stopped, and the place where each one hung is shown.
 """
@@ -36,7 +36,13 @@ PRELOAD = [
     "numpy",
     "pytest",
     "transformers.modeling_utils",
+    "padfree.check",
+    "padfree.cli.train",
+    "padfree.train.run",
+    "tests.models",
+    "tests.train.loop_cases",
 ]
+"""What ranks need; what is missing here each of them imports again, which takes a second or more."""
 
 
 def run_ranks(

@@ -201,7 +201,8 @@ class Connection:
             ) from None
         self._errors = threading.Thread(target=self._read, args=(self.process.stderr, sys.stderr), daemon=True)
         self._errors.start()
-        threading.Thread(target=self._read_all, daemon=True).start()
+        self._output = threading.Thread(target=self._read_all, daemon=True)
+        self._output.start()
 
     def tell(self, line: str) -> None:
         """Nothing happens if it is gone: that is an event, too."""
@@ -209,6 +210,15 @@ class Connection:
         with suppress(OSError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
+
+    def close(self) -> None:
+        """The host's input ends, which stops what still runs there."""
+        self.process.kill()
+        self._output.join()  # and with it the other thread and the process
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
 
     def _read_all(self) -> None:
         self._read(self.process.stdout, sys.stdout)
@@ -255,8 +265,7 @@ def connected(launch: Launch, events: Events) -> Iterator[list[Connection]]:
         yield found
     finally:
         for connection in found:
-            connection.process.kill()  # the host's input ends with it, which stops what runs there
-            connection.process.wait()
+            connection.close()
 
 
 @contextmanager

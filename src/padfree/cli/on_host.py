@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from importlib.metadata import version
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import padfree
 from padfree.cli.main import COMMANDS, parsed
@@ -98,7 +99,7 @@ def torchrun(arguments: list[str]) -> int:
     return 0
 
 
-def stop_at_end(orders: TextIO) -> None:
+def stop_at_end(orders: FileIO) -> None:
     """Wait for "stop" or the end of the input, and then for torchrun, which may be stuck among lost hosts."""
     orders.readline()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -107,7 +108,8 @@ def stop_at_end(orders: TextIO) -> None:
 
 
 def main() -> int:
-    orders = os.fdopen(os.dup(0), encoding="utf-8")  # not inherited, so that nobody else reads from it
+    # Not inherited, so that nobody else reads from it; no buffer, which a thread that waits at the end would lock.
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)
     with open(os.devnull, encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
     print(ANSWER + json.dumps(answer(json.loads(orders.readline()))), flush=True)
