@@ -59,8 +59,7 @@ def run_ranks(
     a busy machine may stop a process for a minute. Ranks in `dying` are expected to end their process without
     returning; their result is None.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = rank_server()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
@@ -93,6 +92,13 @@ def run_ranks(
         return [
             None if rank in dying else pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)
         ]
+
+
+def rank_server() -> Any:
+    """Starts processes, which have everything imported and one thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _filters() -> list[tuple[Any, ...]]:

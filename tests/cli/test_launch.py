@@ -105,10 +105,10 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.address == ("a", PORT)
     assert made(address="c:1").address == ("c", 1)
     assert launch.remote_command() == "exec env PYTHONPATH=/a:/b '/opt/my python' -u -m padfree.cli.on_host"
-    order = launch.order()
-    assert order["environment"]["HF_TOKEN"] == "secret"
-    assert "RANK" not in order["environment"]
-    assert (order["folder"], order["words"], order["counts_gpus"]) == ("/work", launch.words, True)
+    told = launch.order()
+    assert told["environment"]["HF_TOKEN"] == "secret"
+    assert "RANK" not in told["environment"]
+    assert (told["folder"], told["words"], told["counts_gpus"]) == ("/work", launch.words, True)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,15 @@ def test_processes_are_gpus_and_as_many_on_each_host() -> None:
 # On the host itself
 
 
+def order(folder: Path, *command: str) -> dict[str, Any]:
+    return {"words": command, "folder": str(folder), "environment": {}, "counts_gpus": False}
+
+
 def answered(folder: Path, *command: str) -> dict[str, Any]:
-    order = {"words": command, "folder": str(folder), "environment": {}, "counts_gpus": False}
+    """As it comes through the pipes of a process of its own."""
     result = subprocess.run(
         [sys.executable, "-m", "padfree.cli.on_host"],
-        input=json.dumps(order) + "\n",
+        input=json.dumps(order(folder, *command)) + "\n",
         capture_output=True,
         text=True,
         check=False,
@@ -189,7 +193,10 @@ def answered(folder: Path, *command: str) -> dict[str, Any]:
     return json.loads(result.stdout.removeprefix(on_host.ANSWER))
 
 
-def test_a_host_looks_at_folder_and_settings_before_anything_starts(tmp_path: Path) -> None:
+def test_a_host_looks_at_folder_and_settings_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # and back in the end: a host goes to the folder it is told
     recipe = (ROOT / "recipes" / "sft.toml").read_text()
     (tmp_path / "r.toml").write_text(recipe)
     (tmp_path / "d.jsonl").touch()
@@ -203,7 +210,7 @@ def test_a_host_looks_at_folder_and_settings_before_anything_starts(tmp_path: Pa
         (tmp_path, [*right, "model.path=./elsewhere"], "model.path: "),
         (tmp_path / "none", right, f"--folder: {tmp_path / 'none'} cannot be entered (No such file or directory); "),
     ):
-        assert answered(folder, *wrong)["refused"].startswith(line)
+        assert on_host.answer(order(folder, *wrong))["refused"].startswith(line)
 
 
 def test_the_exit_code_is_that_of_the_process_that_failed_first(
