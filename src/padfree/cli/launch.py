@@ -321,8 +321,13 @@ def check_answer(host: str, answer: Mapping[str, Any]) -> None:
             f"--hosts: padfree on {host} is {difference}, here it is {padfree.__version__}; install the same on all"
         )
     if answer.get("refused"):
-        name, _, rest = answer["refused"].partition(":")
-        raise ValueError(f"{name}: on {host}:{rest}")
+        raise ValueError(with_host(answer["refused"], host))
+
+
+def with_host(message: str, host: str) -> str:
+    """`optimizer.lr: -1; give ...` -> `optimizer.lr: on b: -1; give ...`"""
+    name, _, rest = message.partition(":")
+    return f"{name}: on {host}:{rest}"
 
 
 def check_alike(answers: Mapping[str, Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from io import FileIO
 from pathlib import Path
@@ -86,8 +87,9 @@ def torchrun(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run
 
+    start: Callable[[list[str]], object] = run  # it has no types
     try:
-        run(arguments)
+        start(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode
