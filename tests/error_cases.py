@@ -1337,6 +1337,30 @@ CASES["cli"] = [
     ("--names", report("FOLDER", "--names", "a,b"), ("--names", "a", "--output", "FOLDER/report.html")),
     ("RUN", report("FOLDER/nowhere"), report("FOLDER", "--output", "FOLDER/report.html")),
 ]
+
+
+def launched(*options: str, words: tuple[str, ...] = ("sft", str(RECIPES / "sft.toml"))) -> Words:
+    """No host is reached: what is in the place of ssh ends at once, without an answer."""
+    given = {
+        "--hosts": "a,b",
+        "--processes": "1",
+        "--ssh": "true",
+        **dict(zip(options[::2], options[1::2], strict=True)),
+    }
+    return command("launch", *(word for pair in given.items() for word in pair), "--", *words)
+
+
+CASES["launch"] = [
+    ("COMMAND", launched(words=()), launched()),
+    ("COMMAND", launched(words=("plan", "recipes/sft.toml")), launched()),
+    ("--hosts", launched("--hosts", "a,,b"), launched("--ssh", "FOLDER/none")),
+    ("--hosts", launched("--hosts", "a,b,a"), launched("--ssh", "FOLDER/none")),
+    ("--hosts", launched(), launched("--ssh", "FOLDER/none")),
+    ("--processes", launched("--processes", "0"), launched()),
+    ("--restarts", launched("--restarts", "-1"), launched("--restarts", "0")),
+    ("--address", launched("--address", "a:b"), launched("--address", "a:29500")),
+    ("--ssh", launched("--ssh", "FOLDER/none"), launched()),
+]
 RENAMED = {"input_ids": [1, 2, 3], "response_length": 1, "group": 0}
 KL, REPORTED = ("loss.kl_coefficient=0.1",), [{**row, "logprobs": [-0.5, -0.5]} for row in GROUPED]
 CASES["decide"] = [

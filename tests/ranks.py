@@ -4,7 +4,7 @@
 
     assert run_ranks(2, case, 3.0) == [0.0, 3.0]                     # one result per rank
 
-Ranks are forked from a server that has imported torch once, so that only the first call of a session pays for it. In
+Ranks are forked from a server that has imported torch and padfree once: only the first call of a session pays. In
 them the same warnings are errors as in the test that starts them. A rank that fails makes the call fail with its
 traceback; ranks that do not end in time are stopped, and the place where each one hung is shown.
 """
@@ -36,7 +36,13 @@ PRELOAD = [
     "numpy",
     "pytest",
     "transformers.modeling_utils",
+    "padfree.check",
+    "padfree.cli.train",
+    "padfree.train.run",
+    "tests.models",
+    "tests.train.loop_cases",
 ]
+"""What ranks need; what is missing here each of them imports again, which takes a second or more."""
 
 
 def run_ranks(
@@ -53,8 +59,7 @@ def run_ranks(
     a busy machine may stop a process for a minute. Ranks in `dying` are expected to end their process without
     returning; their result is None.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = rank_server()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
@@ -87,6 +92,13 @@ def run_ranks(
         return [
             None if rank in dying else pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)
         ]
+
+
+def rank_server() -> Any:
+    """Starts processes, which have everything imported and one thread."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def _filters() -> list[tuple[Any, ...]]:

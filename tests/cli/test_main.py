@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("check", "demo", "plan", "report", "sft", "distill", "rl"))],
+    [["--help"], *([name, "--help"] for name in ("check", "demo", "launch", "plan", "report", "sft", "distill", "rl"))],
 )
 def test_help_fits_on_one_screen_and_has_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -67,7 +67,7 @@ def test_help_says_the_same_of_a_command_whether_it_is_loaded_or_not() -> None:
     "arguments",
     [
         ["--help"],
-        *([name, "--help"] for name in ("check", "plan", "report", "sft", "rl")),
+        *([name, "--help"] for name in ("check", "launch", "plan", "report", "sft", "rl")),
         ["sft", str(ROOT / "recipes" / "sft.toml"), "optimiser.lr=1"],
         ["rl", str(ROOT / "recipes" / "rl.toml"), "loss.low=5", "--dry-run"],
         ["plan", str(ROOT / "recipes" / "sft.toml"), "batch.max_token=1"],

@@ -45,11 +45,14 @@ class Host:
                 stderr=subprocess.STDOUT,
             )
 
+    def processes(self) -> list[int]:
+        return [int(process) for process in _ip("netns", "pids", self.namespace).split()]
+
     def signal(self, number: signal.Signals) -> None:
         """To all of its processes at once."""
-        for process in _ip("netns", "pids", self.namespace).split():
+        for process in self.processes():
             try:
-                os.kill(int(process), number)
+                os.kill(process, number)
             except ProcessLookupError:
                 continue
 

@@ -1,4 +1,12 @@
-"""Runs over several hosts: the numbers of one process, what is said when a host is lost, and going on afterwards."""
+"""Runs over several hosts: the numbers of one process, what is said when a host is lost, and going on afterwards.
+
+Starting torchrun and its processes takes longer than what they train. So there are two starts for all tests:
+
+    two hosts of two      every layout; runs whose bytes are counted; a folder that is refused; then the first host is
+                          killed
+    three hosts of one    checkpoints of the two hosts are gone on with; short outages; a host is killed and comes back;
+                          then one host is cut off and another one stopped for good
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +25,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import decoders
-from transformers import AutoTokenizer
 
 from padfree.config import Config, config_from_dict
 from padfree.packing import CostModel, plan_step
@@ -26,7 +33,7 @@ from padfree.planner.traffic import Placement, Traffic, step_traffic
 from padfree.train.decide import decide
 from padfree.train.run import train
 from padfree.train.training_data import make_batcher
-from tests.hosts.network import Host, connected_hosts, no_hosts_reason
+from tests.hosts.network import Host
 from tests.models import save_with_tokenizer
 from tests.train.loop_cases import lines
 
@@ -34,23 +41,6 @@ LIMIT = 400.0
 """Seconds for processes that start and end by themselves, on a machine with other things to do."""
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[Host]]:
-    if reason := no_hosts_reason():
-        pytest.skip(reason)
-    with connected_hosts(3) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def settings(folder: Path, model: Path, kind: str, **sections: Any) -> dict[str, Any]:
@@ -80,11 +70,13 @@ def start(
     *,
     processes: int = 2,
     restarts: int = 0,
-    step_seconds: float = 0.0,
     own_folder: Path | None = None,
     among: Sequence[Host] | None = None,
 ) -> list[subprocess.Popen[bytes]]:
-    """torchrun on each of these hosts, which meet at the first one of `among`, all hosts of the run."""
+    """torchrun on each of these hosts, which meet at the first one of `among`, all hosts of the run.
+
+    It goes through `runs`, which are as `tests.hosts.worker` wants them.
+    """
     among = among or hosts
     (folder / "runs.json").write_text(json.dumps(runs))
     launch = [
@@ -97,7 +89,6 @@ def start(
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
         "PADFREE_CACHE": str(folder / "cache"),
-        "STEP_SECONDS": str(step_seconds),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a host that comes back is told no address
     }
     return [host.start(launch, output=folder / f"{host.name}.log", env=env, own_folder=own_folder) for host in hosts]
@@ -105,18 +96,6 @@ def start(
 
 def said(folder: Path) -> str:
     return "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("host-*.log")))
-
-
-def finish(processes: Sequence[subprocess.Popen[bytes]], folder: Path, *, code: int = 0) -> str:
-    """Wait for them; what they and their workers printed."""
-    deadline = time.monotonic() + LIMIT
-    try:
-        for process in processes:
-            found = process.wait(timeout=max(deadline - time.monotonic(), 1.0))
-            assert (found == 0) == (code == 0), said(folder)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"did not end within {LIMIT} s\n{said(folder)}") from None
-    return said(folder)
 
 
 def assert_same_run(folder: Path, expected: Path, tolerance: float = 1e-5) -> None:
@@ -130,42 +109,34 @@ def assert_same_run(folder: Path, expected: Path, tolerance: float = 1e-5) -> No
         torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance)
 
 
+def wait_until(ready: Callable[[], bool], folder: Path, processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    """Look again and again, as long as these processes run."""
+    deadline = time.monotonic() + LIMIT
+    while not ready():
+        assert time.monotonic() < deadline, said(folder)
+        assert all(process.poll() is None for process in processes), said(folder)
+        time.sleep(0.1)
+
+
+def steps_of(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def endless(folder: Path, model: Path) -> dict[str, Any]:
+    """A run that only a fault ends, and that notices one after a few seconds."""
+    return {"settings": settings(folder, model, "sft", run={"steps": 100_000, "timeout": 8.0}), "pause": 0.2}
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
+    "both": {"replicate": 2, "context": 2},
     "context inside a host": {"context": 2},
     "context over hosts": {"context": 4},
-    "weights on each host": {"replicate": 2},
-    "both": {"replicate": 2, "context": 2},
     "context by the row": {"context": "auto"},
 }
-
-
-def test_two_hosts_train_as_one_process_does(hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:
-    """And checkpoints that both have written are gone on with by one and by three hosts."""
-    runs = []
-    for kind in ("sft", "rl"):
-        train(config_from_dict(settings(tmp_path / f"{kind} alone", model_folder, kind, run={"steps": 5})))
-        for name, parallel in LAYOUTS.items():
-            batch = {"max_tokens": 8} if parallel.get("context") == "auto" else {}
-            runs.append(settings(tmp_path / f"{kind} {name}", model_folder, kind, parallel=parallel, batch=batch))
-    more = {"steps": 5}
-    finish(start(hosts[:2], runs, tmp_path), tmp_path)
-    for kind in ("sft", "rl"):
-        for name in LAYOUTS:
-            assert [line["loss"] for line in lines(tmp_path / f"{kind} {name}")] == pytest.approx(
-                [line["loss"] for line in lines(tmp_path / f"{kind} alone")][:3], rel=1e-5, abs=1e-6
-            ), (kind, name)
-    elsewhere = {"one": "data", "three": "both"}
-    resumed = [
-        settings(tmp_path / f"{kind} {elsewhere['one']}", model_folder, kind, run=more) for kind in ("sft", "rl")
-    ]
-    for run in resumed:
-        train(config_from_dict(run))
-    third = [settings(tmp_path / f"{kind} both", model_folder, kind, run=more) for kind in ("sft", "rl")]
-    finish(start(hosts, third, tmp_path, processes=1), tmp_path)
-    for kind in ("sft", "rl"):
-        for name in elsewhere.values():
-            assert_same_run(tmp_path / f"{kind} {name}", tmp_path / f"{kind} alone")
+SAVED = ("data", "both")
+"""Runs that are gone on with. SFT in other layouts is what bytes are counted of."""
 
 
 TRAFFIC: dict[str, dict[str, Any]] = {
@@ -182,25 +153,105 @@ HEADER = 66
 """Bytes of Ethernet, IP and TCP with time stamps, of each frame: data and acknowledgements alike."""
 
 
-def test_hosts_send_what_a_dry_run_says(hosts: list[Host], tmp_path: Path) -> None:
-    """Counted on the links and inside the hosts, frames' headers taken off. What is left over is what gloo writes
-    before each message, and messages of a few bytes: numbers of the step, signs of life."""
+@dataclass(frozen=True, kw_only=True)
+class TwoHosts:
+    """What two hosts of two processes have left behind."""
+
+    folder: Path
+    counted: list[dict[str, Any]]  # settings
+    output: str
+
+
+def counted_runs(folder: Path) -> list[dict[str, Any]]:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64}
-    model = save_with_tokenizer(tmp_path / "model", max_position_embeddings=2048, **sizes)
+    model = save_with_tokenizer(folder / "larger", max_position_embeddings=2048, **sizes)
     rows = [{"prompt": "1" * (150 + 29 * number), "response": "2"} for number in range(8)]
-    data = tmp_path / "long.jsonl"
+    data = folder / "long.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fixed = {"compile": "none", "reshard": False, "checkpointing": "none"}
-    runs = [
+    return [
         settings(
-            tmp_path / name, model, "sft", data={"path": [str(data)]}, run={"steps": 2}, parallel={**fixed, **parallel},
+            folder / f"counted {name}", model, "sft", data={"path": [str(data)]}, run={"steps": 2},
+            parallel={**fixed, **parallel}, checkpoint={"export": False},
             batch={"max_tokens": 120 if parallel.get("context") == "auto" else 600},
         )
         for name, parallel in TRAFFIC.items()
     ]  # fmt: skip
-    finish(start(hosts[:2], runs, tmp_path, step_seconds=0.5), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def two_hosts(hosts: list[Host], model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TwoHosts:
+    folder = tmp_path_factory.mktemp("two")
+    runs = []
+    for kind in ("sft", "rl"):
+        for name in SAVED if kind == "sft" else LAYOUTS:
+            run = settings(
+                folder / f"{kind} {name}", model_folder, kind, parallel=LAYOUTS[name],
+                batch={"max_tokens": 8} if LAYOUTS[name].get("context") == "auto" else {},
+                checkpoint={"export": name in SAVED},
+            )  # fmt: skip
+            runs.append({"settings": run})
+    counted = counted_runs(folder)
+    runs += [{"settings": run, "pause": 0.5} for run in counted]
+    own = folder / "own"
+    own.mkdir()
+    refused = settings(own / "run", model_folder, "sft")
+    refused["data"]["path"] = [str(folder / "rows.jsonl")]
+    runs += [{"settings": refused, "refused": True}, endless(folder / "endless", model_folder)]
+    started = start(hosts[:2], runs, folder, own_folder=own)
+    wait_until(lambda: steps_of(folder / "endless") >= 2, folder, started)
+    hosts[0].signal(signal.SIGKILL)
+    wait_until(lambda: said(folder).count("on host-2:") >= 2, folder)
+    hosts[1].signal(signal.SIGKILL)
+    for process in started:
+        process.wait()
+    return TwoHosts(folder=folder, counted=counted, output=said(folder))
+
+
+def run_alone(folder: Path, model: Path, kind: str, steps: int) -> Path:
+    """One process, undisturbed."""
+    train(config_from_dict(settings(folder, model, kind, run={"steps": steps})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {kind: run_alone(folder / kind, model_folder, kind, 5) for kind in ("sft", "rl")}
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_two_hosts_train_as_one_process_does(
+    kind: str, two_hosts: TwoHosts, alone: dict[str, Path], model_folder: Path
+) -> None:
+    """And one process goes on with what they have saved."""
+    for name in SAVED if kind == "sft" else LAYOUTS:
+        assert losses(two_hosts.folder / f"{kind} {name}") == pytest.approx(
+            losses(alone[kind])[:3], rel=1e-5, abs=1e-6
+        ), name
+    train(config_from_dict(settings(two_hosts.folder / f"{kind} data", model_folder, kind, run={"steps": 5})))
+    assert_same_run(two_hosts.folder / f"{kind} data", alone[kind])
+
+
+def test_all_layouts_of_two_hosts_have_the_losses_of_one_process(two_hosts: TwoHosts, tmp_path: Path) -> None:
+    run = two_hosts.counted[0]
+    train(config_from_dict({**run, "run": {**run["run"], "folder": str(tmp_path / "alone")}}))
+    expected = losses(tmp_path / "alone")
+    assert len(expected) == 2
+    for other in two_hosts.counted:
+        folder = Path(other["run"]["folder"])
+        assert losses(folder) == pytest.approx(expected, rel=1e-5, abs=1e-6), folder.name
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines(folder)]
+
+
+def test_hosts_send_what_a_dry_run_says(hosts: list[Host], two_hosts: TwoHosts) -> None:
+    """Counted on the links and inside the hosts, frames' headers taken off. What is left over is what gloo writes
+    before each message, and messages of a few bytes: numbers of the step, signs of life."""
     headers: list[float] = []
-    for run in runs:
+    for run in two_hosts.counted:
         config = config_from_dict(run)
         planned = planned_traffic(config)
         for index, host in enumerate(hosts[:2]):
@@ -214,6 +265,7 @@ def test_hosts_send_what_a_dry_run_says(hosts: list[Host], tmp_path: Path) -> No
                 for (sent, frames), promised in zip((inside, between), planned[number].of_host(index), strict=True):
                     payload = sent - HEADER * frames
                     assert promised <= payload <= 1.005 * promised + 100_000, (config.run.folder, host.name, number)
+    assert len(headers) == 2 * len(TRAFFIC)
     assert max(headers) < 0.03
 
 
@@ -237,79 +289,56 @@ def planned_traffic(config: Config) -> list[Traffic]:
     return [step_traffic(config, decided.model, plan, placement, "gloo") for plan in plans]
 
 
-def test_a_folder_that_hosts_do_not_share_is_refused(hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    run = settings(tmp_path / "own" / "run", model_folder, "sft")
-    data = tmp_path / "rows.jsonl"
-    (own / "rows.jsonl").rename(data)
-    run["data"]["path"] = [str(data)]
-    output = finish(start(hosts[:2], [run], tmp_path, processes=1, own_folder=own), tmp_path, code=1)
-    line = f"run.folder: {own / 'run'} on host-2 is not the folder of rank 0"
-    assert output.count(f"rank 0 ended: {line}") == 1, output
-    assert output.count(f"rank 1 ended: {line}") == 1, output
+def test_a_folder_that_hosts_do_not_share_is_refused(two_hosts: TwoHosts) -> None:
+    line = f"refused: run.folder: {two_hosts.folder / 'own' / 'run'} on host-2 is not the folder of rank 0"
+    for rank in range(4):
+        assert two_hosts.output.count(f"rank {rank} {line}") == 1, two_hosts.output
 
 
-def wait_for_steps(folder: Path, count: int, processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
-    deadline, metrics = time.monotonic() + LIMIT, folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < count:
-        assert time.monotonic() < deadline, said(logs)
-        assert all(process.poll() is None for process in processes), said(logs)
-        time.sleep(0.1)
+def test_the_host_of_rank_0_is_named_when_it_is_killed(two_hosts: TwoHosts) -> None:
+    for rank in (2, 3):
+        line = f"rank {rank} ended: rank {rank} on host-2: ranks 0 and 1 on host-1, where the store of the run is, "
+        assert f"{line}cannot be reached" in two_hosts.output, two_hosts.output
 
 
-def test_short_outages_do_no_harm_and_a_lost_host_may_come_back(
-    hosts: list[Host], model_folder: Path, tmp_path: Path
+def test_three_hosts_go_on_after_outages_and_name_who_stays_away(
+    hosts: list[Host], two_hosts: TwoHosts, alone: dict[str, Path], model_folder: Path, tmp_path: Path
 ) -> None:
-    """A link that is down and a host that is stopped for 5 s; then a host whose processes are all killed."""
-    first, second = hosts[:2]
-    run = settings(tmp_path / "run", model_folder, "sft", checkpoint={"every": 2}, run={"steps": 14, "timeout": 60.0})
-    alone = settings(tmp_path / "alone", model_folder, "sft", run={"steps": 14})
-    train(config_from_dict(alone))
-    started = start([first, second], [run], tmp_path, processes=1, restarts=2, step_seconds=0.5)
-    wait_for_steps(tmp_path / "run", 2, started, tmp_path)
+    _, second, third = hosts
+    resumed = [
+        {"settings": settings(two_hosts.folder / f"{kind} both", model_folder, kind, run={"steps": 5})}
+        for kind in ("sft", "rl")
+    ]
+    disturbed = settings(tmp_path / "run", model_folder, "sft", checkpoint={"every": 2}, run={"steps": 10})
+    runs = [*resumed, {"settings": disturbed, "pause": 0.4}, endless(tmp_path / "endless", model_folder)]
+    started = start(hosts, runs, tmp_path, processes=1, restarts=2)
+    undisturbed = run_alone(tmp_path / "alone", model_folder, "sft", 10)
+
+    wait_until(lambda: steps_of(tmp_path / "run") >= 2, tmp_path, started)
     second.cut_off()
+    third.signal(signal.SIGSTOP)
     time.sleep(5)
     second.connect()
-    wait_for_steps(tmp_path / "run", 4, started, tmp_path)
-    second.signal(signal.SIGSTOP)
-    time.sleep(5)
-    second.signal(signal.SIGCONT)
-    wait_for_steps(tmp_path / "run", 7, started, tmp_path)
-    assert "ended" not in said(tmp_path)
-    second.signal(signal.SIGKILL)
-    started[1].wait()
-    again = start([second], [run], tmp_path, processes=1, restarts=2, step_seconds=0.5, among=[first, second])
-    output = finish([started[0], *again], tmp_path)
-    assert "rank 0 ended: rank 0 on host-1: rank 1 on host-2 is gone, stuck or cut off" in output, output
-    assert_same_run(tmp_path / "run", tmp_path / "alone")
+    third.signal(signal.SIGCONT)
+    wait_until(lambda: steps_of(tmp_path / "run") >= 5, tmp_path, started)
+    assert "ended" not in said(tmp_path), "outages that are shorter than run.timeout do not show"
 
+    third.signal(signal.SIGKILL)
+    started[2].wait()
+    started[2:] = start([third], runs, tmp_path, processes=1, restarts=2, among=hosts)
+    wait_until(lambda: steps_of(tmp_path / "endless") >= 2, tmp_path, started)
+    assert "rank 0 ended: rank 0 on host-1: rank 2 on host-3 is gone, stuck or cut off" in said(tmp_path)
+    assert_same_run(tmp_path / "run", undisturbed)
+    for kind, path in alone.items():
+        assert_same_run(two_hosts.folder / f"{kind} both", path)
 
-@pytest.mark.parametrize("how", ["cut off", "stopped", "first host killed"])
-def test_a_host_that_stays_away_is_named(how: str, hosts: list[Host], model_folder: Path, tmp_path: Path) -> None:
-    first, second = hosts[:2]
-    run = settings(tmp_path / "run", model_folder, "sft", run={"steps": 1000, "timeout": 8.0})
-    started = start([first, second], [run], tmp_path, processes=1, step_seconds=0.2)
-    wait_for_steps(tmp_path / "run", 2, started, tmp_path)
-    if how == "cut off":
-        second.cut_off()
-    elif how == "stopped":
-        second.signal(signal.SIGSTOP)
-    else:
-        first.signal(signal.SIGKILL)
-    expected = []
-    if how != "first host killed":
-        expected.append("rank 0 ended: rank 0 on host-1: rank 1 on host-2 is gone, stuck or cut off")
-    if how != "stopped":
-        expected.append(
-            "rank 1 ended: rank 1 on host-2: rank 0 on host-1, where the store of the run is, cannot be reached"
-        )
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline and not all(line in said(tmp_path) for line in expected):
-        time.sleep(0.2)
-    output = said(tmp_path)
-    for host in hosts[:2]:
-        host.connect()
+    second.cut_off()
+    third.signal(signal.SIGSTOP)
+    expected = [
+        "rank 0 ended: rank 0 on host-1: rank 1 on host-2, rank 2 on host-3 are gone, stuck or cut off",
+        "rank 1 ended: rank 1 on host-2: rank 0 on host-1, where the store of the run is, cannot be reached",
+    ]
+    wait_until(lambda: all(line in said(tmp_path) for line in expected), tmp_path)
+    second.connect()
+    for host in hosts:
         host.signal(signal.SIGKILL)
-    for line in expected:
-        assert line in output, output

@@ -1,6 +1,10 @@
 """What torchrun starts on the hosts of the tests.
 
-python -m tests.hosts.worker FILE     trains with each of the settings in the file, one after the other
+python -m tests.hosts.worker FILE     goes through the runs of a JSON file, one after the other
+
+    settings    of the run, its timeout among them
+    pause       seconds that each step takes longer
+    refused     whether a ValueError is what it should end with; the next run follows then
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from padfree.config import config_from_dict
 from padfree.distributed import PeerLostError, distributed
@@ -35,27 +42,40 @@ def sent() -> dict[str, tuple[int, int]]:
 def run_all(path: Path) -> int:
     runs = json.loads(path.read_text())
     try:
-        with distributed(device="cpu", timeout=runs[0]["run"]["timeout"]):
+        with distributed(device="cpu", timeout=runs[0]["settings"]["run"]["timeout"]):
             for run in runs:
+                # groups of a run have its timeout from the beginning, that of all processes lasts
+                _set_pg_timeout(timedelta(seconds=run["settings"]["run"]["timeout"]))
                 run_one(run)
     except (ValueError, PeerLostError) as error:
-        print(f"{socket.gethostname()} rank {os.environ['RANK']} ended: {error}", flush=True)  # noqa: T201
+        say(f"ended: {error}")
         return 1
     return 0
 
 
+def say(text: str) -> None:
+    print(f"{socket.gethostname()} rank {os.environ['RANK']} {text}", flush=True)  # noqa: T201
+
+
 def run_one(run: dict[str, Any]) -> None:
     counts: list[dict[str, tuple[int, int]]] = []
-    pause = float(os.environ.get("STEP_SECONDS", 0))
+    pause = run.get("pause", 0.0)
 
     def on_step(_: Any) -> None:
         time.sleep(pause / 2)  # all ranks are here, and nothing is on its way any more
         counts.append(sent())
         time.sleep(pause / 2)
 
-    train(config_from_dict(run), on_step=on_step)
+    try:
+        train(config_from_dict(run["settings"]), on_step=on_step)
+    except ValueError as error:
+        if not run.get("refused"):
+            raise
+        say(f"refused: {error}")
+        return
     if os.environ["LOCAL_RANK"] == "0":
-        (Path(run["run"]["folder"]) / f"sent-{socket.gethostname()}.json").write_text(json.dumps(counts))
+        folder = Path(run["settings"]["run"]["folder"])
+        (folder / f"sent-{socket.gethostname()}.json").write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,12 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "\nscaling      ranks hosts" in shown
     assert "\nassumed     nvlink4 inside a host, 450 GB/s a device; ndr between hosts, 50 GB/s" in shown
+    assert "\nassumed     compute: 40% of the 989 TFLOP/s of H100 assumed\n" in shown
     assert "Speed of a device over its speed among 8" in page.read_text()
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({"linear": 1e-6, "quadratic": 1e-9, "constant": 1e-3}))
+    assert main([*plan, "--hosts", "2", f"batch.cost={cost}"]) == 0
+    assert f"\nmeasured    compute: measured, {cost}\n" in capsys.readouterr().out
     for wrong, line in (
         (["--gpu", "H100", "--hosts", "3"], "--hosts: 3 does not divide 16 ranks"),
         (["--hosts", "2", "model.dtype=float32"], "--hosts: 2 needs seconds"),

@@ -33,7 +33,7 @@ from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.signals import SAME_REQUEST_SECONDS
 from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
-from tests.ranks import run_ranks
+from tests.ranks import rank_server, run_ranks
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
@@ -55,18 +55,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Processes to kill: forked from one that has imported everything, has one thread and no process group
 
 
-def alone(function: str, folder: Path) -> Any:
+def alone(function: Callable[[Path], Any], folder: Path) -> Any:
     """The result of one of the functions below in such a process."""
-    result = subprocess.run(
-        [sys.executable, __file__, function, str(folder)],
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    process = rank_server().Process(target=in_folder, args=(function, folder))
+    process.start()
+    process.join(400)
+    ended_by_itself = process.exitcode is not None
+    process.kill()
+    process.join()
+    log = (folder / "alone.log").read_text()
+    assert ended_by_itself, log
+    assert process.exitcode == 0, log
+    return json.loads((folder / "result.json").read_text())
+
+
+def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["PADFREE_CACHE"] = str(folder / "cache")
+    with (folder / "alone.log").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    (folder / "result.json").write_text(json.dumps(function(folder)))
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -174,7 +182,7 @@ def killed_often(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
-    found = alone("killed_often", tmp_path)
+    found = alone(killed_often, tmp_path)
     assert found["torn"] >= 4, "some were in the middle of a save"
     assert len(found["steps"]) >= 5, "it went on between them"
     assert found["weights"]
@@ -252,7 +260,7 @@ def signalled(folder: Path) -> list[Any]:
 
 
 def test_a_signal_finishes_the_step_saves_and_exits_0_and_a_second_one_exits_at_once(tmp_path: Path) -> None:
-    *found, same, output = alone("signalled", tmp_path)
+    *found, same, output = alone(signalled, tmp_path)
     assert found == [
         [0, "step-00000002"],
         [0, "step-00000004"],
@@ -286,7 +294,7 @@ def worker(folder: Path, kill_at: int) -> int:
 def torchrun(folder: Path, kill_at: int) -> subprocess.Popen[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     return subprocess.Popen(
-        [sys.executable, *launch, __file__, "worker", str(folder), str(kill_at)],
+        [sys.executable, *launch, __file__, str(folder), str(kill_at)],
         env={**environment(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -294,9 +302,9 @@ def torchrun(folder: Path, kill_at: int) -> subprocess.Popen[str]:
     )
 
 
-def to_the_end(rank: int, world: int, folder: Path, name: str) -> int:
+def to_the_end(rank: int, world: int, folder: Path, *names: str) -> list[int]:
     os.environ["PADFREE_CACHE"] = str(folder / "cache")
-    return main(["sft", str(folder / "recipe.toml"), f"run.folder={folder / name}"])
+    return [main(["sft", str(folder / "recipe.toml"), f"run.folder={folder / name}"]) for name in names]
 
 
 @pytest.mark.slow
@@ -319,8 +327,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{step:08d}"
     assert not (tmp_path / "run" / "model").exists()
 
-    for name in ("run", "whole"):
-        assert run_ranks(2, to_the_end, tmp_path, name) == [0, 0]
+    assert run_ranks(2, to_the_end, tmp_path, "run", "whole") == [[0, 0]] * 2
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
@@ -551,6 +558,4 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "worker":
-        sys.exit(worker(Path(sys.argv[2]), int(sys.argv[3])))
-    print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]))))  # noqa: T201
+    sys.exit(worker(Path(sys.argv[1]), int(sys.argv[2])))

@@ -107,7 +107,12 @@ def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: p
     for mode in ("none", "selective"):
         torch._dynamo.reset()
         engine = make_engine(
-            mesh, LOSSES["sft"], compile="aot_eager_decomp_partition", checkpointing=mode, max_tokens=1000
+            mesh,
+            LOSSES["sft"],
+            small_model(num_hidden_layers=1),
+            compile="aot_eager_decomp_partition",
+            checkpointing=mode,
+            max_tokens=1000,
         )
         prepared = engine.prepare(make_samples())
         calls = [call for call in calls if call != mode]  # those of the probe, which runs once in a process
@@ -119,7 +124,7 @@ def test_compiled_layers_keep_the_output_of_attention(mesh: Mesh, monkeypatch: p
             engine.gradients(prepared)
         held[mode] = sum(kept)
     assert held["selective"] < 0.5 * held["none"]
-    assert (calls.count("none"), calls.count("selective")) == (2, 2), "once for each of the two layers"
+    assert (calls.count("none"), calls.count("selective")) == (1, 1), "once for the layer"
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "host"])
@@ -127,7 +132,8 @@ def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> No
     """Also where a length or a number of samples comes twice in a row, which looks like a constant."""
     torch._dynamo.reset()
     counters.clear()
-    engine = make_engine(mesh, LOSSES["sft"], compile="aot_eager", checkpointing=checkpointing, max_tokens=1000)
+    model = small_model(num_hidden_layers=1)
+    engine = make_engine(mesh, LOSSES["sft"], model, compile="aot_eager", checkpointing=checkpointing, max_tokens=1000)
     rng = np.random.default_rng(0)
     graphs = []
     for step in range(40):

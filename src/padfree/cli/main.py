@@ -17,8 +17,9 @@ from padfree.warning import PadfreeWarning
 
 COMMANDS = {
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
-    "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model; a few minutes on a CPU"),
+    "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model, on a CPU"),
     "eval": ("padfree.cli.eval", "measure a model on held-out data, as a recipe's [eval] says"),
+    "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
     "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
@@ -47,11 +48,8 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     return commands
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it worked, 1 for a mistake in the input (argparse itself exits with 2)."""
-    if arguments is None and not sys.warnoptions:  # this is the command itself, and nobody gave -W or PYTHONWARNINGS
-        show_own_warnings_only()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The words of a command line, understood; argparse exits with 2 if they cannot be."""
     commands = parser(words[:1])
     settings, rest = commands.parse_known_args(words)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -59,6 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides:  # settings behind a flag, where argparse no longer takes them
         settings.overrides = [*settings.overrides, *overrides]
+    return settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when it worked, 1 for a mistake in the input (argparse itself exits with 2)."""
+    if arguments is None and not sys.warnoptions:  # this is the command itself, and nobody gave -W or PYTHONWARNINGS
+        show_own_warnings_only()
+    settings = parsed(list(sys.argv[1:] if arguments is None else arguments))
     try:
         settings.run(settings)
     except BrokenPipeError:  # whoever read the output has seen enough

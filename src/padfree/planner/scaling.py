@@ -95,7 +95,7 @@ class StepTime:
     fixed: float  # what each micro-batch and each step costs besides
     weights: float  # gathering and reducing, what of it is not hidden
     context: float  # keys and values
-    bytes_between: float  # that a host sends to others
+    weights_out: float  # bytes of weights and their gradients that a host sends to others
     fits: bool | None
 
     @property
@@ -117,7 +117,7 @@ class Scaling:
     """The same steps on more and more devices; once with the weights over all, once with a copy on each host."""
 
     links: Links
-    source: str  # of the compute
+    compute: TimeModel
     sharded: list[StepTime]
     replicated: list[StepTime]
 
@@ -148,7 +148,7 @@ class Scaling:
                     "step_seconds": time.seconds,
                     "efficiency": efficiency,
                     "parts": {part: getattr(time, part) for part in PARTS},
-                    "bytes_between": time.bytes_between,
+                    "weights_bytes_out": time.weights_out,
                     "fits": time.fits,
                 }
                 for time, efficiency in zip(times, self.efficiency(times), strict=True)
@@ -160,7 +160,7 @@ class Scaling:
     def lines(self) -> Iterator[str]:
         yield (
             f"{'scaling':<12}{'ranks':>6}{'hosts':>6}{'step s':>10}{'compute':>10}{'waiting':>10}{'fixed':>10}"
-            f"{'weights':>10}{'context':>10}{'GB out of a host':>18}{'efficiency':>12}"
+            f"{'weights':>10}{'context':>10}{'GB of weights out':>18}{'efficiency':>12}"
         )
         for times, note in ((self.sharded, ""), (self.replicated, "  replicate = hosts")):
             for time, efficiency in zip(times, self.efficiency(times), strict=True):
@@ -168,7 +168,7 @@ class Scaling:
                 yield (
                     f"{'':<12}{time.ranks:>6}{time.hosts:>6}{time.seconds:>10.4f}{time.even:>10.4f}"
                     f"{time.waiting:>10.4f}{time.fixed:>10.4f}{time.weights:>10.4f}{time.context:>10.4f}"
-                    f"{time.bytes_between / 1e9:>18.2f}{efficiency:>12.1%}{note}{fits}"
+                    f"{time.weights_out / 1e9:>18.2f}{efficiency:>12.1%}{note}{fits}"
                 )
         for name, times in (("weights over all ranks", self.sharded), ("weights on each host", self.replicated)):
             if not times:
@@ -189,7 +189,8 @@ class Scaling:
             "weights travel while a micro-batch computes,"
         )
         yield f"{'':<12}but for the first gather and the last reduce; context ranks have the same to do"
-        yield f"{'counted':<12}bytes, as the tests of hosts count them on links; compute: {self.source}"
+        yield f"{'measured' if self.compute.measured else 'assumed':<12}compute: {self.compute.source}"
+        yield f"{'counted':<12}bytes, as the tests of hosts count them on links"
 
 
 PARTS = ("even", "waiting", "fixed", "weights", "context")
@@ -234,7 +235,7 @@ def plan_scaling(
         sharded.append(timed(1))
         if on_hosts > 1 and each % shape.context == 0:
             replicated.append(timed(on_hosts))
-    return Scaling(links=links, source=time_model.source, sharded=sharded, replicated=replicated)
+    return Scaling(links=links, compute=time_model, sharded=sharded, replicated=replicated)
 
 
 def _step_time(
@@ -278,7 +279,7 @@ def _step_time(
         hosts=placement.hosts,
         replicate=placement.replicate,
         micro_batches=micro_batches,
-        bytes_between=micro_batches * sent.of_host(0)[1],
+        weights_out=micro_batches * sent.of_host(0)[1],
         fits=fits,
         **{name: total / len(plans) for name, total in parts.items()},
     )

@@ -38,6 +38,7 @@ class TimeModel:
     cost: CostModel
     per_second: float | None  # None: it is not known
     source: str  # in words
+    measured: bool = False  # or counted and assumed
 
     def seconds(self, cost: float) -> float | None:
         return None if self.per_second is None else cost / self.per_second
@@ -46,14 +47,15 @@ class TimeModel:
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """The best there is: a file that is named, a measurement of this device, the peak of a GPU, FLOPs, or tokens."""
     if config.batch.cost is not None:
-        return TimeModel(cost=read_cost(config.batch.cost), per_second=1.0, source=f"measured, {config.batch.cost}")
+        named = config.batch.cost
+        return TimeModel(cost=read_cost(named), per_second=1.0, source=f"measured, {named}", measured=True)
     if model_config is None:
         return TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; --model gives FLOPs")
     here = device_name(config.run.device)
     is_here = gpu is None or gpu.lower() in here.lower()
     stored = cost_path(here, model_config, config)
     if is_here and stored.exists():
-        return TimeModel(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}")
+        return TimeModel(cost=read_cost(stored), per_second=1.0, source=f"measured on {here}, {stored}", measured=True)
     cost = model_cost(model_config, adapters=config.lora.rank > 0)
     name = gpu or here
     peak = peak_tflops(name)

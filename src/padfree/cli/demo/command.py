@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "demo",
-        help="plan, check, fine-tune and reinforce a tiny model; a few minutes on a CPU",
+        help="plan, check, fine-tune and reinforce a tiny model, on a CPU",
         description="Makes a small data set and a tiny model, then plans, checks, fine-tunes packed and padded side by "
         "side, and trains by rewards. Ends with a table and a report page. Needs no GPU and no network.",
         epilog="example: padfree demo --folder runs/demo",

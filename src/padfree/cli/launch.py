@@ -1,0 +1,397 @@
+"""`padfree launch`: one command on several hosts, over ssh. torchrun on each of them does the rest.
+
+padfree launch --hosts a,b -- sft recipes/sft.toml run.folder=/shared/runs/first parallel.replicate=2
+
+    here     ssh a python -m padfree.cli.on_host      gets the order: command, folder, environment
+             ssh b python -m padfree.cli.on_host
+    a, b     answer: versions, the recipe's digest, GPUs, or what is wrong there
+    here     nothing is wrong anywhere: the arguments of torchrun go to each
+    a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft recipes/sft.toml ...
+    here     shows their lines, each behind the name of its host. If one fails, or this process gets SIGINT or SIGTERM,
+             the others are told to stop: torchrun gets SIGTERM there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+import padfree
+from padfree.cli.main import COMMANDS, parsed
+from padfree.cli.on_host import ANSWER, RELEASE, shutdown_seconds, source_digest
+
+LAUNCHED = ("check", "dpo", "reward", "sft", "distill", "rl", "eval")
+"""Commands that several processes run together."""
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+PORT = 29500
+ENVIRONMENT = (
+    "GLOO_",
+    "HF_",
+    "NCCL_",
+    "OMP_",
+    "PADFREE_",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "WANDB_",
+)
+"""Variables that begin so are taken along."""
+
+LINGER = 8.0
+"""Seconds after a failure in which the other hosts may end by themselves, and say what they have to."""
+
+NOT_FOUND, CONNECTION = (126, 127), 255
+"""Exit codes of a shell that finds no such program, and of ssh itself."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = COMMANDS["launch"][1]
+    command = commands.add_parser(
+        "launch",
+        usage="padfree launch --hosts a,b [options] -- COMMAND ...",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. All must have the same padfree, and see the same folder.",
+        epilog="example: padfree launch --hosts a,b -- sft recipes/sft.toml run.folder=/shared/runs/first",
+    )
+    add = command.add_argument
+    add("--hosts", required=True, metavar="A,B,...", help="names that ssh knows; rank 0 is on the first")
+    add("--processes", type=int, metavar="N", help="on each host (default: one a GPU)")
+    add("--restarts", type=int, default=0, metavar="N", help="times that torchrun starts again (default 0)")
+    add("--address", metavar="HOST[:PORT]", help=f"where they meet (default: the first host, {PORT})")
+    add("--folder", default=".", metavar="PATH", help="to work in on each host (default: this one)")
+    add("--python", default=sys.executable, metavar="PATH", help="on each host (default: this one)")
+    add("--ssh", default=SSH, metavar="WORDS", help="program and its options (default: ssh)")
+    add("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what to run: " + ", ".join(LAUNCHED))
+    command.set_defaults(run=run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What is to be started, and where."""
+
+    hosts: tuple[str, ...]
+    words: tuple[str, ...]
+    folder: str
+    python: str
+    processes: int | None  # None: one a GPU
+    restarts: int
+    address: tuple[str, int]
+    ssh: tuple[str, ...]
+
+    @staticmethod
+    def of(settings: argparse.Namespace) -> Launch:
+        words = settings.words[1:] if settings.words[:1] == ["--"] else settings.words
+        if not words or words[0] not in LAUNCHED:
+            given = repr(words[0]) if words else "missing"
+            raise ValueError(f"COMMAND: {given}; give one of {', '.join(LAUNCHED)} behind --")
+        hosts = [host.strip() for host in settings.hosts.split(",")]
+        if not all(hosts) or any(host.startswith("-") for host in hosts):
+            raise ValueError(f"--hosts: {settings.hosts!r}; name each host, with commas between them")
+        for host in hosts:
+            if hosts.count(host) > 1:
+                raise ValueError(f"--hosts: {host} is there twice; name every host once")
+        if settings.processes is not None and settings.processes < 1:
+            raise ValueError(f"--processes: {settings.processes}; give 1 or more")
+        if settings.restarts < 0:
+            raise ValueError(f"--restarts: {settings.restarts}; give 0 or more")
+        parsed(words)  # a command line that cannot be understood is refused here
+        return Launch(
+            hosts=tuple(hosts),
+            words=tuple(words),
+            folder=os.path.abspath(settings.folder),
+            python=settings.python,
+            processes=settings.processes,
+            restarts=settings.restarts,
+            address=_address(settings.address, hosts[0]),
+            ssh=tuple(shlex.split(settings.ssh)),
+        )
+
+    def order(self) -> dict[str, Any]:
+        """What a host is told first."""
+        return {
+            "words": self.words,
+            "folder": self.folder,
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)},
+            "counts_gpus": self.processes is None,
+        }
+
+    def remote_command(self) -> str:
+        """For the shell of a host, whichever that is."""
+        paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        variables = [f"PYTHONPATH={os.pathsep.join(paths)}"] if paths else []
+        return shlex.join(["exec", "env", *variables, self.python, "-u", "-m", "padfree.cli.on_host"])
+
+    def torchrun(self, rank: int, processes: int) -> list[str]:
+        """The arguments of torchrun on the host of this number."""
+        name, port = self.address
+        return [
+            *("--nnodes", str(len(self.hosts)), "--node-rank", str(rank), "--nproc-per-node", str(processes)),
+            *("--master-addr", name, "--master-port", str(port), "--max-restarts", str(self.restarts)),
+            *("-m", "padfree", *self.words),
+        ]
+
+
+def _address(given: str | None, first: str) -> tuple[str, int]:
+    name, _, port = (given or first.rpartition("@")[2]).partition(":")
+    if not name or not (port or str(PORT)).isdigit():
+        raise ValueError(f"--address: {given!r}; give a name that all hosts know, and a port, as in a:{PORT}")
+    return name, int(port or PORT)
+
+
+# Connections
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    host: str
+    answer: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    host: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    number: int
+
+
+Events = SimpleQueue[Answered | Ended | Signalled]
+
+
+class Connection:
+    """ssh to one host. Threads read what it prints, show it and put the rest among the events."""
+
+    def __init__(self, host: str, launch: Launch, events: Events) -> None:
+        self.host, self._events = host, events
+        self.printed: list[str] = []  # before the answer
+        self._answered = False
+        try:
+            # In a session of its own, or Ctrl-C would end ssh before the host has been told to stop.
+            self.process = subprocess.Popen(
+                [*launch.ssh, host, launch.remote_command()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ValueError(
+                f"--ssh: {launch.ssh[0]} cannot be run ({error.strerror}); install OpenSSH's client, or give its path"
+            ) from None
+        self._errors = threading.Thread(target=self._read, args=(self.process.stderr, sys.stderr), daemon=True)
+        self._errors.start()
+        self._output = threading.Thread(target=self._read_all, daemon=True)
+        self._output.start()
+
+    def tell(self, line: str) -> None:
+        """Nothing happens if it is gone: that is an event, too."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """The host's input ends, which stops what still runs there."""
+        self.process.kill()
+        self._output.join()  # and with it the other thread and the process
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _read_all(self) -> None:
+        self._read(self.process.stdout, sys.stdout)
+        self._errors.join()
+        self._events.put(Ended(self.host, self.process.wait()))
+
+    def _read(self, lines: IO[str] | None, shown: IO[str]) -> None:
+        for line in lines or ():
+            if self._answered:
+                self._show(line, shown)
+            elif line.startswith(ANSWER):
+                self._answered = True
+                self._events.put(Answered(self.host, json.loads(line.removeprefix(ANSWER))))
+            else:
+                self.printed.append(line.strip())
+
+    def _show(self, line: str, shown: IO[str]) -> None:
+        try:
+            shown.write(f"{self.host}: {line.rstrip()}\n")  # in one piece: others write, too
+            shown.flush()
+        except BrokenPipeError:  # whoever read it has seen enough
+            self._events.put(Signalled(signal.SIGPIPE))
+
+    def refusal(self, code: int, python: str) -> str:
+        """Why it has ended without an answer."""
+        last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
+        if code == CONNECTION:
+            return f"--hosts: {self.host} cannot be reached ({last}); ssh {self.host} must work without a password"
+        if code in NOT_FOUND:
+            return f"--python: {python} cannot be run on {self.host} ({last}); install it there, or give its path"
+        if "No module named" in last:
+            return f"--hosts: {self.host} has no padfree of this version ({last}); install the same on all hosts"
+        return f"--hosts: {self.host} ended without an answer ({last}); try ssh {self.host} by hand"
+
+
+@contextmanager
+def connected(launch: Launch, events: Events) -> Iterator[list[Connection]]:
+    """To all hosts; whatever is still there at the end is ended."""
+    found: list[Connection] = []
+    try:
+        for host in launch.hosts:
+            found.append(Connection(host, launch, events))
+            found[-1].tell(json.dumps(launch.order()))
+        yield found
+    finally:
+        for connection in found:
+            connection.close()
+
+
+@contextmanager
+def signals_as(events: Events) -> Iterator[None]:
+    before = {
+        number: signal.signal(number, lambda number, _: events.put(Signalled(number)))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# The run
+
+
+def run(settings: argparse.Namespace) -> None:
+    launch, events = Launch.of(settings), Events()
+    with signals_as(events), connected(launch, events) as connections:
+        answers = gathered(connections, events, launch)
+        processes = launch.processes or equal_gpus(answers)
+        for rank, connection in enumerate(connections):
+            connection.tell(json.dumps(launch.torchrun(rank, processes)))
+        code = supervised(connections, events)
+    if code:
+        raise SystemExit(code)
+
+
+def gathered(connections: Sequence[Connection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
+    """The answers of all hosts, in their order. What is wrong on one of them is refused."""
+    answers: dict[str, dict[str, Any]] = {}
+    by_name = {connection.host: connection for connection in connections}
+    while len(answers) < len(connections):
+        event = events.get()
+        if isinstance(event, Signalled):
+            raise SystemExit(128 + event.number)
+        if isinstance(event, Ended):
+            raise ValueError(by_name[event.host].refusal(event.code, launch.python))
+        answers[event.host] = event.answer
+        check_answer(event.host, event.answer)
+    ordered = {host: answers[host] for host in launch.hosts}
+    check_alike(ordered)
+    return ordered
+
+
+def check_answer(host: str, answer: Mapping[str, Any]) -> None:
+    if (answer["version"], answer["source"]) != (padfree.__version__, source_digest()):
+        theirs = answer["version"]
+        difference = theirs if theirs != padfree.__version__ else f"{theirs} with other files"
+        raise ValueError(
+            f"--hosts: padfree on {host} is {difference}, here it is {padfree.__version__}; install the same on all"
+        )
+    if answer.get("refused"):
+        raise ValueError(with_host(answer["refused"], host))
+
+
+def with_host(message: str, host: str) -> str:
+    """`optimizer.lr: -1; give ...` -> `optimizer.lr: on b: -1; give ...`"""
+    name, _, rest = message.partition(":")
+    return f"{name}: on {host}:{rest}"
+
+
+def check_alike(answers: Mapping[str, Mapping[str, Any]]) -> None:
+    (first, expected), *others = answers.items()
+    for host, answer in others:
+        if answer["torch"] != expected["torch"]:
+            raise ValueError(
+                f"--hosts: torch is {answer['torch']} on {host} and {expected['torch']} on {first}; install the same"
+            )
+        if answer["recipe"] != expected["recipe"]:
+            raise ValueError(
+                f"--folder: the recipe on {host} is not that of {first}; use a folder that all hosts share, or copy it"
+            )
+
+
+def equal_gpus(answers: Mapping[str, Mapping[str, Any]]) -> int:
+    counts = {host: int(answer["gpus"]) for host, answer in answers.items()}
+    fewest = min(counts, key=lambda host: counts[host])
+    if not counts[fewest]:
+        raise ValueError(f"--processes: {fewest} has no GPU that torch sees; say how many to start on each host")
+    most = max(counts, key=lambda host: counts[host])
+    if counts[most] != counts[fewest]:
+        raise ValueError(
+            f"--processes: {most} has {counts[most]} GPUs and {fewest} {counts[fewest]}; "
+            f"give as many to each, as in --processes {counts[fewest]}"
+        )
+    return counts[fewest]
+
+
+def supervised(connections: Sequence[Connection], events: Events) -> int:
+    """Wait for all hosts. The exit code is that of the first failure, or 128 and the number of a signal."""
+    running = {connection.host for connection in connections}
+    code, deadline, stopped = 0, float("inf"), False
+
+    def stop() -> None:
+        nonlocal stopped, deadline
+        stopped, deadline = True, time.monotonic() + shutdown_seconds() + 2 * RELEASE
+        for connection in connections:
+            connection.tell("stop")
+
+    while running:
+        try:
+            left = deadline - time.monotonic()
+            event = events.get(timeout=None if left == float("inf") else max(left, 0.0))
+        except Empty:
+            if stopped:
+                say(f"no word from {', '.join(sorted(running))} that it has ended; look there")
+                return code
+            stop()
+            continue
+        if isinstance(event, Signalled):
+            if stopped:
+                return code or 128 + event.number
+            code = code or 128 + event.number
+            stop()
+        elif isinstance(event, Ended):
+            running.discard(event.host)
+            if event.code and not code:
+                code = event.code
+                how = "the connection is lost" if code == CONNECTION else f"it ended with exit code {code}"
+                say(f"{event.host}: {how}" + ("; the others are stopped" if running else ""))
+                deadline = time.monotonic() + LINGER
+    return code
+
+
+def say(line: str) -> None:
+    print(f"padfree launch: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,30 @@
+"""Hosts, and a small model that they can all read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import decoders
+from transformers import AutoTokenizer
+
+from tests.hosts.network import Host, connected_hosts, no_hosts_reason
+from tests.models import save_with_tokenizer
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    if reason := no_hosts_reason():
+        pytest.skip(reason)
+    with connected_hosts(3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.save_pretrained(folder)
+    return folder
