@@ -75,10 +75,15 @@ def layouts(
 Difference = tuple[str, float, float]
 
 
+def cases_of(world: int) -> list[Case]:
+    """On two ranks the layouts and methods once each; what differs by model and row shows on four."""
+    return CASES if world > 2 else [("llama", {}, [0], KINDS, METHODS, False)]
+
+
 def parity(rank: int, world: int) -> list[Difference]:
     """(what, difference of logits, difference of gradients) of every case, in units of what rounding allows."""
     found = []
-    for name, changes, numbers, kinds, methods, recomputed in CASES:
+    for name, changes, numbers, kinds, methods, recomputed in cases_of(world):
         model = attach(build(name, **changes))
         if recomputed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -142,7 +147,7 @@ def leak_cases(rank: int, world: int) -> list[tuple[str, bool, list[tuple[int, i
     found = []
     batch = row([13, 1, 28]).padded_to(48)
     full = {"layer_types": ["full_attention"] * 2}
-    for name, changes, kinds in (("llama", {}, KINDS), ("gpt_oss", full, ["balanced"])):
+    for name, changes, kinds in (("llama", {}, KINDS), ("gpt_oss", full, ["balanced"]))[: world // 2]:
         model = attach(build(name, **changes)).eval()
         for layout in layouts(rank, world, kinds):
             case = f"{name} {layout['method']} {layout['kind']}"
@@ -157,11 +162,11 @@ def everything(rank: int, world: int) -> tuple[list[Difference], list[tuple[str,
 @pytest.mark.parametrize("world", [2, 4])
 def test_one_row_over_several_ranks_equals_one_process_and_leaks_nothing(world: int) -> None:
     for parities, leaking in run_ranks(world, everything):
-        assert len(parities) == 4 * 9 + 2 + 4 * 3
+        assert len(parities) == (9 if world == 2 else 4 * 9 + 2 + 4 * 3)
         for case, difference, gradient_difference in parities:
             assert difference <= FACTOR, f"{case}: logits differ by {difference:.1f} times their rounding"
             assert gradient_difference <= FACTOR, f"{case}: gradients by {gradient_difference:.1f} times theirs"
-        assert len(leaking) == 9 + 3
+        assert len(leaking) == (9 if world == 2 else 9 + 3)
         for case, experts, differences in leaking:
             assert len(differences) == 4 * 3
             for source, other, difference in differences:

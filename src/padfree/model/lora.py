@@ -12,16 +12,20 @@ A is drawn from the seed and its own name, so its numbers do not depend on ranks
 model begins as the one without adapters.
 
 Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
-weight without what an adapter would add. Experts that transformers keeps in one tensor are refused, too; "all-linear"
-leaves them frozen.
+weight without what an adapter would add. So are linear layers of a mixer whose weight its forward hands to a kernel or
+multiplies itself (Mamba's time step), and experts that transformers keeps in one tensor; "all-linear" leaves all of
+these frozen.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
+import inspect
 import math
 import re
+import textwrap
 import warnings
 from typing import Any
 
@@ -31,6 +35,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import LoraConfig
+from padfree.model.mixers import kind_of
+from padfree.model.mixers.own_forward import code_of
 
 ADAPTER = "default"
 """The name that PEFT gives to an adapter when nobody gives one."""
@@ -109,7 +115,9 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """The names of linear layers that PEFT is to look for, as short as they can be."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     modules = {name: module for name, module in model.named_modules() if name}
-    fit = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module not in ends}
+    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
+    fit = {name for name in linear - passed_by if modules[name] not in ends}
     last = sorted({name.rpartition(".")[2] for name in fit})
     if ALL_LINEAR in targets:
         if len(targets) > 1:
@@ -121,9 +129,29 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
         if not found:
             raise ValueError(f"lora.targets: the model has no {target!r}; choose from {', '.join(last)}")
         for name in found:
+            if name in passed_by:
+                raise ValueError(
+                    f"lora.targets: {name} is a weight that its mixer reads without calling the layer, and would pass "
+                    f"an adapter by; choose from {', '.join(last)}"
+                )
             if name not in fit:
                 raise ValueError(
                     f"lora.targets: {name} is no linear layer below the head but a {type(modules[name]).__name__}; "
                     f"choose from {', '.join(last)}"
                 )
     return targets
+
+
+def _weights_read_by(module: nn.Module) -> set[str]:
+    """The parts of a mixer of which its forward reads `self.part.weight`."""
+    if kind_of(module).name == "other":
+        return set()
+    return {
+        node.value.attr
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(code_of(type(module))))))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "weight"
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+    }
