@@ -36,6 +36,7 @@ PRELOAD = [
     "numpy",
     "pytest",
     "transformers.modeling_utils",
+    "padfree.train.setup",
 ]
 
 

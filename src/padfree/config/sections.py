@@ -454,6 +454,9 @@ class Config:
         if self.loss.command == "reward":
             cure = "set lora.rank=0, a reward model's new head would not be among the adapters"
             need(self.lora.rank == 0, "lora.rank", self.lora.rank, cure)
+        if self.lora.rank:
+            cure = "set loss.router_bias=0 with lora.rank: biases of the model are not saved with its adapters"
+            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
         self._check_critic()
