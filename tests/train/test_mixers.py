@@ -30,7 +30,7 @@ from tests.rounding import largest_difference
 from tests.train.cases import alone, make_samples, weights_of
 from tests.train.loop_cases import make_config, make_loop
 
-BIAS_RATE = 0.25
+BIAS_RATE = 2.0**-6  # small: the load does not turn round in two steps
 KINDS = {
     "gated_delta": "qwen3_5",
     "mamba1": "jamba",
@@ -113,7 +113,8 @@ def mesh() -> Iterator[Mesh]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kinds")
     for name in KINDS.values():
-        build(name, intermediate_size=32).save_pretrained(folder / name)
+        groups = {"n_group": 1} if name == "deepseek_v3" else {}  # in groups of two, experts' biases move together
+        build(name, intermediate_size=32, **groups).save_pretrained(folder / name)
     return folder
 
 

@@ -13,8 +13,8 @@ model begins as the one without adapters.
 
 Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
 weight without what an adapter would add. So are linear layers of a mixer whose weight its forward hands to a kernel or
-multiplies itself (Mamba's time step), and experts that transformers keeps in one tensor; "all-linear" leaves all of
-these frozen.
+multiplies itself (Mamba's time step), routers that are linear layers and more (Llama 4), and experts that transformers
+keeps in one tensor; "all-linear" leaves all of these frozen.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """The names of linear layers that PEFT is to look for, as short as they can be."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     modules = {name: module for name, module in model.named_modules() if name}
-    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
     fit = {name for name in linear - passed_by if modules[name] not in ends}
     last = sorted({name.rpartition(".")[2] for name in fit})
