@@ -31,7 +31,14 @@ PATIENCE = 120
 """Seconds for one architecture."""
 
 COMPLETED: dict[str, dict[str, Any]] = {
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv"] * 2}
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv"] * 2},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
 """What default configs lack."""
 

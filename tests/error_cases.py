@@ -291,6 +291,7 @@ CASES["config"] = [
     ("loss.temperature", changed("loss.temperature=0", recipe="rl")),
     ("loss.router", changed("loss.router=-0.1"), "loss.router=0"),
     ("loss.router_bias", changed("loss.router_bias=-0.1"), "loss.router_bias=0"),
+    ("loss.router_bias", changed("loss.router_bias=0.1", "lora.rank=4"), "loss.router_bias=0"),
     ("loss.epochs", changed("loss.epochs=2")),
     ("loss.low", changed("loss.low=0.2")),
     ("loss.dual", changed("loss.kind=gspo", "loss.dual=3", recipe="rl")),
@@ -1197,8 +1198,12 @@ def model_folder(kind: str) -> str:
     folder = save_with_tokenizer(place / "model")
     if kind != "qwen3":
         (folder / "model.safetensors").unlink()
-        changes = {"gpt2": {"n_positions": 16, "max_position_embeddings": 16}, "small": {"vocab_size": 10}}[kind]
-        build("gpt2" if kind == "gpt2" else "qwen3", hidden_size=32, **changes).save_pretrained(folder)
+        name, changes = {
+            "gpt2": ("gpt2", {"n_positions": 16, "max_position_embeddings": 16}),
+            "jamba": ("jamba", {}),
+            "small": ("qwen3", {"vocab_size": 10}),
+        }[kind]
+        build(name, hidden_size=32, **changes).save_pretrained(folder)
     return str(folder)
 
 
@@ -1407,6 +1412,11 @@ CASES["decide"] = [
     ("parallel.offload", dry_run("sft", SFT, "parallel.offload=true")),
     ("parallel.context", dry_run("sft", SFT, "parallel.context=2"), "parallel.context=1"),
     ("lora.targets", dry_run("sft", SFT, "lora.rank=2", "lora.targets=no_proj"), "lora.targets=q_proj"),
+    (
+        "lora.targets",
+        dry_run("sft", SFT, "lora.rank=2", "lora.targets=['in_proj', 'dt_proj']", model="jamba"),
+        "lora.targets=['in_proj']",
+    ),
     ("run.folder", dry_run("sft", SFT, "run.folder=FOLDER/d.jsonl/run"), "run.folder=FOLDER/run"),
     ("batch.cost", dry_run("sft", SFT, "batch.cost=FOLDER/nowhere.json"), "batch.cost=none"),
     ("batch.samples", dry_run("rl", GROUPED, "batch.samples=2"), "batch.samples=4"),

@@ -75,7 +75,14 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 8,
 }
 _STATE: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None, "state_size": 8, "time_step_rank": 4}
-_GPT: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_GPT: dict[str, Any] = {
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "intermediate_size": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+}
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -183,7 +190,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", _FOUR_LOCAL_EXPERTS),
     "olmo": ("OlmoForCausalLM", {"head_dim": None}),
     "olmo3": ("Olmo3ForCausalLM", {**_WINDOWED, "head_dim": None}),
-    "olmoe": ("OlmoeForCausalLM", {**_FOUR_EXPERTS, "head_dim": None}),
+    "olmoe": ("OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None}),
     "opt": (
         "OPTForCausalLM",
         {
@@ -212,6 +219,7 @@ ARCHITECTURES |= {
         {
             **_LATENT,
             **_ROUTED,
+            "q_lora_rank": None,
             "head_dim": 16,
             "num_experts": 4,
             "layer_types": ["linear_attention", "full_attention"],
@@ -365,7 +373,7 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
     values = {**_BASIC, **extra, **changes}
-    missing = ("head_dim", "num_key_value_heads", "num_hidden_layers")
+    missing = ("head_dim", "num_key_value_heads", "num_hidden_layers", "intermediate_size")
     values = {key: value for key, value in values.items() if value is not None or key not in missing}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

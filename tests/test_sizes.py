@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from padfree.estimate.activations import attends, token_bytes
+from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
-from padfree.sizes import LatentSizes, ModelSizes
+from padfree.packing import CostModel
+from padfree.sizes import AttentionSizes, LatentSizes, ModelSizes
 from tests.models import ARCHITECTURES, WINDOW, build
 
 DENSE: dict[str, Any] = {
@@ -21,33 +29,94 @@ DENSE: dict[str, Any] = {
 }
 
 
-NOT_DESCRIBED = ("gemma4", "jamba", "kimi_linear", "llama4", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-"""Their configs do not tell the sizes of all layers: gated queries, latent attention beside mixers, two widths of MLPs,
-heads that differ by layer. What is estimated of them is not exact."""
+@cache
+def skeleton(name: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build(name)
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NOT_DESCRIBED])
-def test_sizes_are_those_of_the_modules(name: str) -> None:
-    model = build(name)
-    sizes = ModelSizes.of(model.config)
-    embeddings: Any = model.get_input_embeddings()
-    assert (sizes.vocabulary, sizes.hidden) == tuple(embeddings.weight.shape)
-    layers = layers_of(model)
-    assert sizes.layers == len(layers)
-    assert sizes.sparse_layers == sum(any("experts" in part for part, _ in layer.named_modules()) for layer in layers)
-    widths = {"q_proj": sizes.query, "k_proj": sizes.key, "v_proj": sizes.value}
-    for module_name, module in layers.named_modules():
-        last = module_name.rpartition(".")[2]
-        if not isinstance(module, nn.Linear):
-            continue
-        if last in widths and sizes.latent is None:
-            assert module.out_features == widths[last], module_name
-        if last == "o_proj":
-            assert module.in_features == sizes.output, module_name
-        if last == "up_proj" and "expert" not in module_name:
-            assert module.out_features == sizes.mlp, module_name
-        if last == "up_proj" and "shared_expert" in module_name:
-            assert module.out_features == sizes.shared_mlp, module_name
+NOT_COUNTED = ("zamba", "zamba2")
+"""Some of their layers share weights, attend to two rows of hidden states side by side, and have adapters of their own:
+their FLOPs are an estimate."""
+
+
+def test_sizes_are_those_of_the_modules() -> None:
+    for name in ARCHITECTURES:
+        model = skeleton(name)
+        sizes = ModelSizes.of(model.config)
+        embeddings: Any = model.get_input_embeddings()
+        assert (sizes.vocabulary, sizes.hidden) == tuple(embeddings.weight.shape), name
+        layers = layers_of(model)
+        assert sizes.layers == len(layers), name
+        assert sizes.sparse_layers == sum(any("experts" in part for part, _ in each.named_modules()) for each in layers)
+        assert sizes.attention_layers == sum(attends(layer) for layer in layers), name
+        mixers = [module for module in layers.modules() if kind_of(module).name != "other"]
+        assert sizes.mixer_layers == len(mixers), name
+        inside = {part for mixer in mixers for part in mixer.modules()}
+        for number, layer in enumerate(layers):
+            slides = bool(sizes.layer_types) and sizes.layer_types[number] == "sliding_attention"
+            heads = sizes.windowed_attention if slides else sizes.attention
+            for part, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and module not in inside:
+                    compare_widths(sizes, heads, f"{name} {number} {part}", module)
+
+
+def compare_widths(sizes: ModelSizes, heads: AttentionSizes, name: str, module: nn.Linear) -> None:
+    last = name.rpartition(".")[2]
+    if last == "q_proj" and sizes.latent is None:
+        assert module.out_features in (heads.query, heads.query + heads.gate), name
+    if last in ("k_proj", "v_proj") and sizes.latent is None:
+        assert module.out_features == (heads.key if last == "k_proj" else heads.value), name
+    if last == "o_proj":
+        assert module.in_features == heads.output, name
+    if last == "up_proj" and "expert" not in name:
+        assert module.out_features == sizes.mlp, name
+    if last == "up_proj" and "shared_expert" in name:
+        assert module.out_features == sizes.shared_mlp, name
+
+
+def met_weights(model: PreTrainedModel, sizes: ModelSizes) -> float:
+    """The weights of all matmuls of one token, counted from the modules; of experts those that it meets."""
+    met = sizes.experts_per_token / max(1, sizes.experts)
+    found = 0.0
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear | Conv1D):
+            found += module.weight.numel() * (met if re.search(r"experts\.\d", name) else 1)
+        elif name.endswith("experts"):
+            found += met * sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 3)
+        elif re.search(r"(router|gate)$", name):  # those that are no linear layers
+            found += sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 2)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NOT_COUNTED])
+def test_flops_are_those_of_the_weights_a_token_meets(name: str) -> None:
+    model = skeleton(name)
+    sizes, cost = ModelSizes.of(model.config), CostModel.from_config(model.config)
+    windowed = sizes.windowed_attention
+    attention = 2 * sizes.windowed_layers * sizes.window * (windowed.query + windowed.output)
+    state = sizes.mixer_layers * sizes.mixer_flops
+    assert cost.linear == 3 * (2 * met_weights(model, sizes) + attention + state)
+    mixers = [module for module in model.modules() if kind_of(module).name != "other"]
+    assert state == pytest.approx(sum(kind_of(mixer).state_flops(mixer) for mixer in mixers), rel=0.1)
+    assert cost.quadratic == 3 * sizes.full_layers * (sizes.attention.query + sizes.attention.output)
+
+
+def test_what_can_be_planned_is_planned() -> None:
+    """What a run asks of the sizes before it trains."""
+    for name in ARCHITECTURES:
+        model = skeleton(name)
+        kept, recomputed = (token_bytes(model, 4, checkpointing) for checkpointing in ("none", "full"))  # type: ignore[arg-type]
+        assert kept > recomputed >= 4 * ModelSizes.of(model.config).hidden, name
+
+
+def test_a_size_that_differs_between_layers_is_the_largest() -> None:
+    config = skeleton("gemma4").config
+    found = {layer.head_dim for layer in config.per_layer_config}
+    assert len(found) > 1
+    sizes = ModelSizes.of(config)
+    assert {sizes.attention.head, sizes.windowed_attention.head} == found
+    assert sizes.head == sizes.attention.head == max(found)
 
 
 def test_what_is_not_given_is_derived() -> None:

@@ -17,7 +17,6 @@ from padfree.losses import LossInputs, LossOutput, ValueSettings, value_loss
 from padfree.train.microbatch import at_ends
 from tests.check import cases
 from tests.models import save_with_tokenizer
-from tests.ranks import run_ranks
 
 LOSSES: tuple[CheckedLoss, ...] = ("dpo", "distill", "reward", "value")
 LENGTHS = (7, 12, 5, 9, 11, 6)
@@ -90,15 +89,6 @@ def _scaled(model: Any) -> Any:
     from padfree.model import lm_head_of
 
     return replace(lm_head_of(model), logit_scale=1.1)
-
-
-def on_ranks(rank: int, world: int, folder: Path) -> str:
-    return check_loss(folder, "reward", cases.make_samples(LENGTHS), context=2, device="cpu").verdict
-
-
-@pytest.mark.slow
-def test_data_and_context_ranks(folder: Path) -> None:
-    assert {verdict[:6] for verdict in run_ranks(4, on_ranks, folder)} == {"passed"}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import RwkvConfig
 
 from padfree.batch import PackedBatch, Sample
-from padfree.check import CheckReport, check_model, random_samples
+from padfree.check import CheckReport, check_loss, check_model, random_samples
 from padfree.check.packed import Variation
 from padfree.distributed import Mesh
 from padfree.train.microbatch import RowSettings
@@ -180,11 +180,13 @@ def test_a_loss_that_is_not_finite_is_told_before_anything_is_compared(tmp_path:
 
 
 def check_on_ranks(rank: int, world: int, folder: Path) -> dict[str, CheckReport]:
-    samples = cases.make_samples((7, 12, 5))
+    samples, pairs = cases.make_samples((7, 12, 5)), cases.make_samples((7, 12, 5, 9))
     options: dict[str, Any] = {"device": "cpu", "layers": 1}
     reports = {
         "cp": check_model(folder, samples, context=2, **options),
         "dp": check_model(folder, samples, **options),
+        "pairs, cp": check_loss(folder, "reward", pairs, context=2, **options),
+        "pairs, dp": check_loss(folder, "reward", pairs, **options),
     }
     parallelize = importlib.import_module("padfree.train.parallelize")
     shard_model = parallelize.shard_model
@@ -209,6 +211,8 @@ def test_two_processes_pass_and_a_lost_gradient_is_found(folders: Mapping[str, P
     assert (report.data_ranks, report.context_ranks) == (1, 2)
     assert first["dp"].passed, first["dp"].verdict
     assert {row.check for row in first["dp"].rows} == ALL
+    for layout in ("pairs, cp", "pairs, dp"):
+        assert first[layout].passed, first[layout].verdict
 
     lost = cases.failures(first["gradients over data ranks only"])
     assert {quantity for _, quantity in lost} == {"gradients"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shlex
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from padfree.cli.check import context_ranks
 from padfree.cli.main import main
 from padfree.packing.collate import collate
 from tests.models import save_with_tokenizer
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -149,14 +151,19 @@ def test_help_fits_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "example: padfree check" in text
 
 
-def test_torchrun_checks_the_sharded_path(model: str, data: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "padfree"]
+def command(rank: int, world: int, arguments: list[str]) -> str:
+    """What a process of torchrun shows."""
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world)})
+    with redirect_stdout(io.StringIO()) as shown:
+        assert main(arguments) == 0
+    return shown.getvalue()
+
+
+def test_two_processes_check_the_sharded_path_and_one_tells(model: str, data: str) -> None:
     arguments = ["--model", model, "--data", data, "--samples", "3", "--layout", "cp=2", "--device", "cpu"]
-    result = subprocess.run(
-        [*command, "check", *arguments, "--layers", "1"], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert lines.count("passed: packed training computes what one sample at a time computes") == 1
+    first, second = run_ranks(2, command, ["check", *arguments, "--layers", "1"])
+    assert second == ""
+    lines = first.splitlines()
+    assert lines[-1] == "passed: packed training computes what one sample at a time computes"
     assert any("1 data x 2 context ranks, FSDP2" in line for line in lines)
     assert any(line.startswith("balanced ring: ") for line in lines)

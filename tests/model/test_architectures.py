@@ -10,6 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from padfree.model import TESTED
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -37,7 +40,14 @@ def test_the_page_is_true(name: str) -> None:
 
 
 def test_every_architecture_is_on_the_page_and_those_refused_have_a_reason() -> None:
-    lines = [line for line in (DOCS / "architectures.md").read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
-    cells = [line.strip("|").split(" | ") for line in lines]
-    assert len(lines) > 150
-    assert all(cell[2] == "yes" or cell[6].strip(" |") for cell in cells)
+    text = (DOCS / "architectures.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    types = [row[0].strip(" `") for row in rows]
+    if f"transformers {transformers.__version__}," in text:
+        assert types == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    attached = [row for row in rows if row[2] == "yes"]
+    refused = [row for row in rows if row[2] == "no"]
+    assert len(attached) + len(refused) == len(rows) > 150
+    assert f"{len(attached)} attached, {len(refused)} refused, each with its reason" in text
+    assert all(row[6].strip(" |") for row in refused)
+    assert {row[1].removesuffix(" ✓") for row in attached} >= set(TESTED)

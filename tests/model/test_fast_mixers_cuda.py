@@ -18,7 +18,7 @@ from padfree.layers.compile import compile_layers
 from padfree.model import attach
 from padfree.model.mixers import fast_way, fla_kernels
 from padfree.model.structure import layers_of
-from tests.model.test_fast_mixers import ways
+from tests.model.plain_kernels import ways
 from tests.models import build, row
 
 pytestmark = pytest.mark.gpu

@@ -22,6 +22,7 @@ from padfree.model import attach, hidden_states
 from padfree.model.export import export_adapters, export_model
 from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import ADAPTER, add_adapters, initial_values, is_adapter
+from padfree.model.mixers import installed
 from padfree.packing import pack
 from padfree.train.parallelize import parallelize, transformations
 from tests.models import build
@@ -35,7 +36,7 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 
 
 def small(name: str) -> PreTrainedModel:
-    return build(name, **({} if name == "gpt2" else SIZES))
+    return build(name, **({} if name in ("gpt2", "bamba") else SIZES))
 
 
 def samples() -> list[Sample]:
@@ -70,9 +71,19 @@ def logits(model: nn.Module) -> Tensor:
 # Injection
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_moe"])
+MIXERS = {
+    "qwen3_5": {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
+    "jamba": {"in_proj", "x_proj", "out_proj"},
+    "bamba": {"in_proj"},
+    "lfm2": {"in_proj", "out_proj"},
+    "minimax": {"qkv_proj", "output_gate", "out_proj"},
+}
+"""The linear layers that adapters find in their mixers."""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "qwen3_moe", "llama4", *MIXERS])
 def test_gradients_are_those_of_peft_one_at_a_time(name: str) -> None:
-    """Also in GPT-2, whose weights lie the other way round, and beside experts, which stay frozen."""
+    """Also in GPT-2, whose weights lie the other way round, beside experts, which stay frozen, and in mixers."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -84,7 +95,11 @@ def test_gradients_are_those_of_peft_one_at_a_time(name: str) -> None:
     assert trained
     assert trained == {name for name in named_tensors(model) if is_adapter(name)}
 
-    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in trained})
+    targets = sorted({name.split(".lora_")[0] for name in trained})
+    mixers = {name: module for name, module in model.named_modules() if installed(module)}
+    assert not any(target.endswith("router") for target in targets)
+    inside = {target.removeprefix(f"{mixer}.") for target in targets for mixer in mixers if target.startswith(mixer)}
+    assert inside == MIXERS.get(name, set())
     plain: Any = get_peft_model(
         small(name), PeftConfig(r=3, lora_alpha=6, target_modules=targets, fan_in_fan_out=name == "gpt2")
     )
@@ -137,6 +152,13 @@ def test_values_come_from_seed_and_name() -> None:
 def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^lora.targets: .*{message}"):
         add_adapters(small("qwen3"), LoraConfig(rank=2, targets=targets))
+
+
+def test_a_weight_that_a_mixer_reads_by_itself_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"lora.targets: .*dt_proj is a weight that its mixer reads .*; choose from .*in_p"
+    ):
+        add_adapters(small("jamba"), LoraConfig(rank=2, targets=("in_proj", "dt_proj")))
 
 
 def test_named_targets_alone_are_adapted() -> None:

@@ -22,6 +22,7 @@ from padfree.model import attach, probe
 from padfree.model.mixers import installed
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.structure import layers_of
+from tests.model.plain_kernels import plain_kernels, ways
 from tests.models import MIXERS, VOCABULARY, build, row
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
@@ -89,10 +90,33 @@ def over_ranks(rank: int, world: int) -> list[tuple[str, float]]:
     return found
 
 
+def fast_over_ranks(rank: int, world: int) -> list[tuple[str, float]]:
+    """The same on all segments at once."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain_kernels(patch)
+        for name in ("lfm2", "qwen3_5"):
+            model = attach(build(name))
+            for lengths in (LENGTHS, [8, 3]):
+                batch = row(lengths).padded_to(48)
+                _, expected = run(model, batch)
+                _, split = run(model, batch, world=world, rank=rank, group=dist.group.WORLD)
+                assert ways(model) == {True}
+                assert all(parameter.grad is not None for parameter in model.parameters())
+                for gradient in split.values():
+                    dist.all_reduce(gradient)
+                found.append((f"fast {name} {lengths}", largest_difference(split, expected)[0]))
+    return found
+
+
+def all_over_ranks(rank: int, world: int) -> list[tuple[str, float]]:
+    return over_ranks(rank, world) + (fast_over_ranks(rank, world) if world == 4 else [])
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_mixers_over_context_ranks_give_what_one_process_gives(world: int) -> None:
-    for found in run_ranks(world, over_ranks):
-        assert len(found) == 11
+    for found in run_ranks(world, all_over_ranks):
+        assert len(found) == (15 if world == 4 else 11)
         assert [(name, difference) for name, difference in found if not difference < 1e-5] == []
 
 
@@ -137,7 +161,8 @@ def test_recomputed_layers_give_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("kept", ["none", "selective"])
 def test_compiled_layers_give_the_same(kept: Any) -> None:
-    model, batch = attach(build("qwen3_5")), row(LENGTHS, pad=3)
+    mixing = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    model, batch = attach(build("qwen3_5", **mixing)), row(LENGTHS, pad=3)
     _, expected = run(model, batch)
     compile_layers(layers_of(model), "aot_eager", kept)
     _, again = run(model, batch)

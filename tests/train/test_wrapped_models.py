@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from padfree.cli.main import main
+from padfree.config import Config
 from padfree.model.load import load_model
 from padfree.model.wrapper import language_config, wrapper_of
 from padfree.train.run import train
 from tests.models import LETTERS
+from tests.ranks import run_ranks
+from tests.rounding import largest_difference
 from tests.train.test_train import make_config, write_lines
 
 TEXT: dict[str, Any] = {
@@ -68,8 +76,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save(folder: Path, name: str) -> Any:
-    """A random multimodal model in a folder with a tokenizer of single letters; its class."""
+def save(folder: Path, name: str) -> None:
+    """A random multimodal model in a folder with a tokenizer of single letters."""
     model_class = getattr(transformers, f"{name}ForConditionalGeneration", None)
     if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
@@ -80,23 +88,56 @@ def save(folder: Path, name: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "X"}))
-    return model_class
+
+
+def run_config(folder: Path, name: str, where: str) -> Config:
+    run = {"folder": str(folder / f"{name} {where}"), "steps": 2, "device": "cpu"}
+    return make_config(
+        folder, folder / name, folder / "data.jsonl",
+        optimizer={"lr": 1e-2, "eps": 1e-4}, run=run, checkpoint={"every": 1, "keep": 2},
+    )  # fmt: skip
+
+
+ON_TWO_RANKS = ("Qwen3_5", "Llama4")
+
+
+def two_ranks(rank: int, world: int, folder: Path) -> None:
+    """The whole run, its export aside, and its second step once more."""
+    for name in ON_TWO_RANKS:
+        config = run_config(folder, name, "two")
+        assert train(config).step == 2
+        if rank == 0:
+            (folder / f"{name} two" / "model").rename(folder / f"{name} exported")
+            shutil.rmtree(folder / f"{name} two" / "checkpoints" / "step-00000002")
+        dist.barrier()
+        assert train(config).step == 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Models, data, and what two ranks made of them."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    for name in WRAPPERS:
+        save(folder / name, name)
+    write_lines(folder / "data.jsonl", [{"prompt": f"{a}+{a}", "response": f"= {2 * a}"} for a in range(8)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PADFREE_CACHE", str(folder / "cache"))
+        run_ranks(2, two_ranks, folder)
+        yield folder
+
+
+def tensors_of(folder: Path, name: str) -> dict[str, Tensor]:
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    found: dict[str, Tensor] = model_class.from_pretrained(folder).state_dict()
+    return found
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_the_language_model_is_trained_and_the_rest_stays(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
-    model_class = save(tmp_path / "model", name)
-    rows = [{"prompt": f"{a}+{a}", "response": f"= {2 * a}"} for a in range(8)]
-    data = write_lines(tmp_path / "data.jsonl", rows)
-    result = train(make_config(tmp_path / "run", tmp_path / "model", data, optimizer={"lr": 1e-2}, run={
-        "folder": str(tmp_path / "run"), "steps": 2, "device": "cpu"}))  # fmt: skip
+def test_the_language_model_is_trained_and_the_rest_stays(name: str, folder: Path) -> None:
+    result = train(run_config(folder, name, "one"))
     assert result.step == 2
-    before, after = (
-        model_class.from_pretrained(folder).state_dict() for folder in (tmp_path / "model", tmp_path / "run" / "model")
-    )
+    exported = folder / f"{name} one" / "model"
+    before, after = tensors_of(folder / name, name), tensors_of(exported, name)
     assert before.keys() == after.keys()
     trained = {key for key in before if "language_model" in key or key.startswith("lm_head")}
     assert trained < before.keys()
@@ -104,11 +145,29 @@ def test_the_language_model_is_trained_and_the_rest_stays(
         assert torch.equal(before[key], after[key]), key
     moved = {key for key in trained if not torch.equal(before[key], after[key])}
     assert len(moved) > len(trained) / 2
-    assert (tmp_path / "run" / "model" / "preprocessor_config.json").exists()
-    again = load_model(tmp_path / "run" / "model")  # and can be trained further
+    assert (exported / "preprocessor_config.json").exists()
+    again = load_model(exported)  # and can be trained further
     wrapper = wrapper_of(again)
     assert wrapper is not None
-    assert wrapper.config.architectures == [model_class.__name__]
+    assert wrapper.config.architectures == [f"{name}ForConditionalGeneration"]
+    if name in ON_TWO_RANKS:
+        once, resumed = (
+            tensors_of(folder / f"{name} exported", name),
+            tensors_of(folder / f"{name} two" / "model", name),
+        )
+        assert once.keys() == resumed.keys() == after.keys()
+        assert all(torch.equal(once[key], resumed[key]) for key in once)
+        assert largest_difference(once, after)[0] < 1e-5
+        assert all(torch.equal(before[key], once[key]) for key in before.keys() - trained)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Gemma3"])
+def test_the_check_passes(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(folder / name), "--data", str(folder / "data.jsonl"), "--samples", "3"]
+    assert main(["check", *arguments, "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("ForCausalLM, all of its 2 layers")
+    assert lines[-1] == "passed: packed training computes what one sample at a time computes"
 
 
 def test_configs_of_one_model_have_no_language_model_inside() -> None:

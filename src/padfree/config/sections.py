@@ -453,6 +453,9 @@ class Config:
             alone = self.lora.rank > 0 and self.lora.export == "adapter"
             cure = "set lora.export=merged, a reward model's head is trained beside the adapters and not among them"
             need(not alone, "lora.export", self.lora.export, cure)
+        if self.lora.rank:
+            cure = "set loss.router_bias=0 with lora.rank: biases of the model are not saved with its adapters"
+            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
         self._check_critic()

@@ -5,7 +5,7 @@ of one layer keeps:
 
     each norm of width w        (4 + e) w                          input in float32, and what is scaled; LayerNorm e w
     inputs of projections       2 e D
-    attention                   e (q + k + v + o) + 4 heads        and the log-sum-exp
+    attention                   e (q + k + v + o) + 4 heads        and the log-sum-exp; a gate e (g + o) more
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k a token          k e (2 D + 4 I)                    the token once for each, in and out, and their MLPs
     mixer                       e s                                in place of attention: what its kind says (s)
@@ -26,7 +26,7 @@ from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
-from padfree.sizes import ModelSizes
+from padfree.sizes import AttentionSizes, ModelSizes
 
 FLOAT32 = 4
 
@@ -71,13 +71,14 @@ def _host_layer(sizes: ModelSizes, size: int) -> int:
 def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
     """Of one token in one layer whose activations are all kept."""
     sizes, text = ModelSizes.of(config), config.get_text_config()
+    heads = _attention_of(sizes, layer)
     modules = dict(layer.named_modules())
     norms = sum(
         size * width if isinstance(module, nn.LayerNorm) else _norm_bytes(width, size)
         for name, module in modules.items()
         if type(module).__name__.endswith("Norm")
         for weight in [getattr(module, "weight", None)]
-        for width in [_norm_width(sizes, name, sizes.head if weight is None else weight.shape[-1])]
+        for width in [_norm_width(heads, name, heads.head if weight is None else weight.shape[-1])]
     )
     attention = _sequence_bytes(sizes, layer, size)
     if any("experts" in name for name in modules):
@@ -95,7 +96,8 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or _mixers(layer):
         return written_out  # a mixer cuts the graph
-    attention = 2 * (sizes.query + sizes.key) + sizes.value + sizes.output
+    heads = _attention_of(sizes, layer)
+    attention = 2 * (heads.query + heads.key + heads.gate) + heads.value + heads.output
     kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
     return min(kept, written_out)
 
@@ -105,31 +107,46 @@ def _mixers(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
+def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
+    """Of this layer, which knows its number wherever layers differ."""
+    numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+    number = next((each for each in numbers if isinstance(each, int)), None)
+    if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":
+        return sizes.windowed_attention
+    return sizes.attention
+
+
+def attends(layer: nn.Module) -> bool:
+    """Whether a layer of a model without weights has attention, in or beside its mixers."""
+    inside = {part for mixer in _mixers(layer) for part in mixer.modules()}
+    return any(type(module).__name__.endswith("Attention") for module in layer.modules() if module not in inside)
+
+
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
-    """Attention, mixers, or both."""
-    mixers = _mixers(layer)
-    kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers)
-    attends = any(
-        "attn" in name or "attention" in name for name, module in layer.named_modules() if module not in mixers
-    )
-    if not mixers or attends:
-        kept += size * (sizes.query + sizes.key + sizes.value + sizes.output) + 4 * sizes.heads
+    """Attention, mixers, both, or neither."""
+    kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in _mixers(layer))
+    if attends(layer):
+        heads = _attention_of(sizes, layer)
+        gated = heads.gate + heads.output if heads.gate else 0
+        kept += size * (heads.query + heads.key + heads.value + heads.output + gated) + FLOAT32 * sizes.heads
     return kept
 
 
 def cache_bytes(model: PreTrainedModel, size: int) -> int:
     """Keys and values of one token in all layers."""
     sizes = ModelSizes.of(model.config)
-    return sizes.layers * (sizes.key + sizes.value) * size
+    full, windowed = sizes.attention, sizes.windowed_attention
+    widths = sizes.full_layers * (full.key + full.value) + sizes.windowed_layers * (windowed.key + windowed.value)
+    return widths * size
 
 
-def _norm_width(sizes: ModelSizes, name: str, width: int) -> int:
+def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
     """What a norm of a module's `width` goes over: the norms of queries and keys go over all heads."""
     last = name.rpartition(".")[2]
-    if width == sizes.head and last.startswith("q"):
-        return sizes.query
-    if width == sizes.head and last.startswith("k"):
-        return sizes.key
+    if width == heads.head and last.startswith("q"):
+        return heads.query
+    if width == heads.head and last.startswith("k"):
+        return heads.key
     return width
 
 

@@ -12,16 +12,21 @@ A is drawn from the seed and its own name, so its numbers do not depend on ranks
 model begins as the one without adapters.
 
 Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
-weight without what an adapter would add. A scalar head (`padfree.model.scalar`) is new, and is trained itself. Experts
-that transformers keeps in one tensor are refused, too; "all-linear" leaves them frozen.
+weight without what an adapter would add. A scalar head (`padfree.model.scalar`) is new, and is trained itself. Refused
+are also linear layers of a mixer whose weight its forward hands to a kernel or multiplies itself (Mamba's time step),
+routers that are linear layers and more (Llama 4), and experts that transformers keeps in one tensor; "all-linear" leaves
+all of these frozen.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
+import inspect
 import math
 import re
+import textwrap
 import warnings
 from typing import Any
 
@@ -31,6 +36,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import LoraConfig
+from padfree.model.mixers import kind_of
+from padfree.model.mixers.own_forward import code_of
 from padfree.model.scalar import HEAD as SCALAR_HEAD
 from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
 
@@ -119,7 +126,9 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
-    fit = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module not in ends}
+    linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
+    passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
+    fit = {name for name in linear - passed_by if modules[name] not in ends}
     last = sorted({name.rpartition(".")[2] for name in fit})
     if ALL_LINEAR in targets:
         if len(targets) > 1:
@@ -131,9 +140,29 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
         if not found:
             raise ValueError(f"lora.targets: the model has no {target!r}; choose from {', '.join(last)}")
         for name in found:
+            if name in passed_by:
+                raise ValueError(
+                    f"lora.targets: {name} is a weight that its mixer reads without calling the layer, and would pass "
+                    f"an adapter by; choose from {', '.join(last)}"
+                )
             if name not in fit:
                 raise ValueError(
                     f"lora.targets: {name} is no linear layer below the head but a {type(modules[name]).__name__}; "
                     f"choose from {', '.join(last)}"
                 )
     return targets
+
+
+def _weights_read_by(module: nn.Module) -> set[str]:
+    """The parts of a mixer of which its forward reads `self.part.weight`."""
+    if kind_of(module).name == "other":
+        return set()
+    return {
+        node.value.attr
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(code_of(type(module))))))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "weight"
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+    }

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_number, number_array
-from padfree.sizes import ModelSizes
+from padfree.sizes import AttentionSizes, ModelSizes
 
 Floats = NDArray[np.float64]
 
@@ -67,14 +67,16 @@ class CostModel:
         the same.
         """
         sizes = ModelSizes.of(config)
-        per_pair = sizes.query + sizes.output  # numbers multiplied for a (query, key) pair in one layer
-        weights = sizes.attention_layers * _attention_weights(sizes) + sizes.mixer_layers * sizes.mixer_weights
+        full, windowed = sizes.attention, sizes.windowed_attention
+        weights = sizes.full_layers * _attention_weights(sizes, full) + sizes.mixer_layers * sizes.mixer_weights
+        weights += sizes.windowed_layers * _attention_weights(sizes, windowed) + sizes.other_weights
         weights += _mlp_weights(sizes) + sizes.hidden * sizes.vocabulary
+        in_windows = sizes.windowed_layers * sizes.window * _per_pair(windowed)
         mixers = sizes.mixer_layers * sizes.mixer_flops
         # a weight is one multiplication and one addition per token; causal attention has n² / 2 pairs
         return CostModel(
-            linear=FORWARD_AND_BACKWARD * (2.0 * (weights + sizes.windowed_layers * sizes.window * per_pair) + mixers),
-            quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * per_pair,
+            linear=FORWARD_AND_BACKWARD * (2.0 * (weights + in_windows) + mixers),
+            quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * _per_pair(full),
         )
 
     @staticmethod
@@ -104,15 +106,20 @@ class CostModel:
         return CostModel(**values)
 
 
-def _attention_weights(sizes: ModelSizes) -> int:
+def _per_pair(attention: AttentionSizes) -> int:
+    """Numbers multiplied for a (query, key) pair in one layer."""
+    return attention.query + attention.output
+
+
+def _attention_weights(sizes: ModelSizes, attention: AttentionSizes) -> int:
     """Weights of the projections of one layer."""
     hidden, latent = sizes.hidden, sizes.latent
     if latent is None:
-        return hidden * (sizes.query + sizes.key + sizes.value + sizes.output)
-    query = sizes.query * (latent.query_rank or hidden) + hidden * latent.query_rank
+        return hidden * (attention.query + attention.gate + attention.key + attention.value + attention.output)
+    query = attention.query * (latent.query_rank or hidden) + hidden * latent.query_rank
     key_value = hidden * (latent.key_value_rank + latent.rope)
     key_value += latent.key_value_rank * sizes.heads * (latent.nope + latent.value)
-    return query + key_value + sizes.output * hidden
+    return query + key_value + attention.output * hidden
 
 
 def _mlp_weights(sizes: ModelSizes) -> int:

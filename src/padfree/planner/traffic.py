@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +35,7 @@ from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
-from padfree.sizes import ModelSizes
+from padfree.sizes import AttentionSizes, ModelSizes
 
 Backend = Literal["gloo", "nccl"]
 Floats = NDArray[np.float64]
@@ -211,14 +211,6 @@ def context_traffic(
     if placement.context == 1 and plan.widths is None:
         return found
     parallel = config.parallel
-    heads = sizes.key // sizes.head
-    attention: dict[str, Any] = {
-        "num_heads": sizes.heads,
-        "num_key_heads": heads,
-        "head_dim": sizes.head,
-        "value_dim": sizes.value // heads,
-        "element_size": size,
-    }
     # A layer that is computed again for backward sends its keys again, unless the compiler has kept the attention.
     kept = parallel.compile not in ("none", "auto") and parallel.checkpointing == "selective"
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
@@ -232,16 +224,31 @@ def context_traffic(
             lengths = lengths[lengths > 0] if lengths.sum() else np.ones(1, dtype=np.int64)
             segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % len(group))
             layout = make_layout(segments, len(group), parallel.layout)
-            for layers, window in ((sizes.full_layers, None), (sizes.windowed_layers, sizes.window)):
+            for layers, attention, window in (
+                (sizes.full_layers, sizes.attention, None),
+                (sizes.windowed_layers, sizes.windowed_attention, sizes.window),
+            ):
                 if not layers:
                     continue
                 if window is not None and window >= segments.max_seqlen:
                     window = None
-                moved = communication_bytes(parallel.method, layout, segments, window=window, **attention)
+                moved = communication_bytes(
+                    parallel.method, layout, segments, window=window, **_heads(sizes, attention), element_size=size
+                )
                 for links, times in ((moved.forward_links, forwards), (moved.backward_links, 1)):
                     source, target = np.nonzero(links)
                     found.send(kind, group[source], group[target], times * layers * links[source, target])
     return found
+
+
+def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
+    key_heads = attention.key // attention.head
+    return {
+        "num_heads": sizes.heads,
+        "num_key_heads": key_heads,
+        "head_dim": attention.head,
+        "value_dim": attention.value // key_heads,
+    }
 
 
 def step_traffic(
