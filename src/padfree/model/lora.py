@@ -14,8 +14,8 @@ model begins as the one without adapters.
 Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
 weight without what an adapter would add. A scalar head (`padfree.model.scalar`) is new, and is trained itself. Refused
 are also linear layers of a mixer whose weight its forward hands to a kernel or multiplies itself (Mamba's time step),
-routers that are linear layers and more (Llama 4), and experts that transformers keeps in one tensor; "all-linear" leaves
-all of these frozen.
+routers that are linear layers and more (Llama 4), and experts that transformers keeps in one tensor; "all-linear"
+leaves all of these frozen.
 """
 
 from __future__ import annotations
