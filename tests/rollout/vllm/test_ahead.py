@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,14 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from padfree.batch import Sample
+from padfree.config import Config
 from padfree.rollout.base import Response
 from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
 from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
+from padfree.rollout.vllm import transfer
+from padfree.rollout.vllm.http import Server
 from padfree.rollout.writer import Written
+from padfree.train.engine import Engine
 from padfree.train.run import train
+from tests.ranks import run_ranks
 from tests.rollout.vllm.test_keeper import wait_until
-from tests.rollout.vllm.test_run import ROOT, SAMPLES, fake_of, lines, make_config, model_folder
+from tests.rollout.vllm.test_run import SAMPLES, fake_of, lines, make_config, model_folder
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
 
 __all__ = ["model_folder"]  # a fixture
@@ -70,10 +73,10 @@ def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Pat
     fake = remembering(model_folder)
     fake.token_seconds = 0.03
     with serving(fake) as (url,):
-        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=5))
+        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=4))
     found = lines(tmp_path / "run")
-    assert sorted(taken) == [1, 2, 3, 4, 5]
-    assert [line["samples"] for line in found] == [SAMPLES] * 5
+    assert sorted(taken) == [1, 2, 3, 4]
+    assert [line["samples"] for line in found] == [SAMPLES] * 4
     assert max(line["version_age_max"] for line in found) in (1.0, 2.0)
     assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in found)
     assert check_versions(taken, fake.weights, model_folder, temperature=0.8) > 0, "an exchange came in between"
@@ -130,15 +133,12 @@ def test_rewards_run_beside_each_other_and_beside_training(model_folder: Path, t
     assert firsts[SAMPLES] < steps[0], "the second batch is rewarded before the first has been trained"
 
 
-def test_without_staleness_nothing_changes(model_folder: Path, tmp_path: Path) -> None:
-    """The run without the setting, and one with its default, step for step."""
-    found = []
-    for name, rollout in (("plain", {}), ("zero", {"staleness": 0})):
-        with serving(fake_of(model_folder)) as (url,):
-            train(make_config(tmp_path / name, model_folder, servers=[url], **rollout))
-        found.append([(line["loss"], line["reward"], line["gradient_norm"]) for line in lines(tmp_path / name)])
-        assert all("version_age" not in line for line in lines(tmp_path / name))
-    assert found[0] == found[1]
+def test_without_staleness_a_run_is_the_plain_one(tmp_path: Path) -> None:
+    """That of `test_run.py`, whose metrics say nothing of ages."""
+    plain, zero = (
+        make_config(tmp_path / "run", tmp_path, servers=["http://a:1"], **more) for more in ({}, {"staleness": 0})
+    )
+    assert plain == zero
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
 ) -> None:
     """Broken off after three steps, with a checkpoint after each: nothing the checkpoint has is sampled again."""
     fake = fake_of(model_folder)
-    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 6}
+    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 5}
     with serving(fake) as (url,):
         config = make_config(
             tmp_path / "run", model_folder, servers=[url], checkpoint={"every": 1, "export": False}, **settings
@@ -218,7 +218,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
     finished = {(one.batch, one.number) for one in restored if one.reward is not None}
     assert finished or filtered != "none"
     check_not_asked_again(fake, restored)
-    assert sorted(taken) == [1, 2, 3, 4, 5, 6]
+    assert sorted(taken) == [1, 2, 3, 4, 5]
     stored = {(one.batch, one.number): one for one in restored}
     for batch in (4, 5):
         for one in taken[batch][1]:
@@ -227,41 +227,70 @@ def test_a_resumed_run_goes_on_with_its_queue(
                 assert np.array_equal(kept.response.tokens, one.response.tokens)
                 assert np.array_equal(kept.response.token_versions, one.response.token_versions)
     found = lines(tmp_path / "run")
-    assert [line["step"] for line in found] == list(range(6))
+    assert [line["step"] for line in found] == list(range(5))
     assert all(line["groups_dropped"] == 0 for line in found)
 
 
-PROGRAM = """
-import json, os, signal, sys
-from padfree.config import config_from_dict
-from padfree.train import engine, run
-begin = engine.Engine.begin
-def killed(self, prepared, *, step, **rest):
-    pending = begin(self, prepared, step=step, **rest)
-    if step == 2 and sys.argv[2] == "update":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pending
-engine.Engine.begin = killed
-run.train(config_from_dict(json.loads(sys.argv[1])))
-"""
+def killed_run(rank: int, world: int, config: Config, moment: str, number: int) -> None:
+    """A run that is killed by -9: at this number of responses, of buckets of weights, or in the update of this step."""
+    here = threading.Lock()
+    complete, begin, broadcast = Server.complete, Engine.begin, transfer.broadcast
+    count = 0
+
+    def kill_at_last() -> None:
+        nonlocal count
+        with here:
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def answered(server: Server, *arguments: Any, **settings: Any) -> Response:
+        response = complete(server, *arguments, **settings)
+        kill_at_last()  # before it is written down
+        return response
+
+    def sent(*arguments: Any) -> None:
+        time.sleep(0.1)  # by now the server waits for the bucket
+        kill_at_last()
+        broadcast(*arguments)
+
+    def begun(engine: Engine, prepared: Any, *, step: int, **settings: Any) -> Any:
+        pending = begin(engine, prepared, step=step, **settings)
+        if step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pending
+
+    patches: dict[str, tuple[Any, str, Any]] = {
+        "sampling": (Server, "complete", answered),
+        "exchange": (transfer, "broadcast", sent),
+        "update": (Engine, "begin", begun),
+    }
+    with mock.patch.object(*patches[moment]):
+        train(config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("moment", "staleness"), [("sampling", 0), ("sampling", 2), ("exchange", 0), ("update", 2)])
-def test_a_run_that_was_killed_goes_on(
-    moment: str, staleness: int, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
+@pytest.mark.parametrize(
+    ("staleness", "kills"),
+    [(0, {"sampling": SAMPLES + 5, "exchange": 2, "update": 3}), (2, {"sampling": 2 * SAMPLES + 5, "update": 2})],
+)
+def test_a_run_that_is_killed_again_and_again_goes_on(
+    staleness: int, kills: dict[str, int], model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
 ) -> None:
     """By -9, with a checkpoint after every other step: nothing is sampled again, and all is trained.
 
     What a server had answered and the run had not written down yet is asked for again: one response a connection.
     """
     fake = fake_of(model_folder)
-    moments = {
-        "sampling": lambda: len(asked_of(fake)) >= 3 * SAMPLES + 5,
-        "exchange": lambda: fake.calls.count("/update_weights") >= 4,
-        "update": lambda: False,
-    }
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    answered: set[int] = set()
+
+    def check_asked(kept: set[tuple[int, int]]) -> None:
+        """Of what was asked for since the last call, nothing is known already."""
+        wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
+        asked = asked_of(fake)
+        assert not {seed_of(batch, number) for batch, number in kept} & asked.keys()
+        assert len(answered & asked.keys()) <= CONNECTIONS
+        answered.update(asked)
+
     with serving(fake) as (url,):
         config = make_config(
             tmp_path / "run",
@@ -272,22 +301,18 @@ def test_a_run_that_was_killed_goes_on(
             batch=CONNECTIONS,
             steps=5,
         )
-        told = [sys.executable, "-c", PROGRAM, json.dumps(config.to_dict()), moment]
-        run = subprocess.Popen(told, env=environment)
-        wait_until(lambda: run.poll() is not None or moments[moment](), 300.0)
-        run.kill()
-        assert run.wait() == -signal.SIGKILL
-        wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
-        kept, answered = journaled(tmp_path / "run"), set(asked_of(fake))
-        fake.completed.clear()
+        kept: set[tuple[int, int]] = set()
+        for moment, number in kills.items():
+            run_ranks(1, killed_run, config, moment, number, dying=[0])
+            check_asked(kept)
+            kept = journaled(tmp_path / "run")
+            assert kept or moment != "sampling", "responses came after the checkpoint"
+            fake.completed.clear()
         train(config)
-    again = asked_of(fake)
-    assert kept, "responses came after the checkpoint"
-    assert not {seed_of(batch, number) for batch, number in kept} & again.keys()
-    assert len(answered & again.keys()) <= CONNECTIONS
+        check_asked(kept)
     check_not_asked_again(fake, restored)
     wanted = {seed_of(batch, number) for batch in range(1, 6) for number in range(SAMPLES)}
-    assert answered | again.keys() >= wanted, "every response of every batch was asked for"
+    assert answered >= wanted, "every response of every batch was asked for"
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(5))
     assert [line["samples"] for line in found] == [SAMPLES] * 5
@@ -298,14 +323,14 @@ def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Pat
     fake = fake_of(model_folder)
     checkpoint = {"every": 1, "export": False}
     with serving(fake) as (url,):
-        settings: dict[str, Any] = {"servers": [url], "checkpoint": checkpoint, "steps": 6}
+        settings: dict[str, Any] = {"servers": [url], "checkpoint": checkpoint, "steps": 4}
         with pytest.raises(StopError):
             train(make_config(tmp_path / "run", model_folder, staleness=3, **settings), on_step=stop_after(2))
         taken.clear()
         notes: list[str] = []
         train(make_config(tmp_path / "run", model_folder, staleness=1, **settings), on_note=notes.append)
     found = lines(tmp_path / "run")
-    assert [line["step"] for line in found] == list(range(6))
+    assert [line["step"] for line in found] == list(range(4))
     assert sum(line["groups_dropped"] for line in found[2:]) > 0
     assert all(line["version_age_max"] <= 1 for line in found[3:])
     assert all(len(written) == SAMPLES for _, written in taken.values())

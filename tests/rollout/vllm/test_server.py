@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
@@ -23,6 +26,7 @@ from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
+from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.http import Server
 from padfree.rollout.vllm.launch import Launcher
@@ -30,16 +34,25 @@ from padfree.rollout.vllm.sampler import VllmSampler
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.rollout.vllm.test_ahead import check_versions, taken
-from tests.rollout.vllm.test_keeper import wait_until
-from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
-from tests.rollout.vllm.test_run import launchers as started
+from tests.ranks import run_ranks
+from tests.rollout.vllm.test_ahead import (
+    CONNECTIONS,
+    StopError,
+    check_versions,
+    journaled,
+    killed_run,
+    seed_of,
+    stop_after,
+    taken,
+)
+from tests.rollout.vllm.test_run import lines, servers_of
 
-__all__ = ["started", "taken"]  # fixtures
+__all__ = ["taken"]  # a fixture
 ROOT = Path(__file__).parents[3]
 VENV = Path(os.environ.get("PADFREE_VLLM", "without-vllm"))
 PYTHON = VENV / "bin" / "python"
 COMMAND = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "512"]
+COMMAND += ["--middleware", "answered.Answered"]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -47,6 +60,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # a start is shorter without a compiler, and needs none
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # and with two processes a server instead of three
 }
 PATIENCE = 300.0
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -68,11 +82,43 @@ def register():
 """
 """A plugin for vLLM: while the file is there, our transfer engine leaves the packed copy of a tied head as it was."""
 
+ANSWERED = """
+import json, os
+
+class Answered:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["path"] != "/v1/completions":
+            return await self.app(scope, receive, send)
+        body, status = bytearray(), None
+
+        async def received():
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        async def sent(message):
+            nonlocal status
+            status = message.get("status", status)
+            if message["type"] == "http.response.body" and not message.get("more_body") and status == 200:
+                asked = json.loads(body)
+                if "stop_token_ids" in asked:  # a response, and nothing that the canary scores
+                    with open(os.environ["ANSWERED"], "a") as file:
+                        file.write(json.dumps(asked["seed"]) + "\\n")
+            await send(message)
+
+        await self.app(scope, received, sent)
+"""
+"""For vLLM's option --middleware: the server itself notes the seed of every completion that it answers."""
+
 
 def write_plugin(folder: Path) -> None:
     about = folder / "stale_head-0.dist-info"
     about.mkdir(parents=True)
     (folder / "stale_head.py").write_text(STALE_HEAD)
+    (folder / "answered.py").write_text(ANSWERED)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stale_head\nVersion: 0\n")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\nstale_head = stale_head:register\n")
 
@@ -103,6 +149,7 @@ def even_digits(response: str, row: Mapping[str, Any]) -> float:
 def make_config(folder: Path, run: Path, *, steps: int = 3, devices: int = 1, **sections: Any) -> Config:
     paths = os.pathsep.join([str(ROOT / "src"), str(folder / "plugin")])
     environment = {**ENVIRONMENT, "PYTHONPATH": paths, "STALE_HEAD": str(folder / "stale")}
+    environment["ANSWERED"] = str(folder / "answered.jsonl")
     values: dict[str, Any] = {
         "model": {"path": str(folder / "model")},
         "data": {"path": [str(folder / "data" / "prompts.jsonl")], "epochs": None},
@@ -126,14 +173,30 @@ def make_config(folder: Path, run: Path, *, steps: int = 3, devices: int = 1, **
     return config_from_dict(values)
 
 
+class SharedLauncher(Launcher):
+    """Its servers serve several runs, one after the other, as if each had started them."""
+
+    def start(self) -> None:
+        if not self.is_alive():
+            super().start()
+
+    def close(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().close()
+
+
 @pytest.fixture(scope="module")
-def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Launcher]]:
-    """One for each fixture below that a chosen test asks for: all start at a time, each takes a while."""
+def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, SharedLauncher]]:
+    """Those that the chosen tests ask for: all servers start at a time, each takes a while."""
     model = {"path": str(folder / "served")}
-    sections: dict[str, dict[str, Any]] = {"server": {}, "adapters": {"lora": {"rank": 4}}}
+    sections: dict[str, dict[str, Any]] = {"pair": {"devices": 2}, "adapters": {"lora": {"rank": 4}}}
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     found = {
-        name: Launcher(make_config(folder, folder / name, model=model, **changes), ADAPTED if changes else ())
+        name: SharedLauncher(
+            make_config(folder, folder / name, model=model, **changes), ADAPTED if "lora" in changes else ()
+        )
         for name, changes in sections.items()
         if name in wanted
     }
@@ -145,16 +208,21 @@ def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str
         yield found
     finally:
         for launcher in found.values():
-            launcher.close()
+            launcher.end()
 
 
 @pytest.fixture(scope="module")
-def server(launchers: dict[str, Launcher]) -> Server:
-    return launchers["server"].servers[0]
+def pair(launchers: dict[str, SharedLauncher]) -> SharedLauncher:
+    return launchers["pair"]
 
 
 @pytest.fixture(scope="module")
-def adapters(launchers: dict[str, Launcher]) -> Server:
+def server(pair: SharedLauncher) -> Server:
+    return pair.servers[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(launchers: dict[str, SharedLauncher]) -> Server:
     return launchers["adapters"].servers[0]
 
 
@@ -229,10 +297,52 @@ def test_only_adapters_travel(adapters: Server, folder: Path, tmp_path: Path) ->
     assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
 
 
+class Gate:
+    """A reward that is given only when so many responses have asked for one: until then training waits."""
+
+    def __init__(self) -> None:
+        self._change, self._missing = threading.Condition(), 0
+
+    def close_for(self, number: int) -> None:
+        self._missing = number
+
+    def __call__(self, response: str, row: Mapping[str, Any]) -> float:
+        with self._change:
+            self._missing -= 1
+            self._change.notify_all()
+            assert self._change.wait_for(lambda: self._missing <= 0, PATIENCE)
+        return even_digits(response, row)
+
+
+gate = Gate()
+
+
+def gated(response: str, row: Mapping[str, Any]) -> float:
+    return gate(response, row)
+
+
+def ahead_config(server: Server, folder: Path, run: Path, *, steps: int, staleness: int) -> Config:
+    """Two groups a batch; weights of version 0 write the first three batches, if `staleness` lets them."""
+    return make_config(
+        folder,
+        run,
+        steps=steps,
+        batch={"samples": 16, "max_tokens": 2048},
+        rollout={
+            "servers": [server.url],
+            "staleness": staleness,
+            "max_new_tokens": 40,
+            "batch": 8,
+            "reward": "tests.rollout.vllm.test_server:gated",
+        },
+        checkpoint={"every": 1, "export": False},
+    )
+
+
 def test_every_token_is_of_the_version_it_says(
     server: Server, folder: Path, tmp_path: Path, taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rollout.staleness`: responses that an exchange cuts go on by the new weights."""
+    """`rollout.staleness`: responses that an exchange cuts go on by the new weights, and no token is older than 2."""
     weights: dict[int, dict[str, torch.Tensor]] = {}
     update = VllmSampler.update_weights
 
@@ -241,47 +351,114 @@ def test_every_token_is_of_the_version_it_says(
         update(sampler, trained, version)
 
     monkeypatch.setattr(VllmSampler, "update_weights", recorded)
-    ahead = {"servers": [server.url], "staleness": 2, "max_new_tokens": 40, "batch": 8}
-    train(make_config(folder, tmp_path / "run", steps=5, rollout=ahead))
+    gate.close_for(3 * 16)
+    train(ahead_config(server, folder, tmp_path / "run", steps=5, staleness=2))
     found = lines(tmp_path / "run")
     assert sorted(taken) == [1, 2, 3, 4, 5]
     assert check_versions(taken, weights, folder / "model", temperature=0.9) > 0, "an exchange came in between"
-    assert max(line["version_age_max"] for line in found) >= 1
+    assert [line["version_age"] for line in found[:3]] == [0.0, 1.0, 2.0], "all of them are of version 0"
     for line in found:
-        assert line["samples"] == 32
+        assert line["samples"] == 16
         assert line["version_age_max"] <= 2
+        assert line["groups_dropped"] == 0
         assert line["sampler/canary_difference"] < 1e-4
 
 
-def test_the_demos_task_is_learned_as_in_the_process(server: Server, folder: Path, tmp_path: Path) -> None:
-    """`bench/vllm_demo.py` in short: the reward rises with responses of either engine, from about 0.6 to 0.9.
+def test_groups_that_are_too_old_are_dropped_and_counted(server: Server, folder: Path, tmp_path: Path) -> None:
+    """The queue of a checkpoint has two batches of version 0; with a lower staleness the second comes too late."""
+    gate.close_for(3 * 16)
+    with pytest.raises(StopError):
+        train(ahead_config(server, folder, tmp_path / "run", steps=3, staleness=2), on_step=stop_after(1))
+    train(ahead_config(server, folder, tmp_path / "run", steps=3, staleness=1))
+    found = lines(tmp_path / "run")
+    assert [line["version_age_max"] for line in found[:2]] == [0.0, 1.0]
+    assert found[2]["version_age_max"] <= 1
+    assert [line["groups_dropped"] for line in found] == [0, 2, 0], "when they would have been put into the queue"
+    assert [line["samples"] for line in found] == [16] * 3
+
+
+def answered_by(folder: Path) -> Counter[int]:
+    """How often the servers have answered each response, by its seed; from the next call on it counts anew."""
+    path = folder / "answered.jsonl"
+    path.touch()
+    found = Counter(json.loads(line) for line in path.read_text().splitlines())
+    os.truncate(path, 0)
+    return found
+
+
+def test_a_trainer_that_is_killed_again_and_again_goes_on(server: Server, folder: Path, tmp_path: Path) -> None:
+    """By -9 while responses are sampled, while weights are exchanged, and in an update: the run is as undisturbed.
+
+    Nothing that was written down is sampled again. What the server had answered and the run had not written down yet
+    is: one response a connection.
+    """
+    steps, samples = 4, 16
+
+    def config(name: str) -> Config:
+        return make_config(
+            folder,
+            tmp_path / name,
+            steps=steps,
+            batch={"samples": samples, "max_tokens": 2048},
+            rollout={"servers": [server.url], "batch": CONNECTIONS},
+            optimizer={"eps": 1e-3},
+            checkpoint={"every": 2, "export": True},
+        )
+
+    wanted = {seed_of(batch, number) for batch in range(1, 1 + steps) for number in range(samples)}
+    answered_by(folder)
+    train(config("undisturbed"))
+    assert answered_by(folder) == Counter(wanted)
+    kept: set[tuple[int, int]] = set()
+    total: Counter[int] = Counter()
+    for moment, number in (("sampling", samples + 5), ("exchange", 2), ("update", 3), ("", 0)):
+        if moment:
+            run_ranks(1, killed_run, config("killed"), moment, number, dying=[0])
+        else:
+            train(config("killed"))
+        time.sleep(0.5)  # for what the server answers to a run that is gone
+        answered = answered_by(folder)
+        assert not {seed_of(batch, place) for batch, place in kept} & answered.keys()
+        kept = journaled(tmp_path / "killed")
+        total += answered
+    assert total.keys() == wanted
+    assert total.total() - len(wanted) <= 3 * CONNECTIONS
+    numbers = [
+        [(line["step"], line["samples"], line["reward"]) for line in lines(tmp_path / name)]
+        for name in ("undisturbed", "killed")
+    ]
+    assert numbers[0] == numbers[1]
+    before, expected, found = (
+        load_file(path / "model" / "model.safetensors")
+        for path in (folder, tmp_path / "undisturbed", tmp_path / "killed")
+    )
+    moved = max((expected[name] - before[name]).abs().max().item() for name in expected)
+    apart = max((expected[name] - found[name]).abs().max().item() for name in expected)
+    assert apart < 1e-3 * moved
+
+
+def test_the_demos_task_is_learned_while_a_server_is_killed(
+    pair: SharedLauncher, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench/vllm_demo.py` in short: the reward rises as it does with responses of the process, from about 0.6 to 0.9.
 
     A mean over the 48 groups of three steps has a standard deviation of 0.05 or less.
+
+    PADFREE_VLLM_KILLS says how often one of the two servers is killed meanwhile, by -9, at work. Every group of the
+    data is trained on exactly once, in its batch.
     """
     tuning = sft_config(folder, SIZES)
     train(replace(tuning, optimizer=replace(tuning.optimizer, lr=4e-3), checkpoint=CheckpointConfig()))
     plain = rl_config(folder, SIZES)
     plain = replace(plain, optimizer=replace(plain.optimizer, lr=3e-4), checkpoint=CheckpointConfig(export=False))
-    served = replace(plain.rollout, engine="vllm", servers=(server.url,), timeout=PATIENCE)
-    for name, rollout in (("in_process", plain.rollout), ("vllm", served)):
-        train(replace(plain, rollout=rollout, run=replace(plain.run, folder=str(tmp_path / name))))
-        rewards = [line["reward"] for line in lines(tmp_path / name)]
-        assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.1
-        assert np.mean(rewards[-3:]) > 0.75
+    train(replace(plain, run=replace(plain.run, folder=str(tmp_path / "in_process"))))
 
-
-def test_one_of_two_servers_is_killed(
-    started: None, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two servers that the run starts; PADFREE_VLLM_KILLS says how often one of them is killed, by -9, at work.
-
-    Every group of the data is trained on exactly once, in its batch.
-    """
     wanted = int(os.environ.get("PADFREE_VLLM_KILLS", "1"))
     killed: list[int] = []
     asked: list[str] = []
     trained: dict[int, list[str]] = {}
     complete, finished = Server.complete, RolloutWriter._finished
+    before = pair.restarts
 
     def recorded(server: Server, *args: Any, **settings: Any) -> Any:
         asked.append(server.url)
@@ -294,9 +471,7 @@ def test_one_of_two_servers_is_killed(
         return samples
 
     def killer() -> None:
-        wait_until(lambda: RecordedLauncher.present is not None)
-        assert RecordedLauncher.present is not None
-        one, last = RecordedLauncher.present.launched[1], 0
+        one, last = pair.launched[1], 0
         while len(killed) < wanted:
             if one.starts > last and one._keeper is not None and one.server.url in asked[-8:]:
                 last = one.starts
@@ -305,19 +480,27 @@ def test_one_of_two_servers_is_killed(
                 os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.002)
 
-    monkeypatch.setattr(Server, "complete", recorded)
-    monkeypatch.setattr(RolloutWriter, "_finished", counted)
-    threading.Thread(target=killer, daemon=True).start()
-
     def on_step(metrics: Mapping[str, Any]) -> None:
-        if metrics["sampler/restarts"] >= wanted and metrics["sampler/servers"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
-        elif metrics["sampler/servers"] < 2:
+        if metrics["sampler/restarts"] - before >= wanted and metrics["sampler/servers"] == 2:
+            if metrics["step"] + 1 >= SIZES.rl_steps:
+                os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
+        elif metrics["step"] + 1 >= SIZES.rl_steps:
             time.sleep(2.0)  # the one that starts has few cores
 
-    config = make_config(folder, tmp_path / "run", steps=5000, devices=2)
+    monkeypatch.setattr(Server, "complete", recorded)
+    monkeypatch.setattr(RolloutWriter, "_finished", counted)
+    monkeypatch.setattr(sampler_module, "Launcher", lambda config, adapted=(): pair)
+    threading.Thread(target=killer, daemon=True).start()
+    launch = make_config(folder, tmp_path, devices=2).rollout.launch
+    served = replace(plain.rollout, engine="vllm", launch=launch, timeout=PATIENCE)
+    config = replace(plain, rollout=served, run=replace(plain.run, folder=str(tmp_path / "vllm"), steps=5000))
     train(config, on_step=on_step)
-    found = lines(tmp_path / "run")
+
+    for name in ("in_process", "vllm"):
+        rewards = [line["reward"] for line in lines(tmp_path / name)]
+        assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.1
+        assert np.mean(rewards[-3:]) > 0.75
+    found = lines(tmp_path / "vllm")
     batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
     expected = {
         number: sorted(group[0].uid for group in next(batcher) for _ in group) for number in range(1, 1 + len(found))
@@ -325,7 +508,6 @@ def test_one_of_two_servers_is_killed(
     assert {batch: sorted(groups) for batch, groups in trained.items()} == expected
     assert [line["step"] for line in found] == list(range(len(found)))
     assert len(killed) == wanted
-    assert found[-1]["sampler/restarts"] >= wanted
     assert sum(line["sampler/retried"] for line in found) > 0
     assert all(line["sampler/canary_difference"] < 1e-4 for line in found)
     assert np.isfinite([line["loss"] for line in found]).all()
