@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 import urllib.error
@@ -96,7 +97,7 @@ def test_a_template_that_leaves_thoughts_out_cuts_the_trajectory() -> None:
     assert played.counts == {"calls": 2, "cuts": 1, "drawn_otherwise": 2}
 
 
-def test_programs_that_fail() -> None:
+def test_programs_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     boom = [sys.executable, AGENT, "{prompt}"]
     with pytest.raises(
         ValueError, match=r"ended with code 1: RuntimeError: boom for 'rows.jsonl:q'; correct it, or set"
@@ -108,9 +109,17 @@ def test_programs_that_fail() -> None:
             template=CHAT,
             reward=lambda answer, row: 0.0,
         )
-    hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(ValueError, match=r"took more than 2 s \(rollout.episode_timeout\) for 'rows.jsonl:q'"):
-        play(agent_episode(hangs), {}, prompt("q"), template=CHAT, reward=lambda answer, row: 0.0, timeout=2.0)
+    hangs = [
+        sys.executable,
+        "-c",
+        "import subprocess, time; subprocess.Popen(['sleep', '9'], start_new_session=True); time.sleep(600)",
+    ]
+    left: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", left.append)
+    with pytest.raises(ValueError, match=r"took more than 1 s \(rollout.episode_timeout\) for 'rows.jsonl:q'"):
+        play(agent_episode(hangs), {}, prompt("q"), template=CHAT, reward=lambda answer, row: 0.0, timeout=1.0)
+    gc.collect()
+    assert left == [], "its pipes are closed, though another program still has them, as the loop is that they need"
     with pytest.raises(ValueError, match=r"had the policy write nothing for 'rows.jsonl:q'"):
         play(agent_episode([sys.executable, "-c", ""]), {}, prompt("q"), reward=lambda answer, row: 0.0)
 
