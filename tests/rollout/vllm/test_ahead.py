@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,14 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from padfree.batch import Sample
+from padfree.config import Config
 from padfree.rollout.base import Response
 from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
 from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
+from padfree.rollout.vllm import transfer
+from padfree.rollout.vllm.http import Server
 from padfree.rollout.writer import Written
+from padfree.train.engine import Engine
 from padfree.train.run import train
+from tests.ranks import run_ranks
 from tests.rollout.vllm.test_keeper import wait_until
-from tests.rollout.vllm.test_run import ROOT, SAMPLES, fake_of, lines, make_config, model_folder
+from tests.rollout.vllm.test_run import SAMPLES, fake_of, lines, make_config, model_folder
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
 
 __all__ = ["model_folder"]  # a fixture
@@ -231,37 +234,66 @@ def test_a_resumed_run_goes_on_with_its_queue(
     assert all(line["groups_dropped"] == 0 for line in found)
 
 
-PROGRAM = """
-import json, os, signal, sys
-from padfree.config import config_from_dict
-from padfree.train import engine, run
-begin = engine.Engine.begin
-def killed(self, prepared, *, step, **rest):
-    pending = begin(self, prepared, step=step, **rest)
-    if step == 2 and sys.argv[2] == "update":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pending
-engine.Engine.begin = killed
-run.train(config_from_dict(json.loads(sys.argv[1])))
-"""
+def killed_run(rank: int, world: int, config: Config, moment: str, number: int) -> None:
+    """A run that is killed by -9: at this number of responses, of buckets of weights, or in the update of this step."""
+    here = threading.Lock()
+    complete, begin, broadcast = Server.complete, Engine.begin, transfer.broadcast
+    count = 0
+
+    def kill_at_last() -> None:
+        nonlocal count
+        with here:
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def answered(server: Server, *arguments: Any, **settings: Any) -> Response:
+        response = complete(server, *arguments, **settings)
+        kill_at_last()  # before it is written down
+        return response
+
+    def sent(*arguments: Any) -> None:
+        time.sleep(0.1)  # by now the server waits for the bucket
+        kill_at_last()
+        broadcast(*arguments)
+
+    def begun(engine: Engine, prepared: Any, *, step: int, **settings: Any) -> Any:
+        pending = begin(engine, prepared, step=step, **settings)
+        if step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pending
+
+    patches: dict[str, tuple[Any, str, Any]] = {
+        "sampling": (Server, "complete", answered),
+        "exchange": (transfer, "broadcast", sent),
+        "update": (Engine, "begin", begun),
+    }
+    with mock.patch.object(*patches[moment]):
+        train(config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("moment", "staleness"), [("sampling", 0), ("sampling", 2), ("exchange", 0), ("update", 2)])
-def test_a_run_that_was_killed_goes_on(
-    moment: str, staleness: int, model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
+@pytest.mark.parametrize(
+    ("staleness", "kills"),
+    [(0, {"sampling": SAMPLES + 5, "exchange": 2, "update": 3}), (2, {"sampling": 2 * SAMPLES + 5, "update": 2})],
+)
+def test_a_run_that_is_killed_again_and_again_goes_on(
+    staleness: int, kills: dict[str, int], model_folder: Path, tmp_path: Path, taken: Any, restored: list[Stored]
 ) -> None:
     """By -9, with a checkpoint after every other step: nothing is sampled again, and all is trained.
 
     What a server had answered and the run had not written down yet is asked for again: one response a connection.
     """
     fake = fake_of(model_folder)
-    moments = {
-        "sampling": lambda: len(asked_of(fake)) >= 3 * SAMPLES + 5,
-        "exchange": lambda: fake.calls.count("/update_weights") >= 4,
-        "update": lambda: False,
-    }
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    answered: set[int] = set()
+
+    def check_asked(kept: set[tuple[int, int]]) -> None:
+        """Of what was asked for since the last call, nothing is known already."""
+        wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
+        asked = asked_of(fake)
+        assert not {seed_of(batch, number) for batch, number in kept} & asked.keys()
+        assert len(answered & asked.keys()) <= CONNECTIONS
+        answered.update(asked)
+
     with serving(fake) as (url,):
         config = make_config(
             tmp_path / "run",
@@ -272,22 +304,18 @@ def test_a_run_that_was_killed_goes_on(
             batch=CONNECTIONS,
             steps=5,
         )
-        told = [sys.executable, "-c", PROGRAM, json.dumps(config.to_dict()), moment]
-        run = subprocess.Popen(told, env=environment)
-        wait_until(lambda: run.poll() is not None or moments[moment](), 300.0)
-        run.kill()
-        assert run.wait() == -signal.SIGKILL
-        wait_until(lambda: fake.at_once == 0)  # a thread of it may not have noticed yet
-        kept, answered = journaled(tmp_path / "run"), set(asked_of(fake))
-        fake.completed.clear()
+        kept: set[tuple[int, int]] = set()
+        for moment, number in kills.items():
+            run_ranks(1, killed_run, config, moment, number, dying=[0])
+            check_asked(kept)
+            kept = journaled(tmp_path / "run")
+            assert kept or moment != "sampling", "responses came after the checkpoint"
+            fake.completed.clear()
         train(config)
-    again = asked_of(fake)
-    assert kept, "responses came after the checkpoint"
-    assert not {seed_of(batch, number) for batch, number in kept} & again.keys()
-    assert len(answered & again.keys()) <= CONNECTIONS
+        check_asked(kept)
     check_not_asked_again(fake, restored)
     wanted = {seed_of(batch, number) for batch in range(1, 6) for number in range(SAMPLES)}
-    assert answered | again.keys() >= wanted, "every response of every batch was asked for"
+    assert answered >= wanted, "every response of every batch was asked for"
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(5))
     assert [line["samples"] for line in found] == [SAMPLES] * 5

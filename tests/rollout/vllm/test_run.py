@@ -38,12 +38,11 @@ from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.vllm import vllm_cases
 from tests.rollout.vllm.test_keeper import alive, wait_until
-from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+from tests.rollout.vllm.vllm_cases import FakeVllm, launch_of, serving
 
 HERE = "tests.rollout.vllm.test_run"
 ROOT = Path(__file__).parents[3]
 GROUP, SAMPLES = 3, 12
-COMMAND = [sys.executable, str(Path(vllm_cases.__file__))]
 
 
 def digits(response: str, row: Mapping[str, Any]) -> float:
@@ -247,7 +246,6 @@ def servers_of(keeper: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
-@pytest.mark.slow
 def test_one_of_two_servers_is_killed_again_and_again(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,8 +274,6 @@ def test_one_of_two_servers_is_killed_again_and_again(
                 os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.002)
 
-    launch = {"command": COMMAND, "devices": ["cpu", "cpu"]}
-    config = make_config(tmp_path / "run", model_folder, launch=launch, steps=4000, batch=4)
     threading.Thread(target=killer, daemon=True).start()
     counted: list[tuple[float, float]] = []
 
@@ -286,7 +282,8 @@ def test_one_of_two_servers_is_killed_again_and_again(
         if metrics["sampler/restarts"] >= 2 and metrics["sampler/servers"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
 
-    train(config, on_step=on_step)
+    with serving(fake_of(model_folder), fake_of(model_folder)) as urls:
+        train(make_config(tmp_path / "run", model_folder, launch=launch_of(urls), steps=4000, batch=4), on_step=on_step)
     assert len(killed) == 2
     assert set(counted) == {(SAMPLES, SAMPLES // GROUP)}
     last = lines(tmp_path / "run")[-1]
@@ -341,22 +338,19 @@ def test_adapters_are_for_the_modules_that_have_them(tmp_path: Path) -> None:
     assert words[words.index("--max-lora-rank") + 1] == "8"
 
 
-@pytest.mark.slow
-def test_a_killed_run_leaves_no_server(model_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    launch = {"command": COMMAND, "devices": ["cpu"]}
-    config = make_config(folder, model_folder, launch=launch, steps=1000)
-    program = (
-        "import json, sys; from padfree.config import config_from_dict; from padfree.train.run import train; "
-        "train(config_from_dict(json.loads(sys.argv[1])))"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen([sys.executable, "-c", program, json.dumps(config.to_dict())], env=environment)
-    try:
-        wait_until(lambda: (folder / "metrics.jsonl").exists() and len(lines(folder)) > 0, 400.0)
-        (keeper,) = servers_of(run.pid)
+def killed_after_a_step(rank: int, world: int, config: Config, pids: Path) -> None:
+    def kill(metrics: Mapping[str, Any]) -> None:
+        (keeper,) = filter(servers_of, servers_of(os.getpid()))  # ps is a child, too
         (server,) = servers_of(keeper)
-    finally:
-        run.kill()
-        run.wait()
-    wait_until(lambda: not alive(server) and not alive(keeper))
+        pids.write_text(f"{keeper} {server}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    train(config, on_step=kill)
+
+
+def test_a_killed_run_leaves_no_server(model_folder: Path, tmp_path: Path) -> None:
+    with serving(fake_of(model_folder)) as urls:
+        config = make_config(tmp_path / "run", model_folder, launch=launch_of(urls))
+        run_ranks(1, killed_after_a_step, config, tmp_path / "pids", dying=[0])
+        keeper, server = (int(word) for word in (tmp_path / "pids").read_text().split())
+        wait_until(lambda: not alive(server) and not alive(keeper))

@@ -1,7 +1,7 @@
 """A server that answers as vLLM does, from an ordinary HF model, and that can be told to fail.
 
     with serving(FakeVllm(vocabulary=50)) as url: ...                a thread of the test, without a model
-    python vllm_cases.py --model FOLDER --port 8000 ...              a process, as `rollout.launch` starts one
+    launch_of(url)                                                   a process in front of it, for `rollout.launch`
 
     fake.fault = "500"          every completion is answered so until it is None; `FAULTS` says what there is
 
@@ -10,15 +10,16 @@ It takes weights as the plugin does: by broadcast in a process group, or from fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class FakeVllm:
         self.paused, self._pauses = False, 0
         self._resumed = threading.Event()
         self._resumed.set()
+        self._loaded = {} if model is None else {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """The status and the JSON of a route."""
@@ -69,6 +71,7 @@ class FakeVllm:
                     self.at_once -= 1
         routes = {
             "/health": dict,
+            "/restart": lambda: self._restart(body["name"]),
             "/weight_info": lambda: {"weight_version": "77" if self.fault == "version" else self.version},
             "/get_world_size": lambda: {"world_size": 1},
             "/v1/models": lambda: {"data": [{"id": self.name, "max_model_len": self.max_model_len}]},
@@ -98,6 +101,15 @@ class FakeVllm:
             return 200, routes[path]()
         except RuntimeError as error:
             return 500, {"error": {"message": str(error)}}
+
+    def _restart(self, name: str) -> dict[str, Any]:
+        """What a new process in its place would be: all that it was given is gone."""
+        self.name, self.version = name, "default"
+        self._group, self._updating = None, False
+        if self.model is not None:
+            with self._compute:
+                self.model.load_state_dict(self._loaded)
+        return self._pause(False)
 
     # Weights
 
@@ -278,26 +290,7 @@ def unused_url() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def main() -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--served-model-name", required=True)
-    parser.add_argument("--stale", action="store_true")
-    settings, _ = parser.parse_known_args()
-    torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(settings.model).eval()
-    fake = FakeVllm(
-        vocabulary=model.config.vocab_size,
-        model=model,
-        tokenizer=AutoTokenizer.from_pretrained(settings.model),
-        name=settings.served_model_name,
-    )
-    fake.stale = settings.stale
-    make_server(fake, settings.port).serve_forever(0.02)
-
-
-if __name__ == "__main__":
-    main()
+def launch_of(urls: Sequence[str]) -> dict[str, Any]:
+    """`rollout.launch` of servers that are processes in front of these."""
+    command = [sys.executable, str(Path(__file__).with_name("proxy.py")), *urls]
+    return {"command": command, "devices": [str(number) for number in range(len(urls))]}
