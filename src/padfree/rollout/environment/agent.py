@@ -27,6 +27,8 @@ from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.prompts import Prompt
 
 COLUMN = re.compile(r"\{(\w+)\}")
+GRACE = 10.0
+"""Seconds that a program gets to be gone after SIGKILL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,16 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
     finally:
         with contextlib.suppress(ProcessLookupError):  # whatever it has left behind
             os.killpg(process.pid, signal.SIGKILL)
+        await _close(process)
     assert process.returncode is not None
     return Finished(code=process.returncode, output=_text(said), errors=_text(errors))
+
+
+async def _close(process: asyncio.subprocess.Process) -> None:
+    """Close its pipes while there is a loop: after a time-out the loop may end before it has seen that they are."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), GRACE)
+    process._transport.close()
 
 
 def agent_episode(command: Sequence[str]) -> Episode:
