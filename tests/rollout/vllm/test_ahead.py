@@ -73,10 +73,10 @@ def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Pat
     fake = remembering(model_folder)
     fake.token_seconds = 0.03
     with serving(fake) as (url,):
-        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=5))
+        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=4))
     found = lines(tmp_path / "run")
-    assert sorted(taken) == [1, 2, 3, 4, 5]
-    assert [line["samples"] for line in found] == [SAMPLES] * 5
+    assert sorted(taken) == [1, 2, 3, 4]
+    assert [line["samples"] for line in found] == [SAMPLES] * 4
     assert max(line["version_age_max"] for line in found) in (1.0, 2.0)
     assert all(0 <= line["version_age"] <= line["version_age_max"] <= 2 for line in found)
     assert check_versions(taken, fake.weights, model_folder, temperature=0.8) > 0, "an exchange came in between"
@@ -133,15 +133,12 @@ def test_rewards_run_beside_each_other_and_beside_training(model_folder: Path, t
     assert firsts[SAMPLES] < steps[0], "the second batch is rewarded before the first has been trained"
 
 
-def test_without_staleness_nothing_changes(model_folder: Path, tmp_path: Path) -> None:
-    """The run without the setting, and one with its default, step for step."""
-    found = []
-    for name, rollout in (("plain", {}), ("zero", {"staleness": 0})):
-        with serving(fake_of(model_folder)) as (url,):
-            train(make_config(tmp_path / name, model_folder, servers=[url], **rollout))
-        found.append([(line["loss"], line["reward"], line["gradient_norm"]) for line in lines(tmp_path / name)])
-        assert all("version_age" not in line for line in lines(tmp_path / name))
-    assert found[0] == found[1]
+def test_without_staleness_a_run_is_the_plain_one(tmp_path: Path) -> None:
+    """That of `test_run.py`, whose metrics say nothing of ages."""
+    plain, zero = (
+        make_config(tmp_path / "run", tmp_path, servers=["http://a:1"], **more) for more in ({}, {"staleness": 0})
+    )
+    assert plain == zero
 
 
 @pytest.fixture
@@ -207,7 +204,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
 ) -> None:
     """Broken off after three steps, with a checkpoint after each: nothing the checkpoint has is sampled again."""
     fake = fake_of(model_folder)
-    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 6}
+    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 5}
     with serving(fake) as (url,):
         config = make_config(
             tmp_path / "run", model_folder, servers=[url], checkpoint={"every": 1, "export": False}, **settings
@@ -221,7 +218,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
     finished = {(one.batch, one.number) for one in restored if one.reward is not None}
     assert finished or filtered != "none"
     check_not_asked_again(fake, restored)
-    assert sorted(taken) == [1, 2, 3, 4, 5, 6]
+    assert sorted(taken) == [1, 2, 3, 4, 5]
     stored = {(one.batch, one.number): one for one in restored}
     for batch in (4, 5):
         for one in taken[batch][1]:
@@ -230,7 +227,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
                 assert np.array_equal(kept.response.tokens, one.response.tokens)
                 assert np.array_equal(kept.response.token_versions, one.response.token_versions)
     found = lines(tmp_path / "run")
-    assert [line["step"] for line in found] == list(range(6))
+    assert [line["step"] for line in found] == list(range(5))
     assert all(line["groups_dropped"] == 0 for line in found)
 
 
@@ -326,14 +323,14 @@ def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Pat
     fake = fake_of(model_folder)
     checkpoint = {"every": 1, "export": False}
     with serving(fake) as (url,):
-        settings: dict[str, Any] = {"servers": [url], "checkpoint": checkpoint, "steps": 6}
+        settings: dict[str, Any] = {"servers": [url], "checkpoint": checkpoint, "steps": 4}
         with pytest.raises(StopError):
             train(make_config(tmp_path / "run", model_folder, staleness=3, **settings), on_step=stop_after(2))
         taken.clear()
         notes: list[str] = []
         train(make_config(tmp_path / "run", model_folder, staleness=1, **settings), on_note=notes.append)
     found = lines(tmp_path / "run")
-    assert [line["step"] for line in found] == list(range(6))
+    assert [line["step"] for line in found] == list(range(4))
     assert sum(line["groups_dropped"] for line in found[2:]) > 0
     assert all(line["version_age_max"] <= 1 for line in found[3:])
     assert all(len(written) == SAMPLES for _, written in taken.values())

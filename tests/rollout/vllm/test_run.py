@@ -27,6 +27,7 @@ from padfree.config.sections import LoraConfig
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.engines import make_sampler
+from padfree.rollout.vllm import launch
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.http import Server
 from padfree.rollout.vllm.launch import Launcher, server_command
@@ -105,6 +106,7 @@ def test_a_run_on_a_server(transfer: str, model_folder: Path, tmp_path: Path) ->
     for line in found:
         assert line["loss/sampler_difference"] < 1e-5, "one and the same policy, in float32"
         assert line["sampler/canary_difference"] < 1e-5
+        assert "version_age" not in line, "without rollout.staleness"
         assert line["sampler/exchange_bytes"] > sum(value.nbytes for value in before.values()) / 2
     assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
     assert fake.version == "2", "the weights of the last batch, after two steps"
@@ -235,6 +237,8 @@ class RecordedLauncher(Launcher):
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
+    monkeypatch.setattr(launch, "EVERY", 0.1)
+    monkeypatch.setattr(launch, "LONGEST_PAUSE", 0.5)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
     RecordedLauncher.present = None
     yield
@@ -295,7 +299,7 @@ def test_one_of_two_servers_is_killed_again_and_again(
 
 
 def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Path, tmp_path: Path) -> None:
-    launch = {
+    never = {
         "command": [sys.executable, "-c", "import sys; sys.exit('SomeError: no such option')"],
         "devices": ["cpu"],
     }
@@ -304,7 +308,7 @@ def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Pa
         r"\(SomeError: no such option\); correct rollout.launch.command, its output is in .*0.log"
     )
     with pytest.raises(ValueError, match=line):
-        train(make_config(tmp_path / "run", model_folder, launch=launch))
+        train(make_config(tmp_path / "run", model_folder, launch=never))
 
 
 def test_servers_that_are_not_there(model_folder: Path, tmp_path: Path) -> None:
@@ -314,8 +318,8 @@ def test_servers_that_are_not_there(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_server_is_started_with(tmp_path: Path) -> None:
-    launch = {"command": ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"], "devices": ["0,1"]}
-    config = make_config(tmp_path / "run", tmp_path / "model", launch=launch)
+    given = {"command": ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"], "devices": ["0,1"]}
+    config = make_config(tmp_path / "run", tmp_path / "model", launch=given)
     words = server_command(config, name="policy", port=5)
     assert words[:5] == ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
     assert words.count("--dtype") == 0, "the command's own words win"
