@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
@@ -30,7 +33,17 @@ from padfree.rollout.vllm.sampler import VllmSampler
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.rollout.vllm.test_ahead import check_versions, taken
+from tests.ranks import run_ranks
+from tests.rollout.vllm.test_ahead import (
+    CONNECTIONS,
+    StopError,
+    check_versions,
+    journaled,
+    killed_run,
+    seed_of,
+    stop_after,
+    taken,
+)
 from tests.rollout.vllm.test_keeper import wait_until
 from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
 from tests.rollout.vllm.test_run import launchers as started
@@ -40,6 +53,7 @@ ROOT = Path(__file__).parents[3]
 VENV = Path(os.environ.get("PADFREE_VLLM", "without-vllm"))
 PYTHON = VENV / "bin" / "python"
 COMMAND = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "512"]
+COMMAND += ["--middleware", "answered.Answered"]
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -68,11 +82,43 @@ def register():
 """
 """A plugin for vLLM: while the file is there, our transfer engine leaves the packed copy of a tied head as it was."""
 
+ANSWERED = """
+import json, os
+
+class Answered:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["path"] != "/v1/completions":
+            return await self.app(scope, receive, send)
+        body, status = bytearray(), None
+
+        async def received():
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        async def sent(message):
+            nonlocal status
+            status = message.get("status", status)
+            if message["type"] == "http.response.body" and not message.get("more_body") and status == 200:
+                asked = json.loads(body)
+                if "stop_token_ids" in asked:  # a response, and nothing that the canary scores
+                    with open(os.environ["ANSWERED"], "a") as file:
+                        file.write(json.dumps(asked["seed"]) + "\\n")
+            await send(message)
+
+        await self.app(scope, received, sent)
+"""
+"""For vLLM's option --middleware: the server itself notes the seed of every completion that it answers."""
+
 
 def write_plugin(folder: Path) -> None:
     about = folder / "stale_head-0.dist-info"
     about.mkdir(parents=True)
     (folder / "stale_head.py").write_text(STALE_HEAD)
+    (folder / "answered.py").write_text(ANSWERED)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stale_head\nVersion: 0\n")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\nstale_head = stale_head:register\n")
 
@@ -103,6 +149,7 @@ def even_digits(response: str, row: Mapping[str, Any]) -> float:
 def make_config(folder: Path, run: Path, *, steps: int = 3, devices: int = 1, **sections: Any) -> Config:
     paths = os.pathsep.join([str(ROOT / "src"), str(folder / "plugin")])
     environment = {**ENVIRONMENT, "PYTHONPATH": paths, "STALE_HEAD": str(folder / "stale")}
+    environment["ANSWERED"] = str(folder / "answered.jsonl")
     values: dict[str, Any] = {
         "model": {"path": str(folder / "model")},
         "data": {"path": [str(folder / "data" / "prompts.jsonl")], "epochs": None},
@@ -229,10 +276,52 @@ def test_only_adapters_travel(adapters: Server, folder: Path, tmp_path: Path) ->
     assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
 
 
+class Gate:
+    """A reward that is given only when so many responses have asked for one: until then training waits."""
+
+    def __init__(self) -> None:
+        self._change, self._missing = threading.Condition(), 0
+
+    def close_for(self, number: int) -> None:
+        self._missing = number
+
+    def __call__(self, response: str, row: Mapping[str, Any]) -> float:
+        with self._change:
+            self._missing -= 1
+            self._change.notify_all()
+            assert self._change.wait_for(lambda: self._missing <= 0, PATIENCE)
+        return even_digits(response, row)
+
+
+gate = Gate()
+
+
+def gated(response: str, row: Mapping[str, Any]) -> float:
+    return gate(response, row)
+
+
+def ahead_config(server: Server, folder: Path, run: Path, *, steps: int, staleness: int) -> Config:
+    """Two groups a batch; weights of version 0 write the first three batches, if `staleness` lets them."""
+    return make_config(
+        folder,
+        run,
+        steps=steps,
+        batch={"samples": 16, "max_tokens": 2048},
+        rollout={
+            "servers": [server.url],
+            "staleness": staleness,
+            "max_new_tokens": 40,
+            "batch": 8,
+            "reward": "tests.rollout.vllm.test_server:gated",
+        },
+        checkpoint={"every": 1, "export": False},
+    )
+
+
 def test_every_token_is_of_the_version_it_says(
     server: Server, folder: Path, tmp_path: Path, taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rollout.staleness`: responses that an exchange cuts go on by the new weights."""
+    """`rollout.staleness`: responses that an exchange cuts go on by the new weights, and no token is older than 2."""
     weights: dict[int, dict[str, torch.Tensor]] = {}
     update = VllmSampler.update_weights
 
@@ -241,16 +330,90 @@ def test_every_token_is_of_the_version_it_says(
         update(sampler, trained, version)
 
     monkeypatch.setattr(VllmSampler, "update_weights", recorded)
-    ahead = {"servers": [server.url], "staleness": 2, "max_new_tokens": 40, "batch": 8}
-    train(make_config(folder, tmp_path / "run", steps=5, rollout=ahead))
+    gate.close_for(3 * 16)
+    train(ahead_config(server, folder, tmp_path / "run", steps=5, staleness=2))
     found = lines(tmp_path / "run")
     assert sorted(taken) == [1, 2, 3, 4, 5]
     assert check_versions(taken, weights, folder / "model", temperature=0.9) > 0, "an exchange came in between"
-    assert max(line["version_age_max"] for line in found) >= 1
+    assert [line["version_age"] for line in found[:3]] == [0.0, 1.0, 2.0], "all of them are of version 0"
     for line in found:
-        assert line["samples"] == 32
+        assert line["samples"] == 16
         assert line["version_age_max"] <= 2
+        assert line["groups_dropped"] == 0
         assert line["sampler/canary_difference"] < 1e-4
+
+
+def test_groups_that_are_too_old_are_dropped_and_counted(server: Server, folder: Path, tmp_path: Path) -> None:
+    """The queue of a checkpoint has two batches of version 0; with a lower staleness the second comes too late."""
+    gate.close_for(3 * 16)
+    with pytest.raises(StopError):
+        train(ahead_config(server, folder, tmp_path / "run", steps=3, staleness=2), on_step=stop_after(1))
+    train(ahead_config(server, folder, tmp_path / "run", steps=3, staleness=1))
+    found = lines(tmp_path / "run")
+    assert [line["version_age_max"] for line in found[:2]] == [0.0, 1.0]
+    assert found[2]["version_age_max"] <= 1
+    assert [line["groups_dropped"] for line in found] == [0, 2, 0], "when they would have been put into the queue"
+    assert [line["samples"] for line in found] == [16] * 3
+
+
+def answered_by(folder: Path) -> Counter[int]:
+    """How often the servers have answered each response, by its seed; from the next call on it counts anew."""
+    path = folder / "answered.jsonl"
+    path.touch()
+    found = Counter(json.loads(line) for line in path.read_text().splitlines())
+    os.truncate(path, 0)
+    return found
+
+
+def test_a_trainer_that_is_killed_again_and_again_goes_on(server: Server, folder: Path, tmp_path: Path) -> None:
+    """By -9 while responses are sampled, while weights are exchanged, and in an update: the run is as undisturbed.
+
+    Nothing that was written down is sampled again. What the server had answered and the run had not written down yet
+    is: one response a connection.
+    """
+    steps, samples = 4, 16
+
+    def config(name: str) -> Config:
+        return make_config(
+            folder,
+            tmp_path / name,
+            steps=steps,
+            batch={"samples": samples, "max_tokens": 2048},
+            rollout={"servers": [server.url], "batch": CONNECTIONS},
+            optimizer={"eps": 1e-3},
+            checkpoint={"every": 2, "export": True},
+        )
+
+    wanted = {seed_of(batch, number) for batch in range(1, 1 + steps) for number in range(samples)}
+    answered_by(folder)
+    train(config("undisturbed"))
+    assert answered_by(folder) == Counter(wanted)
+    kept: set[tuple[int, int]] = set()
+    total: Counter[int] = Counter()
+    for moment, number in (("sampling", samples + 5), ("exchange", 2), ("update", 3), ("", 0)):
+        if moment:
+            run_ranks(1, killed_run, config("killed"), moment, number, dying=[0])
+        else:
+            train(config("killed"))
+        time.sleep(0.5)  # for what the server answers to a run that is gone
+        answered = answered_by(folder)
+        assert not {seed_of(batch, place) for batch, place in kept} & answered.keys()
+        kept = journaled(tmp_path / "killed")
+        total += answered
+    assert total.keys() == wanted
+    assert total.total() - len(wanted) <= 3 * CONNECTIONS
+    numbers = [
+        [(line["step"], line["samples"], line["reward"]) for line in lines(tmp_path / name)]
+        for name in ("undisturbed", "killed")
+    ]
+    assert numbers[0] == numbers[1]
+    before, expected, found = (
+        load_file(path / "model" / "model.safetensors")
+        for path in (folder, tmp_path / "undisturbed", tmp_path / "killed")
+    )
+    moved = max((expected[name] - before[name]).abs().max().item() for name in expected)
+    apart = max((expected[name] - found[name]).abs().max().item() for name in expected)
+    assert apart < 1e-3 * moved
 
 
 def test_the_demos_task_is_learned_as_in_the_process(server: Server, folder: Path, tmp_path: Path) -> None:
