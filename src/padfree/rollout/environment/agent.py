@@ -71,7 +71,7 @@ async def _close(process: asyncio.subprocess.Process) -> None:
     """Close its pipes while there is a loop: after a time-out the loop may end before it has seen that they are."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE)
-    process._transport.close()
+    process._transport.close()  # type: ignore[attr-defined]  # asyncio has no other way
 
 
 def agent_episode(command: Sequence[str]) -> Episode:
