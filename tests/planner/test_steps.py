@@ -72,9 +72,3 @@ def test_files_that_hold_no_lengths(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             read_lengths(tmp_path / name)
         assert "\n" not in str(error.value)
-
-
-def test_responses_that_are_not_written_yet_cannot_be_planned() -> None:
-    config = config_of(loss={"kind": "clip"}, rollout={"reward": "exact_match"})
-    with pytest.raises(ValueError, match=r"rollout.reward: it has responses written during the run"):
-        load_steps(config)
