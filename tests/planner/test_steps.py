@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from padfree.batch import Sample
-from padfree.planner.steps import load_steps, read_lengths, rollout_steps, sft_steps
+from padfree.planner.steps import read_lengths, rollout_steps, sft_steps
 from padfree.train.training_data import make_batcher
 from tests.planner.cases import config_of, log_normal
 
