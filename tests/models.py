@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -405,11 +405,16 @@ def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int 
 LETTERS = "0123456789+-*/=# abcdefghijklmnopqrstuvwxyz"
 
 
-def save_with_tokenizer(folder: Path, **changes: Any) -> Path:
-    """A folder that transformers loads: a small Qwen3 with tied embeddings, and a tokenizer of single letters."""
+def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: Any) -> Path:
+    """A folder that transformers loads: a small Qwen3 with tied embeddings, and a tokenizer of single letters.
+
+    With `writes_back` it decodes text as it was, else with spaces between letters.
+    """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    if writes_back:
+        tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": len(vocabulary), "tie_word_embeddings": True}
     build("qwen3", **{**sizes, **changes}).save_pretrained(folder)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import decoders
-from transformers import AutoTokenizer
 
 from tests.hosts.network import Host, connected_hosts, no_hosts_reason
 from tests.models import save_with_tokenizer
@@ -23,8 +21,4 @@ def hosts() -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)

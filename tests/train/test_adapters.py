@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from padfree.checkpoint.checkpointer import Checkpointer
@@ -22,7 +20,7 @@ from padfree.model.lora import is_adapter
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine, export
 from tests.ranks import run_ranks
-from tests.train.cases import LOSSES, LR, VOCABULARY, alone, make_engine, make_samples, small_model, two_steps
+from tests.train.cases import LOSSES, LR, VOCABULARY, make_engine, make_samples, small_model, two_steps
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 CHANGES: dict[str, dict[str, Any]] = {
@@ -32,12 +30,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 Outcome = tuple[list[tuple[float, float]], dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 def outcome(mesh: Mesh, loss: str = "sft", **changes: Any) -> Outcome:

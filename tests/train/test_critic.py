@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from padfree.batch import Sample
@@ -24,16 +22,10 @@ from padfree.train.run import train
 from padfree.train.setup import build_critic, build_engine, export_critic
 from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
-from tests.train.cases import alone, small_model, weights_of
+from tests.train.cases import small_model, weights_of
 from tests.train.loop_cases import lines, samples
 
 CRITIC = {"lr": 2e-2, "warmup": 1, "gamma": 0.97, "lam": 0.9, "clip": 0.05}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

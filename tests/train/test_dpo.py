@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +23,7 @@ from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
-from tests.train.cases import alone, weights_of
+from tests.train.cases import weights_of
 from tests.train.loop_cases import lines
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,12 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "gamma": 0.3},
     "orpo": {"beta": 0.2},
 }
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
@@ -16,7 +14,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.losses import SFTSettings
 from padfree.train.engine import LossSettings, NonFiniteError, StepReport
 from tests.ranks import run_ranks
-from tests.train.cases import LOSSES, LR, alone, make_engine, make_samples, small_model, two_steps, weights_of
+from tests.train.cases import LOSSES, LR, make_engine, make_samples, small_model, two_steps, weights_of
 
 ODD = (5, 9, 4, 13, 7)
 BATCHES: dict[str, tuple[int, ...]] = {"eight": (5, 9, 4, 12, 7, 6, 3, 8), "odd": ODD, "one sample": (4,)}
@@ -24,12 +22,6 @@ RUNS = [(loss, "eight") for loss in LOSSES] + [("gspo", "odd"), ("clip", "one sa
 FEW_RUNS = [("sft", "eight"), ("gspo", "odd"), ("clip", "one sample")]
 
 Outcome = tuple[list[StepReport], dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 def outcomes(mesh: Mesh, runs: list[tuple[str, str]], **changes: Any) -> dict[tuple[str, str], Outcome]:

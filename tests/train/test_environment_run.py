@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import decoders
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -103,11 +102,7 @@ async def one_argument(prompt: Prompt) -> None:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)
 
 
 def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from padfree.batch import LmHead, Sample
@@ -25,16 +23,10 @@ from padfree.train.loop import Loop, is_better
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from tests.models import save_with_tokenizer
-from tests.train.cases import alone, make_samples, weights_of
+from tests.train.cases import make_samples, weights_of
 from tests.train.loop_cases import SFT, lines, make_config, make_loop, save_config
 
 EVAL = {"path": ["in memory"], "every": 2}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

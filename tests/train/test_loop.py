@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from padfree.batch import Sample
 from padfree.config import Config
@@ -22,14 +20,8 @@ from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.loop import Loop, RunResult
 from padfree.train.training_data import make_batcher
 from tests.ranks import run_ranks
-from tests.train.cases import alone, weights_of
+from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

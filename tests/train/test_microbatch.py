@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from padfree.batch import IGNORE, Sample
 from padfree.distributed import Axis, Mesh
 from padfree.train.microbatch import RowSettings, filler, make_micro_batch
-from tests.train.cases import alone, make_samples
+from tests.train.cases import make_samples
 
 SETTINGS = RowSettings(layout="balanced")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 class _Group:

@@ -6,7 +6,6 @@ One pair of processes goes through all kinds: starting it is what costs.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from padfree.train.loop import Loop
 from tests.models import build, row
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
-from tests.train.cases import alone, make_samples, weights_of
+from tests.train.cases import make_samples, weights_of
 from tests.train.loop_cases import make_config, make_loop
 
 BIAS_RATE = 2.0**-6  # small: the load does not turn round in two steps
@@ -101,12 +100,6 @@ def two_ranks(rank: int, world: int, folder: Path) -> dict[str, dict[str, Any]]:
             "changed by the resume": [key for key in once if not torch.equal(once[key], again[key])],
         }
     return found
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@ On the CPU the mechanism is the same, and both places are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -24,13 +22,7 @@ from padfree.train.optimizer import gradient_norm, scale_gradients
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.setup import build_engine
 from tests.ranks import run_ranks
-from tests.train.cases import LOSSES, LR, alone, make_engine, make_samples, small_model
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
+from tests.train.cases import LOSSES, LR, make_engine, make_samples, small_model
 
 
 def tied_model() -> PreTrainedModel:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from padfree.config import Config
 from padfree.distributed import Mesh, make_mesh
 from tests.losses.objectives.cases import HERE
 from tests.ranks import run_ranks
-from tests.train.cases import alone
 from tests.train.loop_cases import RL, lines, make_config, make_loop, save_config
 
 KINDS = ("clip", f"{HERE}:clip")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
@@ -22,7 +20,7 @@ from padfree.model.structure import layers_of
 from padfree.train.engine import StepReport
 from padfree.train.parallelize import inside, parallelize, transformations
 from tests.ranks import run_ranks
-from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
+from tests.train.cases import LOSSES, make_engine, make_samples, small_model, two_steps, weights_of
 
 CHANGES: dict[str, dict[str, Any]] = {
     "full": {"checkpointing": "full"},
@@ -33,12 +31,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 SHARDED = ("selective", "compiled, full", "compiled, selective")
 
 Outcome = tuple[list[StepReport], dict[str, Tensor]]
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 def tied_model() -> PreTrainedModel:

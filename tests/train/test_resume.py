@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch.distributed as dist
 
 from padfree.checkpoint.files import hash_of
 from padfree.config import Config, config_from_dict
@@ -19,16 +17,10 @@ from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_o
 from padfree.train.run import train
 from tests.models import build, save_with_tokenizer
 from tests.ranks import run_ranks
-from tests.train.cases import VOCABULARY, alone
+from tests.train.cases import VOCABULARY
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from tokenizers import decoders
 from transformers import AutoTokenizer
 
 from padfree.batch import Sample
@@ -31,7 +29,6 @@ from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
-from tests.train.cases import alone
 from tests.train.loop_cases import TIMES
 
 HERE = "tests.train.test_rollouts_run"
@@ -54,11 +51,7 @@ def not_a_number(response: str, row: Mapping[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3 with tied embeddings, and a tokenizer that writes text back as it was."""
-    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)
 
 
 def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
@@ -298,12 +291,6 @@ def test_no_prompts_and_no_tokenizer(model_folder: Path, tmp_path: Path) -> None
 
 
 # The copy
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 def test_the_copy_of_a_sharded_bfloat16_model(mesh: Mesh, model_folder: Path) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh, make_mesh
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 from tests.ranks import run_ranks
-from tests.train.cases import alone, make_samples, small_model
+from tests.train.cases import make_samples, small_model
 
 TEMPERATURE = 0.7
 Arrays = list[np.ndarray[Any, Any]]
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 def model_of(name: str) -> PreTrainedModel:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +38,7 @@ from padfree.train.scorer import Scorer
 from padfree.warning import PadfreeWarning
 from tests.models import build
 from tests.ranks import run_ranks
-from tests.train.cases import LOSSES, VOCABULARY, alone, make_engine, small_model
+from tests.train.cases import LOSSES, VOCABULARY, make_engine, small_model
 
 CORRECTIONS = {
     "token_tis": TokenTISSettings(),
@@ -104,12 +102,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
     for name, gradient in expected.items():
         error = float((found[name] - gradient).abs().max())
         assert error <= tolerance * max(float(gradient.abs().max()), 1e-2 * largest), (name, error)
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 def both_ways(mesh: Mesh, settings: LossSettings, name: str = "qwen3") -> None:

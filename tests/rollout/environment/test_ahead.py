@@ -25,7 +25,7 @@ from padfree.train.run import train
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.environment.rewards import digits
-from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+from tests.rollout.vllm.vllm_cases import Remembering, serving
 from tests.train.loop_cases import TIMES
 
 HERE = "tests.rollout.environment.test_ahead"
@@ -193,16 +193,6 @@ def test_two_ranks_and_failures(whole: Path, model_folder: Path, tmp_path: Path)
     found = lines(tmp_path / "skipped")
     assert sum(line["groups_failed"] for line in found) == 2, "of 8 prompts 2 fail"
     assert all(line["samples"] == 6 - 3 * line["groups_failed"] for line in found)
-
-
-class Remembering(FakeVllm):
-    """Keeps the weights of every version."""
-
-    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = super()._finish(body)
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.__dict__.setdefault("weights", {})[int(self.version)] = state
-        return answer
 
 
 def test_every_token_is_of_the_version_it_says(

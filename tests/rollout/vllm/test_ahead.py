@@ -31,21 +31,11 @@ from padfree.train.run import train
 from tests.ranks import run_ranks
 from tests.rollout.vllm.test_keeper import wait_until
 from tests.rollout.vllm.test_run import SAMPLES, fake_of, lines, make_config, model_folder
-from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+from tests.rollout.vllm.vllm_cases import FakeVllm, Remembering, serving
 
 __all__ = ["model_folder"]  # a fixture
 HERE = "tests.rollout.vllm.test_ahead"
 CONNECTIONS = 4
-
-
-class Remembering(FakeVllm):
-    """Keeps the weights of every version."""
-
-    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = super()._finish(body)
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.__dict__.setdefault("weights", {})[int(self.version)] = state
-        return answer
 
 
 def remembering(model: Path) -> Remembering:

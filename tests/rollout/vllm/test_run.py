@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
@@ -52,11 +51,7 @@ def digits(response: str, row: Mapping[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_with_tokenizer(tmp_path_factory.mktemp("model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)
 
 
 def make_config(

@@ -229,6 +229,16 @@ class FakeVllm:
         return self.model(input_ids=torch.tensor([tokens])).logits[0].float()
 
 
+class Remembering(FakeVllm):
+    """Keeps the weights of every version."""
+
+    def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = super()._finish(body)
+        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.__dict__.setdefault("weights", {})[int(self.version)] = state
+        return answer
+
+
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeVllm
     protocol_version = "HTTP/1.1"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError
@@ -21,15 +19,9 @@ from padfree.train.engine import Engine
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.setup import build_engine, build_reference
 from tests.ranks import run_ranks
-from tests.train.cases import LR, alone, make_samples, small_model
+from tests.train.cases import LR, make_samples, small_model
 
 SAMPLES = make_samples()
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,18 @@
+"""What tests of training share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from padfree.distributed import Mesh
+from tests.train.cases import alone
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    """This process by itself."""
+    yield alone()
+    dist.destroy_process_group()
