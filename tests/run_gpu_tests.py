@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> int:
     if importlib.util.find_spec("xdist") is not None:
         options += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1)), "--dist", "worksteal"]
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each of them
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # expected values are computed on the CPU, by all at once
     options += arguments
     code = pytest.main([*options, str(ROOT / "tests")], plugins=[outcomes])
     counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.counts.items())

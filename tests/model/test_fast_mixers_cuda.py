@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +19,9 @@ from padfree.cp import shard
 from padfree.layers.compile import compile_layers
 from padfree.model import attach
 from padfree.model.mixers import fast_way, fla_kernels
+from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.structure import layers_of
+from padfree.warning import PadfreeWarning
 from tests.model.plain_kernels import ways
 from tests.models import build, row
 
@@ -36,13 +40,20 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def large(name: str) -> PreTrainedModel:
-    """In bfloat16 on the GPU, with heads that kernels take."""
+    """In bfloat16 on the GPU, with heads that kernels take, and kernels that are willing to run here."""
     if name != "lfm2" and (reason := fla_kernels.unavailable("cuda")) is not None:
         pytest.skip(reason)
     common: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512}
     model = build(name, **{**common, **SIZES[name]}).cuda()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PadfreeWarning)
+        tried = attach(copy.deepcopy(model))
+        tried(**shard(row([3]).to("cuda")).model_inputs())
+    for reason in fast_way._TRIALS.values():  # on Hopper with some versions of Triton the package refuses gradients
+        if ways(tried) != {True} and reason is not None and "Triton" in reason:
+            pytest.skip(f"{name}: {reason}")
     return model
 
 
@@ -130,6 +141,40 @@ def test_compiled_layers_are_as_exact(name: str) -> None:
         assert all(found[each] <= 2 * max(noise[each], typical) + 2e-3 for each in found), (noise, found)
     if name == "lfm2":
         assert not counters["graph_break"]
+
+
+def test_kernels_that_refuse_gradients_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by us nor by the layer's own code, which is then transformers' plain PyTorch on each segment."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    plain: Any = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        output, state = plain(*args, **kwargs)
+        output.register_hook(_refuse)
+        return output, state
+
+    refusing.__wrapped__ = plain  # type: ignore[attr-defined]
+    refusing.__module__ = modeling.__name__
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", refusing)
+    monkeypatch.setattr(fla_kernels, "unavailable", lambda device_type: "it is not here")
+    monkeypatch.setattr(fast_way, "_TRIALS", {})
+    monkeypatch.setattr(fast_way, "_SAID", set())
+    reference_forward.cache_clear()
+    try:
+        model, batch = build("qwen3_5").cuda().bfloat16(), row(LENGTHS, pad=5).to("cuda")
+        expected = run(attach(copy.deepcopy(model), fast_mixers=False), batch)
+        with pytest.warns(PadfreeWarning, match="one sample at a time, which is slow: it is not here"):
+            found = run(attach(model), batch)
+    finally:
+        reference_forward.cache_clear()
+    assert [name for name, *_ in fast_way._TRIALS] == ["own"]
+    assert "the kernel refuses" in str(list(fast_way._TRIALS.values()))
+    assert max(apart(found, expected).values()) < 1e-2
+
+
+def _refuse(gradient: Tensor) -> Tensor:
+    raise RuntimeError("the kernel refuses")
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -107,6 +107,7 @@ def test_weights_that_move_are_captured_again() -> None:
 
 def trainer_logprobs(model: PreTrainedModel, request: SamplingRequest, response: Response) -> np.ndarray[Any, Any]:
     """Of one response, by one forward pass of the stock model in its own dtype, head in float32."""
+    model.set_attn_implementation("eager")  # as in `by_definition`
     tokens = np.concatenate([request.tokens, response.tokens])
     row = torch.from_numpy(tokens).to(CUDA)[None]
     with torch.no_grad():

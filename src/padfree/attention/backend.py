@@ -72,6 +72,8 @@ class Capabilities:
             return f"head size {needs.head_dim} is not among its sizes ({span(self.head_dims)})"
         if needs.head_dim != needs.value_dim and not self.any_value_dim:
             return f"q and k have head size {needs.head_dim} but v has {needs.value_dim}"
+        if needs.value_dim not in self.head_dims:
+            return f"v's head size {needs.value_dim} is not among its sizes ({span(self.head_dims)})"
         if needs.softcap and not self.softcap:
             return "it has no softcap"
         if needs.raw_backward and not self.raw_backward:

@@ -70,7 +70,7 @@ def attention(
     query: Tensor,  # [1, H, T, d]
     key: Tensor,  # [1, Hkv, T, d]
     value: Tensor,  # [1, Hkv, T, dv]
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | AttnContext | None,
     *,
     backend: str = "auto",
     attn_context: AttnContext | None = None,
@@ -90,7 +90,7 @@ def attention(
         raise ValueError(
             f"attn_context: did not reach {name}; its model drops keyword arguments and cannot be trained packed"
         )
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not attn_context:  # a layer hands both kinds of mixers the same
         raise ValueError(f"attention_mask: {name} made one; pass None, attn_context says which tokens belong together")
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
         raise ValueError(f"is_causal: False in {name}; only causal layers can be packed, use a decoder model")

@@ -6,7 +6,8 @@
 A kind names the functions that it has for a device. Whether they are right is tried once on the machine at hand: the
 mixer with random weights and the sizes it has, forward and all gradients, against its plain PyTorch code on each
 segment in float32. The difference may be a few times that of the plain code in the type of the row. Otherwise, or
-where a package is missing, the mixer runs segment by segment, and the reason is said once.
+where a package is missing, the mixer runs segment by segment, and the reason is said once. There, too, transformers
+calls kernels of packages, which are tried in the same way: some versions refuse to compute gradients, or are wrong.
 """
 
 from __future__ import annotations
@@ -72,12 +73,28 @@ def settled_way(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, devic
     if isinstance(way, str):
         reason: str | None = way
     else:
-        reason = _trial(module, mixer, way, config, device)
+        found = way
+
+        def call(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
+            return _first(found.forward(tried, **{mixer.hidden: values[None], found.boundaries: segments}))[0]
+
+        reason = _trial("fast", call, module, mixer, config, device, way.dtypes[0])
         if reason is None:
             return way
     if device.type == "cuda":
         _say_once(f"{type(module).__name__} runs one sample at a time, which is slow: {reason}")
     return None
+
+
+def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
+    """Whether the module's own forward may call the kernels of packages that transformers finds, segment by segment."""
+    if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
+        return False
+
+    def call(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
+        return _by_segment(type(tried).forward, tried, mixer, values)
+
+    return _trial("own", call, module, mixer, config, device, torch.bfloat16) is None
 
 
 _SAID: set[str] = set()
@@ -89,12 +106,20 @@ def _say_once(message: str) -> None:
         warnings.warn(message, PadfreeWarning, stacklevel=2)
 
 
-_TRIALS: dict[tuple[str, str, torch.device], str | None] = {}
+_TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 
-def _trial(module: nn.Module, mixer: Mixer, way: FastWay, config: PreTrainedConfig, device: torch.device) -> str | None:
-    """Why the fast way is not right on this machine; None if it is. Once a process for each class, config, device."""
-    key = (qualified_name(type(module)), repr(config), device)
+def _trial(
+    name: str,
+    call: Function,  # (module, hidden states [T, D], Segments) -> [T, D]
+    module: nn.Module,
+    mixer: Mixer,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """Why `call` is not right on this machine; None if it is. Once a process for each name, class, config, device."""
+    key = (name, qualified_name(type(module)), repr(config), device)
     if key not in _TRIALS:
         devices = [device] if device.type == "cuda" else []
         default = torch.get_default_dtype()
@@ -106,7 +131,7 @@ def _trial(module: nn.Module, mixer: Mixer, way: FastWay, config: PreTrainedConf
                 torch.enable_grad(),
                 torch.autocast(device.type, enabled=False),
             ):
-                _TRIALS[key] = _difference(module, mixer, way, config, device)
+                _TRIALS[key] = _difference(call, module, mixer, config, device, dtype)
         except Exception as error:  # a kernel that does not compile here, a class that is made in another way
             _TRIALS[key] = f"the trial failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
         finally:
@@ -115,7 +140,12 @@ def _trial(module: nn.Module, mixer: Mixer, way: FastWay, config: PreTrainedConf
 
 
 def _difference(
-    module: nn.Module, mixer: Mixer, way: FastWay, config: PreTrainedConfig, device: torch.device
+    call: Function,
+    module: nn.Module,
+    mixer: Mixer,
+    config: PreTrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> str | None:
     module_class: Any = type(module)
     torch.manual_seed(0)
@@ -134,25 +164,18 @@ def _difference(
     segments = Segments.from_lengths(LENGTHS, device=device)
     hidden = torch.randn(segments.num_tokens, config.hidden_size, device=device)
     weights = torch.randn(segments.num_tokens, config.hidden_size, device=device)
-    dtype = way.dtypes[0]
     rounded = deepcopy(exact).to(dtype)
     for parameter, lower in zip(exact.parameters(), rounded.parameters(), strict=True):
         parameter.data.copy_(lower.data)
     hidden, weights = (values.to(dtype).float() for values in (hidden, weights))
     plain = reference_forward(module_class) or module_class.forward
 
-    def by_plain(module: nn.Module, values: Tensor) -> Tensor:
-        def call(rows: list[Tensor]) -> Tensor:
-            return _first(plain(module, **{mixer.hidden: rows[0]}))
+    def by_plain(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
+        return _by_segment(plain, tried, mixer, values)
 
-        return by_segment(call, [values], LENGTHS)
-
-    def by_fast(module: nn.Module, values: Tensor) -> Tensor:
-        return _first(way.forward(module, **{mixer.hidden: values[None], way.boundaries: segments}))[0]
-
-    expected = _outcome(by_plain, exact, hidden, weights)
-    noisy = _outcome(by_plain, rounded, hidden.to(dtype), weights.to(dtype))
-    found = _outcome(by_fast, rounded, hidden.to(dtype), weights.to(dtype))
+    expected = _outcome(by_plain, exact, hidden, weights, segments)
+    noisy = _outcome(by_plain, rounded, hidden.to(dtype), weights.to(dtype), segments)
+    found = _outcome(call, rounded, hidden.to(dtype), weights.to(dtype), segments)
     for name, value in expected.items():
         noise, difference = _apart(noisy[name], value), _apart(found[name], value)
         if not difference <= NOISE_FACTOR * noise + NOISE_FLOOR:
@@ -160,15 +183,21 @@ def _difference(
     return None
 
 
+def _by_segment(forward: Function, module: nn.Module, mixer: Mixer, values: Tensor) -> Tensor:
+    return by_segment(lambda rows: _first(forward(module, **{mixer.hidden: rows[0]})), [values], LENGTHS)
+
+
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _outcome(call: Function, module: nn.Module, hidden: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def _outcome(
+    call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
+) -> dict[str, Tensor]:
     """Output and gradients, in float32."""
     module.zero_grad(set_to_none=True)
     hidden = hidden.detach().requires_grad_()
-    output = call(module, hidden)
+    output = call(module, hidden, segments)
     output.backward(weights)
     found = {"output": output.detach(), "gradient of its input": hidden.grad}
     for name, parameter in module.named_parameters():

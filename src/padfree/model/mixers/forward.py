@@ -31,13 +31,14 @@ from padfree.batch import AttnContext, Segments
 from padfree.cp import from_whole_segments, to_whole_segments
 from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
-from padfree.model.mixers.fast_way import FastWay, settled_way
+from padfree.model.mixers.fast_way import FastWay, own_kernels_are_right, settled_way
 from padfree.model.mixers.mixer import Mixer, qualified_name
 from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.outputs import base_of
 
 STATE = "_padfree_mixer"
 SETTLED = "_padfree_mixers_settled"
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,6 +50,7 @@ class MixerState:
     parameters: tuple[str, ...]  # of its own forward, in order, without **kwargs
     order: Tensor | None = None  # [T] the probe's: place i of the row holds token order[i]
     fast: FastWay | None = None
+    own_kernels: bool = False  # segment by segment: with the kernels that transformers finds, and not its plain PyTorch
 
 
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
@@ -99,13 +101,17 @@ def settle_ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, Tensor) or model.__dict__.get(SETTLED) == given.device:
         return
-    ways: dict[type[nn.Module], FastWay | None] = {}
+    ways: dict[type[nn.Module], tuple[FastWay | None, bool]] = {}
     for module in model.modules():
         state = module.__dict__.get(STATE)
         if isinstance(state, MixerState):
             if type(module) not in ways:
-                ways[type(module)] = settled_way(module, state.mixer, _config_of(module, state), given.device)
-            object.__setattr__(module, STATE, replace(state, fast=ways[type(module)]))
+                config = _config_of(module, state)
+                way = settled_way(module, state.mixer, config, given.device)
+                own = way is None and own_kernels_are_right(module, state.mixer, config, given.device)
+                ways[type(module)] = way, own
+            fast, own = ways[type(module)]
+            object.__setattr__(module, STATE, replace(state, fast=fast, own_kernels=own))
     object.__setattr__(model, SETTLED, given.device)
 
 
@@ -199,8 +205,8 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}
     if mixer.carrier == "attention_mask":
         rest["attention_mask"] = None
-    # Kernels of packages, which transformers calls where it finds them, do not know the CPU.
-    plain = reference_forward(type(module)) if leaves[0].device.type == "cpu" else None  # type: ignore[arg-type]
+    own = state.own_kernels and leaves[0].dtype in HALF_TYPES
+    plain = None if own else reference_forward(type(module))  # type: ignore[arg-type]
     forward = plain or type(module).forward
     form: list[Any] = []
 
