@@ -113,6 +113,26 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(fast_way._TRIALS.values()) == ["the trial failed (RuntimeError: no kernel image)"]
 
 
+@pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False)])
+def test_versions_whose_gradients_are_wrong_are_named(
+    triton: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flash-linear-attention has it: on Hopper, from Triton 3.4 to 3.7.0, unless tilelang is there."""
+    unavailable = fla_kernels.unavailable.__wrapped__  # which remembers nothing
+    monkeypatch.setattr(fla_kernels, "import_module", lambda name: None)
+    monkeypatch.setattr(fla_kernels, "version", lambda name: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: None)
+    reason = unavailable("cuda")
+    assert (reason is not None) == refused
+    assert not refused or reason.endswith(f"on Hopper with Triton {triton}; install Triton 3.7.1 or newer, or tilelang")
+    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: object())
+    assert unavailable("cuda") is None
+    monkeypatch.setattr(fla_kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert unavailable("cuda") is None
+
+
 def test_kernels_of_a_package_are_not_called_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where flash-linear-attention is installed transformers calls it, which the small copies of the probe must not."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling

@@ -37,7 +37,8 @@ def on_gpu(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pre
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "opt"])
 def test_graphs_draw_what_the_definition_draws(name: str, compiled: bool) -> None:
     requests = group_requests((6, 1, 3, 14, 2, 9, 40), group=5, rooms=(30, 12, 1, 20))
-    expected = [by_definition(build(name).eval(), request) for request in requests]
+    definition = build(name).eval()
+    expected = [by_definition(definition, request) for request in requests]
     decoder = make_decoder(on_gpu(name), compiled=compiled)
     assert_responses(decoder.sample(requests), expected)
     assert decoder.statistics.captures > 0
@@ -45,11 +46,14 @@ def test_graphs_draw_what_the_definition_draws(name: str, compiled: bool) -> Non
     assert decoder.statistics.captures == 0, "the second time all graphs are there"
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
-def test_experts_are_decoded_without_a_graph(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("gpt_oss", {}), ("qwen3_moe", {}), ("deepseek_v3", {"v_head_dim": 16})], ids=str
+)
+def test_experts_are_decoded_without_a_graph(name: str, sizes: dict[str, int]) -> None:
     requests = group_requests()
-    expected = [by_definition(build(name).eval(), request) for request in requests]
-    decoder = make_decoder(on_gpu(name))
+    definition = build(name, **sizes).eval()
+    expected = [by_definition(definition, request) for request in requests]
+    decoder = make_decoder(on_gpu(name, **sizes))
     assert not decoder.captured
     assert_responses(decoder.sample(requests), expected)
 

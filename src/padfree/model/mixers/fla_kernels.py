@@ -12,16 +12,21 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from padfree.batch import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
+NO_GRADIENTS = ("3.4.0", "3.7.1")
+"""From which version of Triton to which the package refuses a backward pass on Hopper, where it would be wrong."""
 
 
 @cache
@@ -31,8 +36,15 @@ def unavailable(device_type: str) -> str | None:
         return "flash-linear-attention computes on a GPU only"
     try:
         import_module("fla.ops.gated_delta_rule")
-    except ImportError as error:
+        triton = TorchVersion(version("triton"))
+    except (ImportError, PackageNotFoundError) as error:
         return f"flash-linear-attention cannot be imported ({error}); install padfree[fla]"
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    if on_hopper and triton >= NO_GRADIENTS[0] and triton < NO_GRADIENTS[1] and find_spec("tilelang") is None:
+        return (
+            f"flash-linear-attention computes no gradients on Hopper with Triton {triton}; install Triton "
+            f"{NO_GRADIENTS[1]} or newer, or tilelang"
+        )
     return None
 
 
