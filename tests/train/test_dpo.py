@@ -101,7 +101,7 @@ def test_gradients_are_those_of_one_pair_at_a_time(variant: str, mesh: Mesh, fol
     with torch.no_grad():  # away from the reference, where all differences are 0
         for number, weight in enumerate(loop.engine.model.parameters()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-    batch = loop._next_batch()
+    batch = loop.batches.next(0)
     assert batch is not None
     engine = loop.engine
     prepared = engine.prepare(batch.samples)

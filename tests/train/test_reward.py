@@ -101,7 +101,7 @@ def test_gradients_are_those_of_one_pair_at_a_time(
     config = make_config(folder, tmp_path / "run", batch={"share_prefixes": shared}, **sections)
     loop = make_loop(config, mesh)
     move_adapters(loop.engine.model)
-    batch = loop._next_batch()
+    batch = loop.batches.next(0)
     assert batch is not None
     engine = loop.engine
     prepared = engine.prepare(batch.samples)

@@ -22,15 +22,14 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.checkpoint.manifest import Trained
 from padfree.config import Config
@@ -38,7 +37,7 @@ from padfree.config.choices import LOWER_IS_BETTER, Better
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
-from padfree.losses import PolicySettings, needs_old_logprobs
+from padfree.losses import PolicySettings
 from padfree.model.load import named_tensors
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
@@ -48,12 +47,12 @@ from padfree.record.trackers import Trackers
 from padfree.rollout.environment.ahead import KEY as EPISODES
 from padfree.rollout.journal import Journal
 from padfree.rollout.queue import KEY as RESPONSES
+from padfree.train.batches import Batches, MakeSamples
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
-from padfree.train.metrics import reward_metrics
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -62,12 +61,10 @@ from padfree.train.resume import (
     made_with,
     model_fields,
 )
-from padfree.train.rl.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
 from padfree.train.rl.ahead import BatchesAhead
-from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.journal import RunJournal
 from padfree.train.rl.reference_model import ModelReference, Reference
-from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
+from padfree.train.rl.update_batch import KEY, RolloutBatch
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.scorer import Scorer
 from padfree.train.signals import StopSignals, agreed
@@ -86,12 +83,6 @@ class RunResult:
     stopped: bool  # by a signal
     checkpoint: Path | None
 
-
-MakeSamples = Callable[[Sequence[Any]], list[Sample]]
-"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
-
-It may have `timings`, see `padfree.train.rl.batch_times`.
-"""
 
 OnNote = Callable[[str], None]
 """Called with a line for the user: what was decided for them, or what the run waits for."""
@@ -125,12 +116,19 @@ class Loop:
         makes the samples in place of `make_samples`, from the same batcher. `journal` is where sampled
         responses are kept until a checkpoint is made.
         """
-        self.teacher, self.critic = teacher, critic
-        self.make_samples, self.ahead, self.evaluate = make_samples, ahead, evaluate
+        self.teacher, self.critic, self.ahead, self.evaluate = teacher, critic, ahead, evaluate
         self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
+        self.batches = Batches(
+            config,
+            engine,
+            batcher,
+            reference=reference,
+            teacher=teacher,
+            critic=critic,
+            make_samples=make_samples,
+            ahead=ahead,
+        )
         self.on_note = on_note
-        self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
-        self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
         self.mesh = engine.mesh
         self.folder = Path(config.run.folder)
         raise_together(refusal(mark_run_folder, config) if self.mesh.loss.rank == 0 else None)
@@ -225,7 +223,7 @@ class Loop:
                 self.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
                 if self._batch is None:
-                    self._batch = self._following or self._next_batch()
+                    self._batch = self._following or self.batches.next(self.step)
                     self._following = self._cursor = None
                     if self._batch is None:
                         break
@@ -292,26 +290,6 @@ class Loop:
 
     # Updates
 
-    def _next_batch(self) -> RolloutBatch | None:
-        times = BatchTimes()
-        if self.ahead is not None:
-            with times.measure("sampling"):
-                found = self.ahead.next(self.step)
-            if found is None:
-                return None
-            number, samples = found
-            times.split_sampling(self.ahead.timings)
-            return self._prepared(_distinct(samples), times, number)
-        groups = next(self.batcher, None)
-        if groups is None:
-            return None
-        if self.make_samples is None:
-            return self._prepared(_distinct(_flat(groups)), times, self.batcher.step)
-        with times.measure("sampling"):
-            samples = self.make_samples(groups)
-        times.split_sampling(getattr(self.make_samples, "timings", {}))
-        return self._prepared(_distinct(samples), times, self.batcher.step)
-
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
 
@@ -322,77 +300,14 @@ class Loop:
             return
         following, part = batch, batch.done + 1
         if part == len(batch.parts):
-            sampled = self.make_samples is not None or self.ahead is not None
-            if sampled or isinstance(self.engine.settings.loss, PolicySettings):
+            if self.batches.sampled or isinstance(self.engine.settings.loss, PolicySettings):
                 return
             cursor = self.batcher.state_dict()
-            self._following = self._next_batch()
+            self._following = self.batches.next(self.step)
             if self._following is None:
                 return
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(*following.samples_of(part))
-
-    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
-        """A global batch with everything that its updates need besides the model as it is then."""
-        parts = update_parts(len(batch), **self._minibatch_settings(number))
-        settings = self.engine.settings.loss
-        if not isinstance(settings, PolicySettings):
-            if self.reference is not None:
-                batch = self._with_reference(batch, times)
-            sampled = self.make_samples is not None or self.ahead is not None
-            return RolloutBatch(
-                samples=batch,
-                parts=parts,
-                metrics={**reward_metrics(batch, end_tokens=self.end_tokens), **self.rollout_metrics()}
-                if sampled
-                else {},
-                times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if sampled else {},
-            )
-        old = None
-        if needs_old_logprobs(settings) or self.teacher is not None:
-            with times.measure("old_logprobs"):
-                old = self.engine.scorer.logprobs(batch)
-        metrics = reward_metrics(batch, end_tokens=self.end_tokens) | dict(self.rollout_metrics())
-        if self.critic is not None:
-            with times.measure("critic"):
-                batch, found = self.critic.judged(batch)
-            metrics |= signal_of(batch, "gae").metrics() | found
-        elif self.teacher is None:
-            metrics |= signal_of(batch, self.config.loss.advantage).metrics()
-            batch = with_advantages(batch, self.config.loss.advantage)
-        else:
-            assert old is not None
-            with times.measure("teacher"):
-                taught = self.teacher.logprobs(batch)
-            batch = teacher_advantages(batch, taught, old)
-            metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
-        if self.reference is not None:
-            batch = self._with_reference(batch, times)
-        return RolloutBatch(
-            samples=batch,
-            parts=parts,
-            epochs=self.config.loss.epochs,
-            old_logprobs=old if needs_old_logprobs(settings) else None,
-            metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
-        )
-
-    def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
-        """The same samples with the reference's log-probabilities of their tokens."""
-        assert self.reference is not None
-        with times.measure("reference"):
-            found = self.reference.logprobs(batch)
-        return [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
-
-    def _minibatch_settings(self, number: int) -> dict[str, int]:
-        """What decides which samples of the batch with this number are in which of its updates."""
-        loss = self.config.loss
-        return {
-            "epochs": loss.epochs,
-            "mini_batches": loss.mini_batches,
-            "seed": self.config.run.seed,
-            "number": number,
-        }
 
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
@@ -508,7 +423,7 @@ class Loop:
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
         if KEY in extra:
-            self._batch = RolloutBatch.restored(extra, **self._minibatch_settings(self.batcher.step))
+            self._batch = RolloutBatch.restored(extra, **self.batches.minibatch_settings(self.batcher.step))
         if self.ahead is not None:
             self.ahead.restore(extra)
         self.step = self._saved_step = int(extra["step"])
@@ -570,20 +485,3 @@ def _quiet_collector(wanted: bool) -> Iterator[None]:
     finally:
         if wanted:
             gc.unfreeze()
-
-
-def _flat(groups: Sequence[Any]) -> list[Sample]:
-    return [sample for group in groups for sample in group]
-
-
-def _distinct(samples: list[Sample]) -> list[Sample]:
-    """The same samples; one that a batch has twice (small data, several epochs) gets a uid of its own."""
-    seen: dict[str | int, int] = {}
-    found = []
-    for sample in samples:
-        if sample.uid is not None:
-            seen[sample.uid] = seen.get(sample.uid, 0) + 1
-            if seen[sample.uid] > 1:
-                sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
-        found.append(sample)
-    return found

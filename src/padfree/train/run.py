@@ -144,8 +144,8 @@ def _train(
         if settled.reasons:
             loop.events.write("settled", step=loop.step, **settled.fields())
         if writer is not None:
-            loop.end_tokens = stop_tokens(tokenizer, engine.model)
-            loop.rollout_metrics = writer.metrics
+            loop.batches.end_tokens = stop_tokens(tokenizer, engine.model)
+            loop.batches.rollout_metrics = writer.metrics
         if mesh.loss.rank == 0:
             with writing(loop.folder):
                 source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut

@@ -1,0 +1,160 @@
+"""Global batches with everything that their updates need besides the model as it is then.
+
+batcher  -> groups -> make_samples        responses to prompts, or the samples of the data themselves
+ahead    ------------>                    the same, sampled while earlier batches were trained
+         -> old log-probabilities, advantages (of rewards, a critic, a teacher), the reference's log-probabilities
+         -> RolloutBatch                  its samples, which of them each update takes, metrics, times
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from padfree.batch import Sample
+from padfree.config import Config
+from padfree.losses import PolicySettings, needs_old_logprobs
+from padfree.train.critic import Critic
+from padfree.train.engine import Engine
+from padfree.train.metrics import reward_metrics
+from padfree.train.rl.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
+from padfree.train.rl.ahead import BatchesAhead
+from padfree.train.rl.batch_times import BatchTimes
+from padfree.train.rl.reference_model import Reference
+from padfree.train.rl.update_batch import RolloutBatch, update_parts
+from padfree.train.scorer import Scorer
+from padfree.train.training_data import Batcher
+
+MakeSamples = Callable[[Sequence[Any]], list[Sample]]
+"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
+
+It may have `timings`, see `padfree.train.rl.batch_times`.
+"""
+
+
+class Batches:
+    """The batches of a run, one after the other, on every rank the same."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        batcher: Batcher,
+        *,
+        reference: Reference | None,
+        teacher: Scorer | None,
+        critic: Critic | None,
+        make_samples: MakeSamples | None,
+        ahead: BatchesAhead | None,
+    ) -> None:
+        self.config, self.engine, self.batcher = config, engine, batcher
+        self.reference, self.teacher, self.critic = reference, teacher, critic
+        self.make_samples, self.ahead = make_samples, ahead
+        self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the model writes the samples."""
+        return self.make_samples is not None or self.ahead is not None
+
+    def next(self, step: int) -> RolloutBatch | None:
+        """None after the last. `step`: how many updates have been made, which is the version of the policy."""
+        times = BatchTimes()
+        if self.ahead is not None:
+            with times.measure("sampling"):
+                found = self.ahead.next(step)
+            if found is None:
+                return None
+            number, samples = found
+            times.split_sampling(self.ahead.timings)
+            return self._prepared(_distinct(samples), times, number)
+        groups = next(self.batcher, None)
+        if groups is None:
+            return None
+        if self.make_samples is None:
+            return self._prepared(_distinct(_flat(groups)), times, self.batcher.step)
+        with times.measure("sampling"):
+            samples = self.make_samples(groups)
+        times.split_sampling(getattr(self.make_samples, "timings", {}))
+        return self._prepared(_distinct(samples), times, self.batcher.step)
+
+    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
+        """A global batch with everything that its updates need besides the model as it is then."""
+        parts = update_parts(len(batch), **self.minibatch_settings(number))
+        settings = self.engine.settings.loss
+        if not isinstance(settings, PolicySettings):
+            if self.reference is not None:
+                batch = self._with_reference(batch, times)
+            sampled = self.sampled
+            return RolloutBatch(
+                samples=batch,
+                parts=parts,
+                metrics={**reward_metrics(batch, end_tokens=self.end_tokens), **self.rollout_metrics()}
+                if sampled
+                else {},
+                times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if sampled else {},
+            )
+        old = None
+        if needs_old_logprobs(settings) or self.teacher is not None:
+            with times.measure("old_logprobs"):
+                old = self.engine.scorer.logprobs(batch)
+        metrics = reward_metrics(batch, end_tokens=self.end_tokens) | dict(self.rollout_metrics())
+        if self.critic is not None:
+            with times.measure("critic"):
+                batch, found = self.critic.judged(batch)
+            metrics |= signal_of(batch, "gae").metrics() | found
+        elif self.teacher is None:
+            metrics |= signal_of(batch, self.config.loss.advantage).metrics()
+            batch = with_advantages(batch, self.config.loss.advantage)
+        else:
+            assert old is not None
+            with times.measure("teacher"):
+                taught = self.teacher.logprobs(batch)
+            batch = teacher_advantages(batch, taught, old)
+            metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
+        if self.reference is not None:
+            batch = self._with_reference(batch, times)
+        return RolloutBatch(
+            samples=batch,
+            parts=parts,
+            epochs=self.config.loss.epochs,
+            old_logprobs=old if needs_old_logprobs(settings) else None,
+            metrics=metrics,
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
+        )
+
+    def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
+        """The same samples with the reference's log-probabilities of their tokens."""
+        assert self.reference is not None
+        with times.measure("reference"):
+            found = self.reference.logprobs(batch)
+        return [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
+
+    def minibatch_settings(self, number: int) -> dict[str, int]:
+        """What decides which samples of the batch with this number are in which of its updates."""
+        loss = self.config.loss
+        return {
+            "epochs": loss.epochs,
+            "mini_batches": loss.mini_batches,
+            "seed": self.config.run.seed,
+            "number": number,
+        }
+
+
+def _flat(groups: Sequence[Any]) -> list[Sample]:
+    return [sample for group in groups for sample in group]
+
+
+def _distinct(samples: list[Sample]) -> list[Sample]:
+    """The same samples; one that a batch has twice (small data, several epochs) gets a uid of its own."""
+    seen: dict[str | int, int] = {}
+    found = []
+    for sample in samples:
+        if sample.uid is not None:
+            seen[sample.uid] = seen.get(sample.uid, 0) + 1
+            if seen[sample.uid] > 1:
+                sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
+        found.append(sample)
+    return found
