@@ -21,8 +21,7 @@ from typing import Any
 
 from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
-from padfree.config import Config
-from padfree.config.sections import LaunchConfig
+from padfree.config import Config, LaunchConfig
 from padfree.train.run import train
 
 SOURCE = Path(__file__).parents[1] / "src"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from padfree.config.sections import RolloutConfig
+from padfree.config.rollout import RolloutConfig
 from padfree.rollout import Prompt
 from padfree.rollout.candidates import Candidates, SparePrompts, overlong_penalty
 from padfree.train.run import train

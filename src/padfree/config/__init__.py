@@ -11,19 +11,18 @@ setting that is missing are each one line that names the setting and the cure.
 This package imports neither torch nor any other part of padfree, so that a recipe can be checked where neither works.
 """
 
+from padfree.config.config import Config
 from padfree.config.loss import LossConfig
 from padfree.config.models import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
 from padfree.config.reader import config_from_dict, load_config
+from padfree.config.rollout import LaunchConfig, RolloutConfig
 from padfree.config.sections import (
     BatchConfig,
     CheckpointConfig,
-    Config,
     DataConfig,
     EvalConfig,
-    LaunchConfig,
     OptimizerConfig,
     ParallelConfig,
-    RolloutConfig,
     RunConfig,
     ScheduleConfig,
     TrackConfig,

@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from padfree.config.config import Config
 from padfree.config.functions import model_of
-from padfree.config.sections import Config
 
 SECONDS = 10.0
 """How long the Hub may take for a first answer."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from padfree.config.config import Config
 from padfree.config.loss import BOUNDS
 from padfree.config.rules import closest
-from padfree.config.sections import Config
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from padfree.config.sections import RolloutConfig
+from padfree.config.rollout import RolloutConfig
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.config.sections import RolloutConfig
+from padfree.config.rollout import RolloutConfig
 from padfree.data import Reward, load_reward
 from padfree.distributed import Mesh, watching
 from padfree.record.files import ROLLOUTS

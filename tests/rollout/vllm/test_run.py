@@ -21,8 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.config import Config, config_from_dict
-from padfree.config.sections import LoraConfig
+from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.engines import make_sampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from padfree.config.functions import UserFunction
-from padfree.config.sections import RolloutConfig
+from padfree.config.rollout import RolloutConfig
 from padfree.rollout.environment.agent import agent_episode
 from padfree.rollout.environment.policy import Episode, one_turn
 

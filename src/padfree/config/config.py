@@ -1,0 +1,198 @@
+"""All settings of a run, and what settings of different sections cannot be together."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from padfree.config.choices import EVAL_METRICS
+from padfree.config.functions import model_of
+from padfree.config.loss import LossConfig
+from padfree.config.models import (
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    ReferenceConfig,
+    TeacherConfig,
+)
+from padfree.config.rollout import RolloutConfig
+from padfree.config.rules import need
+from padfree.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackConfig,
+)
+
+GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+"""Advantages that compare the samples of a group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """All settings of a run."""
+
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    run: RunConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        endless = self.data.epochs is None and self.run.steps is None
+        need(not endless, "run.steps", None, "set run.steps=1000, or data.epochs=1, or the run never ends")
+        falls = self.schedule.kind != "constant"
+        cure = f"set run.steps=1000, schedule.kind {self.schedule.kind!r} needs it"
+        need(self.run.steps is not None or not falls, "run.steps", None, cure)
+        if self.run.steps is not None:
+            need(
+                self.schedule.warmup <= self.run.steps,
+                "schedule.warmup",
+                self.schedule.warmup,
+                f"give at most run.steps, {self.run.steps}",
+            )
+        if self.loss.command == "rl":
+            cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
+            need(self.batch.samples is not None, "batch.samples", None, cure)
+            all_turns = self.data.loss_on == "assistant"
+            cure = "leave it out, what is trained on in RL is the response"
+            need(all_turns, "data.loss_on", self.data.loss_on, cure)
+        if self.loss.command in ("dpo", "reward"):
+            self._check_pairs()
+        if self.loss.command == "dpo":
+            self._check_pair_reference()
+        else:
+            precompute = self.reference.precompute
+            need(not precompute, "reference.precompute", precompute, "leave it out, it is for padfree dpo")
+        used = self.reference.path is None or self.loss.kl_coefficient > 0 or self.loss.command == "dpo"
+        need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
+        if self.loss.command == "distill" or self.loss.advantage == "teacher":
+            need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, what is learned from")
+        else:
+            cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
+            need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
+        if self.loss.command == "reward":
+            alone = self.lora.rank > 0 and self.lora.export == "adapter"
+            cure = "set lora.export=merged, a reward model's head is trained beside the adapters and not among them"
+            need(not alone, "lora.export", self.lora.export, cure)
+        if self.lora.rank:
+            cure = "set loss.router_bias=0 with lora.rank: biases of the model are not saved with its adapters"
+            need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
+        if self.rollout.source is not None:
+            self._check_rollouts(self.rollout.source)
+        self._check_critic()
+        self._check_eval()
+
+    def _check_pairs(self) -> None:
+        """Of data in pairs."""
+        samples = self.batch.samples
+        cure = "give an even number, it counts answers, two of a pair"
+        need(samples is None or samples % 2 == 0, "batch.samples", samples, cure)
+        loss_on = self.data.loss_on
+        need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is compared are the answers")
+        need(self.loss.weights == "token-mean", "loss.weights", self.loss.weights, "leave it out, pairs weigh the same")
+        cap = self.eval.samples
+        need(cap is None or cap % 2 == 0, "eval.samples", cap, "give an even number, it counts answers, two of a pair")
+
+    def _check_pair_reference(self) -> None:
+        """Of DPO. A reference that is not named is the model that the run begins with."""
+        refresh, path = self.reference.refresh, self.reference.path
+        need(refresh is None, "reference.refresh", refresh, "leave it out, the reference of DPO stays what it is")
+        if not self.loss.dpo.needs_reference:
+            cure = f"leave it out, loss.dpo.variant {self.loss.dpo.variant!r} has no reference"
+            need(path is None, "reference.path", path, cure)
+            need(not self.reference.precompute, "reference.precompute", True, cure)
+        elif path is None:
+            cure = "give it, a model that begins with random weights is no reference"
+            need(self.model.init == "weights", "reference.path", path, cure)
+            object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
+
+    def _check_critic(self) -> None:
+        """Of a critic, which is there where advantages come from it."""
+        if self.loss.advantage != "gae":
+            for entry in fields(CriticConfig):
+                value = getattr(self.critic, entry.name)
+                cure = "leave it out, or set loss.advantage=gae"
+                need(value == entry.default, f"critic.{entry.name}", value, cure)
+            return
+        steps = self.run.steps
+        cure = f"give less than run.steps, {steps}, or the policy is never trained"
+        need(steps is None or self.critic.warmup < steps, "critic.warmup", self.critic.warmup, cure)
+
+    def _check_eval(self) -> None:
+        """Of evaluations, and of the checkpoint that they choose."""
+        command, sampled = self.loss.command, self.rollout.source is not None
+        if self.eval.path and (command == "rl" or sampled):
+            cure = "set rollout.reward, responses to held-out prompts come from the sampler of the run"
+            need(sampled, "eval.path", list(self.eval.path), cure)
+            stale = self.rollout.staleness
+            cure = (
+                "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler is busy with batches ahead"
+            )
+            need(stale == 0, "rollout.staleness", stale, cure)
+        for name, unset in (("reward", None), ("greedy", True), ("draws", 1), ("passes", 1.0)):
+            value = getattr(self.eval, name)
+            need(sampled or value == unset, f"eval.{name}", value, "leave it out, nothing is sampled in this run")
+        best = self.checkpoint.best
+        if best is None:
+            return
+        need(bool(self.eval.path), "checkpoint.best", best, "set eval.path to held-out data, it is measured there")
+        known = [f"eval/{name}" for name in EVAL_METRICS["rl" if sampled else command]]
+        if sampled and self.eval.draws == 1:
+            known.remove("eval/pass@k")
+        right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
+        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or of one source: eval/FILE/NAME")
+
+    def _check_rollouts(self, setting: str) -> None:
+        """Of responses that are written in the run, because of this setting."""
+        command = self.loss.command
+        sampled = command in ("rl", "distill")
+        value = getattr(self.rollout, setting.removeprefix("rollout."))
+        need(sampled, setting, value, f"leave it out, padfree {command} has no rollouts")
+        group, samples = self.rollout.group, self.batch.samples
+        need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none for rollouts")
+        assert samples is not None
+        need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")
+        advantage = self.loss.advantage
+        given = advantage == "given"
+        need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
+        compared = group > 1 or advantage not in GROUPED or command == "distill"
+        cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
+        need(compared, "rollout.group", group, cure)
+        cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
+        limit = self.rollout.episode_timeout
+        need(not self.rollout.has_episodes or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
+        vllm = self.rollout.engine == "vllm"
+        need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
+        reward = self.rollout.reward
+        judged = model_of(reward) is not None
+        cure = "give a function: a reward model judges whole responses, without environments, processes and failures"
+        need(not judged or not self.rollout.has_episodes, "rollout.reward", reward, cure)
+        need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
+        cure = "set rollout.staleness=0, the reward model is asked by all processes together"
+        need(not judged or self.rollout.staleness == 0, "rollout.staleness", self.rollout.staleness, cure)
+        cure = "leave it out: rollout.reward, if that is a model, judges held-out responses, too"
+        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, cure)
+        known = self.loss.kl_coefficient == 0 or self.reference.path is not None
+        cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
+        need(known, "reference.path", None, cure)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by section, fit for JSON."""
+        return asdict(self)
