@@ -1,11 +1,14 @@
 """RL on the demo's task, with responses of this process and of a vLLM server: the same steps, both reward curves.
 
     python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 20] [--seeds 0 1] [--output curves.json]
+        [--folder kept]
 
 A small Qwen3 with heads of 64, which vLLM wants, is fine-tuned on the demo's problems, and learns from the demo's
 reward after that: 128 responses a step in groups of 8, as in `padfree demo`, with a lower learning rate for a larger
 model. Each engine starts from the same weights with the same prompts; what is drawn differs, since
 vLLM draws by seeds of its own.
+
+With --folder the runs are kept, and what has ended there already is not done again: a slow machine can be asked twice.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -26,6 +30,7 @@ from padfree.train.run import train
 
 SOURCE = Path(__file__).parents[1] / "src"
 HIDDEN, HEAD = 128, 64
+PATIENCE = 900.0  # seconds; a server takes a minute of a core to start, and the machine may be busy
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,8 +44,10 @@ ENVIRONMENT = {
 
 def fine_tuned(folder: Path, sizes: Sizes) -> None:
     """The demo's data, and a model that has learned to answer as they do, most of the time wrongly."""
+    if (folder / "sft" / "model").exists():
+        return
     data = folder / "data"
-    data.mkdir(parents=True)
+    data.mkdir(parents=True, exist_ok=True)
     rows = write_rows(data / "train.jsonl", problems(sizes.rows, seed=0))
     asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in problems(sizes.prompts, 1, most_steps=3))
     write_rows(data / "prompts.jsonl", asked)
@@ -52,7 +59,8 @@ def fine_tuned(folder: Path, sizes: Sizes) -> None:
 def server_settings(config: Config, python: str) -> Config:
     command = (python, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "512")
     launch = LaunchConfig(command=command, devices=("cpu",), environment=ENVIRONMENT)
-    return replace(config, rollout=replace(config.rollout, engine="vllm", launch=launch, timeout=300.0))
+    served = replace(config.rollout, engine="vllm", launch=launch, timeout=PATIENCE)
+    return replace(config, rollout=served, run=replace(config.run, timeout=PATIENCE))
 
 
 def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
@@ -60,10 +68,17 @@ def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
     config = replace(
         config,
         run=replace(config.run, folder=str(folder), seed=seed),
-        checkpoint=replace(config.checkpoint, every=None, export=False),
+        checkpoint=replace(config.checkpoint, export=False),
     )
-    train(config)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if len(metrics_of(folder)) < config.run.steps:
+        train(config)
+    return metrics_of(folder)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Those of the steps that were made there."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main() -> None:
@@ -74,11 +89,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4, help="of the steps with rewards")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, help="a JSON file for the curves")
+    parser.add_argument("--folder", help="where the runs are kept; without it they are removed")
     settings = parser.parse_args()
     sizes = Sizes(rl_steps=settings.steps, sft_steps=settings.sft_steps)
     curves: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() if settings.folder is None else nullcontext(settings.folder) as place:
+        folder = Path(place).resolve()
         fine_tuned(folder, sizes)
         plain = rl_config(folder, sizes)
         plain = replace(plain, optimizer=replace(plain.optimizer, lr=settings.lr))
@@ -93,12 +109,13 @@ def main() -> None:
                 print(f"{name}, seed {seed}: {curve}", flush=True)
                 for metric in ("seconds/sampling", "sampler/canary_difference", "loss/sampler_difference"):
                     if metric in lines[0]:
-                        print(f"  {metric}, mean: {mean([line[metric] for line in lines]):.3g}", flush=True)
+                        values = [line[metric] for line in lines]
+                        print(f"  {metric}: {mean(values):.3g} on average, {max(values):.3g} at most", flush=True)
     if settings.output is not None:
         settings.output.write_text(json.dumps(curves, indent=1), encoding="utf-8")
-    print("mean of the first and of the last three steps")
+    print("mean of the first and of the last five steps")
     for name, rewards in curves.items():
-        print(f"  {name:<24}{mean(rewards[:3]):.3f}  {mean(rewards[-3:]):.3f}")
+        print(f"  {name:<24}{mean(rewards[:5]):.3f}  {mean(rewards[-5:]):.3f}")
 
 
 if __name__ == "__main__":
