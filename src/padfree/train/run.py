@@ -111,21 +111,21 @@ def _train(
         critic_dtype = export_dtype(config, config.critic.path)
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
-    journal = None
-    if isinstance(writer, RolloutWriter):  # episodes are played again
-        journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
-        writer.journal, writer.on_sampling = journal, on_sampling
-    evaluation = make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference))
-    samples: Samples = source.samples
-    if config.reference.precompute:
-        samples, reference = _precomputed(config, mesh, source.samples, reference), None
-    batcher = make_batcher(config, samples)
-    sampling, ahead = None, None
-    if isinstance(writer, AheadWriter | AheadEpisodeWriter):
-        ahead = BatchesAhead(config, batcher, writer, engine)
-    elif writer is not None:
-        sampling = _Sampling(writer, engine, lambda: (batcher.step, loop.step))
     with nullcontext() if writer is None else closing(writer):
+        journal = None
+        if isinstance(writer, RolloutWriter):  # episodes are played again
+            journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
+            writer.journal, writer.on_sampling = journal, on_sampling
+        evaluation = make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference))
+        samples: Samples = source.samples
+        if config.reference.precompute:
+            samples, reference = _precomputed(config, mesh, source.samples, reference), None
+        batcher = make_batcher(config, samples)
+        sampling, ahead = None, None
+        if isinstance(writer, AheadWriter | AheadEpisodeWriter):
+            ahead = BatchesAhead(config, batcher, writer, engine)
+        elif writer is not None:
+            sampling = _Sampling(writer, engine, lambda: (batcher.step, loop.step))
         loop = Loop(
             config,
             engine,
@@ -228,15 +228,18 @@ def _rollout_writer(
     chat = None
     if config.rollout.has_episodes:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
-    if config.rollout.staleness:
-        ahead = make_ahead_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    made = make_ahead_sampler if config.rollout.staleness else make_sampler
+    sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
+    try:
         if config.rollout.has_episodes:
-            return AheadEpisodeWriter(config, mesh, ahead, tokenizer, prompts, chat=chat)
-        return AheadWriter(config, mesh, ahead, tokenizer, prompts)
-    sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    if config.rollout.has_episodes:
-        return EpisodeWriter(config, mesh, sampler, tokenizer, prompts, chat=chat)
-    return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
+            kind = AheadEpisodeWriter if config.rollout.staleness else EpisodeWriter
+            return kind(config, mesh, sampler, tokenizer, prompts, chat=chat)
+        if config.rollout.staleness:
+            return AheadWriter(config, mesh, sampler, tokenizer, prompts)
+        return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
+    except BaseException:
+        sampler.close()  # it may have started servers
+        raise
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.vllm.canary import Canary, Scores
+from padfree.rollout.vllm.checks import check_servers
 from padfree.rollout.vllm.http import Drawing, Server
 from padfree.rollout.vllm.transfer import FilesWay
-from tests.rollout.vllm.test_http import check
-from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+from tests.rollout.rollout_cases import letters_tokenizer
+from tests.rollout.vllm.test_http import Answers, OtherTokenizer, check, config_of
+from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
 Attempt = Callable[[Path], Any]
 
@@ -26,6 +29,25 @@ def server(*, temperature: float = 1.0, **changes: Any) -> Attempt:
         for name, value in changes.items():
             setattr(fake, name, value)
         check(fake, loss={"temperature": temperature})
+
+    return attempt
+
+
+def address(fake: FakeVllm | None = None, *, silent: bool = False) -> Attempt:
+    """An address is looked at before a run: of this server, of one that says nothing, or of none at all."""
+
+    def look(url: str) -> None:
+        check_servers([Server(url, 0.5 if silent else 20.0)], config_of(url), letters_tokenizer(), 46)
+
+    def attempt(folder: Path) -> None:
+        if fake is not None:
+            with serving(fake) as (url,):
+                look(url)
+        elif silent:
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                look(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        else:
+            look(unused_url())
 
     return attempt
 
@@ -65,7 +87,14 @@ def files(name: str) -> Attempt:
 
 
 SERVERS = "rollout.servers"
+RIGHT = address(FakeVllm(vocabulary=46, tokenizer=letters_tokenizer()))
 CASES: list[tuple[str, Attempt, Attempt]] = [
+    (SERVERS, address(), RIGHT),
+    (SERVERS, address(silent=True), RIGHT),
+    (SERVERS, address(Answers(200, b"<html>\nwelcome; to</html>")), RIGHT),
+    (SERVERS, address(Answers(200, [])), RIGHT),
+    (SERVERS, address(Answers(503, b"no healthy upstream")), RIGHT),
+    (SERVERS, server(tokenizer=OtherTokenizer()), RIGHT),
     (SERVERS, server(vocabulary=45), server()),
     (SERVERS, server(vocabulary=47), server()),
     (SERVERS, server(backend="nccl"), server()),

@@ -9,7 +9,7 @@ import pytest
 
 from padfree.config import Config, config_from_dict
 from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.vllm.checks import check_server
+from padfree.rollout.vllm.checks import check_server, check_servers
 from padfree.rollout.vllm.http import Drawing, RestartedError, Server, ServerLostError
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
@@ -82,6 +82,54 @@ def test_a_server_that_hangs_refuses_or_has_restarted() -> None:
         complete(url)
 
 
+class Answers(FakeVllm):
+    """One and the same to everything."""
+
+    def __init__(self, status: int, answer: Any) -> None:
+        super().__init__(vocabulary=46)
+        self.everything = status, answer
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return self.everything
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "line"),
+    [
+        (500, ["a", "list"], r'/weight_info answered 500 \(\["a", "list"\]\)'),
+        (500, None, r"/weight_info answered 500 \(null\)"),
+        (502, b"<html>\nbad gateway</html>", r"/weight_info answered 502 \(<html> bad gateway</html>\)"),
+        (500, {"error": {"code": 3}}, r"/weight_info answered 500 \(\{'code': 3\}\)"),
+        (200, b"<html>\nwelcome; to</html>", r"/weight_info answered what is no JSON"),
+        (200, {}, r"/weight_info answered \{\} without weight_version"),
+    ],
+)
+def test_answers_of_something_that_is_no_vllm(status: int, answer: Any, line: str) -> None:
+    with serving(Answers(status, answer)) as (url,):
+        with pytest.raises(ServerLostError, match=line) as caught:
+            Server(url, 5.0).version()
+        assert "\n" not in str(caught.value)
+        with pytest.raises(ValueError, match=rf"{line}.*; start it, or correct rollout.servers$") as caught:
+            check_servers([Server(url, 5.0)], config_of(url), letters_tokenizer(), 46)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [{}, {"data": 3}, {"data": []}, {"data": [{"name": "policy"}]}])
+def test_answers_that_lack_what_was_asked_for(answer: Any) -> None:
+    with serving(Answers(200, answer)) as (url,):
+        with pytest.raises(ServerLostError, match="/v1/models names no model"):
+            Server(url, 5.0).models()
+        with pytest.raises(ServerLostError, match=r"/get_world_size answered .* without world_size"):
+            Server(url, 5.0).number("/get_world_size", "world_size")
+
+
+def test_choices_without_their_numbers() -> None:
+    choices = [{"index": None}, {"index": 0}]
+    fake = Answers(200, {"model": "policy", "choices": choices})
+    with serving(fake) as (url,), pytest.raises(ServerLostError, match="answered 2 of 2 responses"):
+        Server(url, 5.0).score([[1, 2], [3, 4]], drawn=1, temperature=1.0, model="policy", salt="run")
+
+
 def test_a_route_that_answers_with_a_sentence() -> None:
     """As those for adapters do."""
     with serving(FakeVllm()) as (url,):
@@ -133,7 +181,7 @@ def test_a_server_for_this_run() -> None:
     assert check(FakeVllm(vocabulary=46)) == "policy", "a server without a tokenizer has none that is wrong"
 
 
-class _Reversed:
+class OtherTokenizer:
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": letters_tokenizer()(text)["input_ids"][::-1]}
 
@@ -143,7 +191,7 @@ class _Reversed:
     [
         ({"vocabulary": 45}, "does not know token 45, the model of this run has 46 tokens; start it with the model"),
         ({"vocabulary": 47}, "knows token 46, the model of this run has 46 tokens; start it with the model"),
-        ({"tokenizer": _Reversed()}, "has another tokenizer than this run; start it with the model of model.path"),
+        ({"tokenizer": OtherTokenizer()}, "has another tokenizer than this run; start it with the model of model.path"),
         ({"backend": "nccl"}, "has the weight transfer 'nccl'; start it with VLLM_SERVER_DEV_MODE=1 and"),
         ({"missing": {"/weight_info"}}, "has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
         ({"missing": {"/v1/models"}}, "has no route /v1/models; give the address of a vLLM server"),
@@ -156,6 +204,13 @@ def test_a_server_of_something_else(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line) as caught:
         check(fake)
     assert "\n" not in str(caught.value)
+
+
+def test_servers_that_do_not_call_the_model_alike() -> None:
+    with serving(*(FakeVllm(vocabulary=46, name=name) for name in ("this", "that"))) as urls:
+        line = "they call the model that and this; start all with the same --served-model-name"
+        with pytest.raises(ValueError, match=line):
+            check_servers([Server(url, 5.0) for url in urls], config_of(urls[0]), letters_tokenizer(), 46)
 
 
 def test_logprobs_that_do_not_know_the_temperature() -> None:

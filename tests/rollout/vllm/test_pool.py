@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.vllm.http import Drawing, Server, ServerLostError
-from padfree.rollout.vllm.pool import Pool, Round
+from padfree.rollout.vllm.http import Drawing, RestartedError, Server, ServerLostError
+from padfree.rollout.vllm.pool import Gate, Pool, Round
+from tests.rollout.vllm.test_keeper import wait_until
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
 DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
@@ -163,6 +165,113 @@ def test_whatever_goes_wrong_in_a_thread_is_raised_where_one_waits() -> None:
             pool.reset(servers)
             with pytest.raises(KeyError, match="a mistake of ours"):
                 pool.ask_all(REQUESTS, range(40), asked, told)
+
+
+def test_an_error_does_not_wait_for_a_server_that_hangs() -> None:
+    hanging, wrong = with_weights(2)
+    hanging.fault, wrong.fault = "hang", "version"
+    begin = time.monotonic()
+    with serving(hanging, wrong) as urls, pytest.raises(ValueError, match="serves policy version '77', not 4"):
+        run(urls, timeout=60.0)
+    assert time.monotonic() - begin < 25.0, "its answers take 30 seconds"
+
+
+class Deaf(Server):
+    """A server whose calls end when somebody hangs up, and not before."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, 60.0)
+        self.hung_up = threading.Event()
+
+    def hang_up(self) -> None:
+        self.hung_up.set()
+
+
+def test_a_server_that_hangs_when_the_round_has_ended_is_still_watched() -> None:
+    """One has restarted, the other fails once, which ends the round, and then leaves a request without an answer."""
+    restarted, hanging = Deaf("http://127.0.0.1:1"), Deaf("http://127.0.0.1:2")
+    failed = threading.Event()
+
+    def lost(server: Server, request: SamplingRequest) -> Response:
+        if server is restarted:
+            raise RestartedError("rollout.servers: a has restarted")
+        if request.key == 1:
+            time.sleep(0.3)  # the other requests are under way
+            failed.set()
+        else:
+            assert hanging.hung_up.wait(50.0)
+        raise ServerLostError("rollout.servers: b broke off")
+
+    def hangs(server: Server) -> None:
+        if failed.is_set():
+            raise ServerLostError("rollout.servers: b did not answer")
+
+    pool = Pool([restarted, hanging], concurrency=2, timeout=60.0, probe_every=0.2, probe=hangs)
+    begin = time.monotonic()
+    found = pool.ask_all(REQUESTS[:4], range(4), lost, lambda number, response: None)
+    assert sorted(found.missing) == [0, 1, 2, 3]
+    assert time.monotonic() - begin < 40.0
+
+
+def test_an_interrupted_round_leaves_nobody_asking() -> None:
+    (fake,) = with_weights(1, seconds=0.1)
+
+    def interrupt() -> None:
+        wait_until(lambda: len(fake.completed) > 3)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with serving(fake) as urls:
+        with pytest.raises(KeyboardInterrupt):
+            run(urls, meanwhile=interrupt)
+        assert not [thread for thread in threading.enumerate() if thread.name in ("request", "probe")]
+    assert len(fake.completed) < 40
+
+
+def test_a_gate_tells_what_was_begun_on_its_other_side() -> None:
+    gate = Gate()
+    number = gate.passed()
+    assert not gate.closed_since(number)
+    later: list[int] = []
+    with gate.closed():
+        assert gate.is_closed
+        assert gate.closed_since(number)
+        waiting = threading.Thread(target=lambda: later.append(gate.passed()))
+        waiting.start()
+        waiting.join(0.1)
+        assert later == []
+    waiting.join()
+    assert gate.closed_since(number), "and it is open again"
+    assert not gate.is_closed
+    assert not gate.closed_since(later[0])
+
+
+def test_the_patience_of_a_round_does_not_count_while_weights_are_exchanged() -> None:
+    """That has a limit of its own, and a server that loads weights answers nobody."""
+    servers = [Server(unused_url(), 20.0)]
+    pool = Pool(servers, concurrency=2, timeout=0.5, probe_every=0.1, probe=probe)
+    told: list[int] = []
+    failing = True
+
+    def lost(server: Server, request: SamplingRequest) -> Response:
+        if failing:
+            raise ServerLostError(f"rollout.servers: {server.url} broke off")
+        return Response(tokens=np.array([0]), logprobs=np.zeros(1, np.float32), ended=True, version=4)
+
+    work = pool.stand(lost)
+    try:
+        with pool.gate.closed():
+            work.add(REQUESTS[:3], lambda place, response: told.append(place))
+            time.sleep(2.5)
+            assert work.error is None
+            failing = False
+            pool.reset(servers)
+        wait_until(lambda: len(told) == 3 or work.error is not None)
+    finally:
+        work.close()
+    assert work.error is None
+    assert sorted(told) == [0, 1, 2]
 
 
 def test_nothing_to_ask() -> None:

@@ -16,7 +16,7 @@ from padfree.model.load import load_model
 from padfree.model.lora import add_adapters
 from padfree.rollout.vllm.http import Server, ServerLostError
 from padfree.rollout.vllm.plugin import ALIGNMENT
-from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, form_of, packed
+from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, _meanwhile, form_of, packed
 from padfree.train.parallelize import parallelize, transformations
 from tests.models import build
 from tests.ranks import run_ranks
@@ -105,6 +105,22 @@ def test_a_server_that_goes_away_while_weights_travel() -> None:
             way.send(server, way.prepare(bucket))
     with pytest.raises(ServerLostError, match="refused the connection"):
         way.connect(Server(unused_url(), 1.0))
+
+
+def test_a_mistake_of_ours_is_raised_where_one_waits() -> None:
+    """By the thread that sends while the server receives."""
+    failing = TypeError("a mistake of ours")
+
+    def act() -> None:
+        raise failing
+
+    with serving(FakeVllm()) as (url,):
+        with pytest.raises(TypeError, match="a mistake of ours"):
+            _meanwhile(Server(url, 5.0), "/health", {}, act)
+        failing = RuntimeError("Connection closed by peer\n[127.0.0.1]")  # type: ignore[assignment]
+        line = r"lost the connection for weights \(Connection closed by peer \[127.0.0.1\]\)"
+        with pytest.raises(ServerLostError, match=line):
+            _meanwhile(Server(url, 5.0), "/health", {}, act)
 
 
 def sharded(rank: int, world: int, folder: Path, adapters: bool) -> dict[str, torch.Tensor]:

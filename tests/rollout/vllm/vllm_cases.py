@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, body: dict[str, Any]) -> None:
         path = self.path.partition("?")[0]
         status, answer = self.fake.answer(path, body)
-        content = json.dumps(answer).encode()
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         length = len(content)
         if path == "/v1/completions" and self.fake.fault == "malformed":
             content = b"<html>bad gateway</html>"

@@ -1,31 +1,45 @@
-"""Whether a server is one for this run, before anything is sent to it."""
+"""Whether servers are those for this run, before anything is sent to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from padfree.config import Config
 from padfree.rollout.vllm.canary import TEXT
-from padfree.rollout.vllm.http import START, Server, ServerLostError
+from padfree.rollout.vllm.http import START, LateError, Server, ServerLostError
+
+
+def check_servers(servers: Sequence[Server], config: Config, tokenizer: Any, vocabulary: int) -> str:
+    """What they call their model; a line if one is not there, or is a server of something else."""
+    try:
+        names = {check_server(server, config, tokenizer, vocabulary) for server in servers}
+    except LateError as error:
+        raise ValueError(f"{error}; see that it is well, or raise rollout.timeout") from None
+    except ServerLostError as error:
+        raise ValueError(f"{error}; start it, or correct rollout.servers") from None
+    if len(names) > 1:
+        raise ValueError(
+            f"rollout.servers: they call the model {' and '.join(sorted(names))}; start all with the same "
+            "--served-model-name"
+        )
+    return names.pop()
 
 
 def check_server(server: Server, config: Config, tokenizer: Any, vocabulary: int) -> str:
     """What the server calls its model; a line if it is a server of something else."""
     server.version()
     _end_interrupted_update(server)
-    answer = server.call("GET", "/v1/models", cure="give the address of a vLLM server")
-    models = answer.get("data")
-    if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
-        raise ServerLostError(f"rollout.servers: {server.url} /v1/models names no model")
-    name = str(models[0]["id"])
+    name = server.models(cure="give the address of a vLLM server")[0]
     options = server.call("GET", "/server_info?config_format=json").get("vllm_config")
-    if not isinstance(options, dict):
+    if not isinstance(options, dict) or not isinstance(options.get("model_config"), dict):
         raise ServerLostError(f"rollout.servers: {server.url} /server_info answered without vllm_config")
-    transfer = (options.get("weight_transfer_config") or {}).get("backend")
+    given = options.get("weight_transfer_config")
+    transfer = given.get("backend") if isinstance(given, dict) else given
     if transfer != "padfree" and not config.lora.rank:
         raise ValueError(f"rollout.servers: {server.url} has the weight transfer {transfer!r}; {START}")
-    mode = options.get("model_config", {}).get("logprobs_mode")
+    mode = options["model_config"].get("logprobs_mode")
     if mode != "processed_logprobs" and config.loss.temperature != 1.0:
         raise ValueError(
             f"rollout.servers: {server.url} reports {mode}, which do not know loss.temperature "
@@ -65,7 +79,7 @@ def _check_vocabulary(server: Server, name: str, vocabulary: int) -> None:
 
 def _check_tokenizer(server: Server, options: dict[str, Any], tokenizer: Any) -> None:
     """The same text is the same tokens; a server without a tokenizer is asked nothing."""
-    if options.get("model_config", {}).get("skip_tokenizer_init"):
+    if options["model_config"].get("skip_tokenizer_init"):
         return
     answer = server.call("POST", "/tokenize", {"prompt": TEXT, "add_special_tokens": False})
     ours = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]

@@ -66,6 +66,8 @@ class WeightExchange:
         return f"{self._model}-step-{version}" if self.config.lora.rank else self._model
 
     def close(self) -> None:
+        for server in self.servers:
+            self._way.forget(server)
         if self._first:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -156,7 +158,7 @@ class WeightExchange:
     def _load_adapter(self, server: Server, name: str, folder: Path, version: int) -> None:
         self._pause(server)
         server.call("POST", "/resume")  # adapters can be added while it runs; nothing of the last version may
-        known = [entry["id"] for entry in server.call("GET", "/v1/models")["data"]]
+        known = server.models()
         if name in known:
             server.tell("/v1/unload_lora_adapter", {"lora_name": name}, cure=LORA)
         server.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, cure=LORA)

@@ -39,6 +39,10 @@ class ServerLostError(RuntimeError):
     """A server that cannot be relied on now. Its line names the server."""
 
 
+class LateError(ServerLostError):
+    """A server that has not answered in time."""
+
+
 class _IncompleteError(Exception):
     """An answer without what was asked for."""
 
@@ -90,6 +94,22 @@ class Server:
         """Post to a route that answers with a sentence."""
         with self._connected() as connection:
             self._answer(connection, "POST", path, body, cure)
+
+    def number(self, path: str, name: str) -> int:
+        """One that a route answers with."""
+        answer = self.call("GET", path)
+        if not isinstance(answer.get(name), int):
+            raise self._lost(f"{path} answered {answer} without {name}")
+        return int(answer[name])
+
+    def models(self, *, cure: str = START) -> list[str]:
+        """What the server calls its models: the one that it has loaded first, then adapters."""
+        entries = self.call("GET", "/v1/models", cure=cure).get("data")
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
+            entries = []
+        if not entries:
+            raise self._lost("/v1/models names no model")
+        return [str(entry["id"]) for entry in entries]
 
     def version(self, *, timeout: float | None = None) -> str:
         """Which weights the server says it has."""
@@ -204,7 +224,9 @@ class Server:
             reply = connection.getresponse()
             content = reply.read()
         except TimeoutError:
-            raise self._lost(f"{path} did not answer within {connection.timeout:g} s") from None
+            raise LateError(
+                f"rollout.servers: {self.url} {path} did not answer within {connection.timeout:g} s"
+            ) from None
         except ConnectionRefusedError:
             raise self._lost("refused the connection") from None
         except (OSError, http.client.HTTPException) as error:
@@ -243,7 +265,7 @@ class Server:
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise self._lost("/v1/completions answered without choices")
-        if sorted(choice.get("index", -1) for choice in choices) != list(range(number)):
+        if sorted(str(choice.get("index")) for choice in choices) != sorted(map(str, range(number))):
             raise self._lost(f"/v1/completions answered {len(choices)} of {number} responses")
         if answer.get("model") != model:
             raise self._lost(f"/v1/completions answered for the model {answer.get('model')!r}, not {model!r}")
@@ -339,10 +361,11 @@ def _drawn_of(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 def _message(content: bytes) -> str:
     """What an error answer says, short enough for a line."""
     text = content.decode(errors="replace")
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError):
         answer = json.loads(text)
-        error = answer.get("error", answer.get("detail", text))
-        text = str(error["message"] if isinstance(error, dict) else error)
+        if isinstance(answer, dict):
+            error = answer.get("error", answer.get("detail", text))
+            text = str(error.get("message", error) if isinstance(error, dict) else error)
     return " ".join(text.split())[:300]
 
 

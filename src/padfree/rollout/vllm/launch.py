@@ -125,6 +125,8 @@ class Launched:
             except ServerLostError:
                 if self._keeper.poll() is None:
                     self.end()  # it hangs; its start is the next look's
+            except ValueError:
+                pass  # it answers, and whoever asks it for something says what is wrong
         return None
 
     def ready(self) -> bool:
@@ -203,8 +205,20 @@ class Launcher(threading.Thread):
             for one in self.launched:
                 with self._looking:
                     if not self._closed.is_set():
-                        self.hopeless = self.hopeless or one.look()
+                        self.hopeless = self.hopeless or self._look(one)
             self._closed.wait(EVERY)
+
+    def _look(self, one: Launched) -> str | None:
+        """A line if there is no hope: whatever goes wrong here, somebody waits for the server."""
+        try:
+            return one.look()
+        except OSError as error:  # no more processes, a full disk
+            return (
+                f"rollout.launch: {one.server.url} cannot be started ({error}); make room for it, its output would be "
+                f"in {one.log}"
+            )
+        except Exception as error:
+            return f"rollout.launch: {one.server.url} cannot be watched ({error!r}); please report this"
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:

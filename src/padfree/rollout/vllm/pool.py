@@ -14,6 +14,9 @@ is `stuck` until weights were handed over.
 
 While requests are under way each server is asked for its version every few seconds. One that does not answer hangs: its
 connections are closed, which gives its requests back.
+
+Whatever fails on the other side of an exchange of weights (`Gate`) is asked for again, and no server is blamed: the
+exchange has seen for itself which of them are well.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.vllm.http import RestartedError, Server, ServerLostError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-POLL, PATIENCE = 0.2, 1.0
+POLL, PATIENCE, GRACE = 0.2, 1.0, 5.0
 """Seconds."""
 
 Ask = Callable[[Server, SamplingRequest], Response]
@@ -37,7 +41,42 @@ Probe = Callable[[Server], None]
 
 
 class SupersededError(Exception):
-    """The weights that a request was meant for have been exchanged: it is asked for again, and nobody has failed."""
+    """Weights were exchanged since a server was asked: it is asked again, and nobody has failed."""
+
+
+class Gate:
+    """Closed while weights are exchanged. Threads pass it with a number, and can tell whether it was closed since."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._turns = 0  # openings and closings: odd while it is closed
+
+    @property
+    def is_closed(self) -> bool:
+        return self._turns % 2 == 1
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """A block in which no thread passes. One thread at a time enters it."""
+        self._open.clear()
+        self._turns += 1
+        try:
+            yield
+        finally:
+            self._turns += 1
+            self._open.set()
+
+    def passed(self) -> int:
+        """Wait until it is open; the number for `closed_since`."""
+        while True:
+            self._open.wait()
+            number = self._turns
+            if number % 2 == 0:
+                return number
+
+    def closed_since(self, number: int) -> bool:
+        return self._turns != number
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -75,6 +114,7 @@ class Pool:
         self._states = [_State(server=server) for server in servers]
         self._concurrency, self._timeout = concurrency, timeout
         self._probe_every, self._probe = probe_every, probe
+        self.gate = Gate()
         self._change = threading.Condition()
 
     @property
@@ -100,13 +140,11 @@ class Pool:
         if not numbers:
             return Round()
         work = _Work(self, {number: requests[number] for number in numbers}, ask, on_response)
-        threads = self._threads(work, len(numbers))
-        work.ended.wait()
-        if work.error is not None:
-            for state in self._states:
-                state.server.hang_up()
-        for thread in threads:
-            thread.join()
+        work.begin(min(len(numbers), self._concurrency * len(self._states)))
+        try:
+            work.ended.wait()
+        finally:
+            work.leave()
         if work.error is not None:
             raise work.error
         work.round.missing = sorted(work.queue)
@@ -115,20 +153,8 @@ class Pool:
     def stand(self, ask: Ask) -> StandingWork:
         """A round without an end."""
         work = StandingWork(self, ask)
-        self._threads(work, self._concurrency * len(self._states))
+        work.begin(self._concurrency * len(self._states))
         return work
-
-    def _threads(self, work: _Work, most: int) -> list[threading.Thread]:
-        threads = [
-            threading.Thread(target=work.answer_some, name="request", daemon=True)
-            for _ in range(min(most, self._concurrency * len(self._states)))
-        ]
-        threads += [
-            threading.Thread(target=work.watch, args=(state,), name="probe", daemon=True) for state in self._states
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
 
 
 class _Work:
@@ -141,8 +167,46 @@ class _Work:
         self.round = Round()
         self.error: Exception | None = None
         self._total = len(requests)
-        self.ended = threading.Event()
+        self.ended = threading.Event()  # nothing more is asked for
         self._last_sign = time.monotonic()  # of a response, or of a server that has not failed since its last one
+        self._wanted = True  # whether anybody wants what is still under way
+        self._left = threading.Event()  # and nothing is
+        self._asking: list[threading.Thread] = []
+        self._watching: list[threading.Thread] = []
+
+    def begin(self, number: int) -> None:
+        """With so many requests at a time."""
+        self._asking = [threading.Thread(target=self.answer_some, name="request", daemon=True) for _ in range(number)]
+        self._watching = [
+            threading.Thread(target=self.watch, args=(state,), name="probe", daemon=True) for state in self._states
+        ]
+        for thread in (*self._asking, *self._watching):
+            thread.start()
+
+    def leave(self) -> None:
+        """End the threads. Requests under way are waited for, with their servers watched, unless nobody wants them.
+
+        That is so after an error, and where the caller was interrupted and the round has not ended. A connection that
+        is being made cannot be closed: a thread may outlive this by its timeout, and what it gets is not told.
+        """
+        with self._change:
+            self._wanted = self._wanted and self.ended.is_set() and self.error is None
+            self._end()
+        deadline = time.monotonic() + GRACE
+        for thread in self._asking:
+            while thread.is_alive() and (self._wanted or time.monotonic() < deadline):
+                if not self._wanted:
+                    self._hang_up()
+                thread.join(POLL)
+        self._left.set()
+        if not self._wanted:
+            self._hang_up()  # probes, too
+        for thread in self._watching:
+            thread.join(None if self._wanted else GRACE)
+
+    def _hang_up(self) -> None:
+        for state in self._states:
+            state.server.hang_up()
 
     def answer_some(self) -> None:
         while (task := self._next()) is not None:
@@ -166,7 +230,8 @@ class _Work:
                     state.failures = 0
                     self._last_sign = time.monotonic()
                     try:
-                        self._keep(number, response)
+                        if self._wanted:
+                            self._keep(number, response)
                     except Exception as error:  # of whoever is told of the response, and must know
                         self._stop(error)
 
@@ -191,8 +256,9 @@ class _Work:
             while not self.ended.is_set():
                 now = time.monotonic()
                 usable = [state for state in self._states if state.usable]
-                if any(not state.failures for state in usable) or not self._is_waited_for():
-                    self._last_sign = now
+                well = any(not state.failures for state in usable)
+                if well or self._pool.gate.is_closed or not self._is_waited_for():
+                    self._last_sign = now  # an exchange of weights has a limit of its own
                 if not usable and any(state.restarted for state in self._states):
                     self._without_servers()
                 elif now - self._last_sign > self._pool._timeout:
@@ -214,13 +280,15 @@ class _Work:
 
     def watch(self, state: _State) -> None:
         """Find out that a server hangs, and that one that was down is there again."""
-        while not self.ended.wait(min(self._pool._probe_every, POLL if state.down else self._pool._probe_every)):
+        while not self._left.wait(min(self._pool._probe_every, POLL if state.down else self._pool._probe_every)):
             with self._change:
                 idle = state.usable and not state.under_way
                 if idle or state.restarted or time.monotonic() < state.not_before:
                     continue
             try:
                 self._pool._probe(state.server)
+            except SupersededError:
+                continue
             except ServerLostError as error:
                 with self._change:
                     self._failed(state, error)
@@ -291,13 +359,10 @@ class StandingWork(_Work):
 
     def close(self) -> None:
         with self._change:
-            self._end()
-        for state in self._states:
-            state.server.hang_up()
+            self._wanted = False
+        self.leave()
 
     def _keep(self, number: int, response: Response) -> None:
-        if self.ended.is_set():
-            return  # whoever asked is gone
         request = self._requests[number]
         self._on_response(number, response)
         if response.is_whole(request.room):

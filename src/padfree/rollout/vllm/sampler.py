@@ -25,8 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,9 @@ from padfree.model.lora import adapted_modules
 from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
 from padfree.rollout.noise import key_behind
 from padfree.rollout.vllm.canary import canary_sequences
-from padfree.rollout.vllm.checks import check_server
+from padfree.rollout.vllm.checks import check_servers
 from padfree.rollout.vllm.exchange import WeightExchange, agreed
-from padfree.rollout.vllm.http import Drawing, Server, ServerLostError, VersionError
+from padfree.rollout.vllm.http import Drawing, Server, ServerLostError
 from padfree.rollout.vllm.launch import PROBE, Launcher
 from padfree.rollout.vllm.pool import Pool, StandingWork, SupersededError
 from padfree.rollout.vllm.transfer import each
@@ -71,30 +70,40 @@ class VllmSampler:
         vocabulary = int(trained.config.vocab_size)
         self._drawing = Drawing(temperature=config.loss.temperature, stops=tuple(stops), vocabulary=vocabulary)
         self._launcher: Launcher | None = None
+        self._metrics: dict[str, float] = {}
+        self._exchanges: dict[str, float] = {}
+        self._standing: StandingWork | None = None  # what is sampled ahead
+        self._counting = threading.Lock()
+        self._counted, self._counted_since = 0, time.perf_counter()  # tokens
         if config.rollout.launch.command and not same_machine(mesh):
             raise ValueError(
                 "rollout.launch.command: starts servers on one machine, the run is on several; start them yourself and "
                 "give rollout.servers"
             )
-        opened = agreed(self._open(tokenizer) if self._first else None, mesh)
-        if isinstance(opened, str):
-            raise ValueError(opened if ";" in opened else f"{opened}; start it, or correct rollout.servers")
-        urls, model = opened
-        self.servers = [Server(url, config.rollout.timeout) for url in urls]
-        self._salt = agreed(secrets.token_hex(8), mesh)
-        self._weights = WeightExchange(
-            config,
-            mesh,
-            trained,
-            self.servers,
-            model=model,
-            launcher=self._launcher,
-            score=score,
-            sequences=canary_sequences(
-                tokenizer, vocabulary=vocabulary, longest=min(config.batch.max_tokens, _positions(trained))
-            ),
-            salt=self._salt,
-        )
+        try:
+            opened = agreed(self._open(tokenizer) if self._first else None, mesh)
+            if isinstance(opened, str):
+                raise ValueError(opened)
+            urls, model = opened
+            self.servers = [Server(url, config.rollout.timeout) for url in urls]
+            self._salt = agreed(secrets.token_hex(8), mesh)
+            self._weights = WeightExchange(
+                config,
+                mesh,
+                trained,
+                self.servers,
+                model=model,
+                launcher=self._launcher,
+                score=score,
+                sequences=canary_sequences(
+                    tokenizer, vocabulary=vocabulary, longest=min(config.batch.max_tokens, _positions(trained))
+                ),
+                salt=self._salt,
+            )
+        except BaseException:  # an interrupt while servers start, too: nobody would end them
+            if self._launcher is not None:
+                self._launcher.close()
+            raise
         self._pool = Pool(
             self.servers,
             concurrency=config.rollout.batch,
@@ -102,34 +111,19 @@ class VllmSampler:
             probe_every=min(PROBE_EVERY, config.rollout.timeout / 4),
             probe=self._probe,
         )
-        self._metrics: dict[str, float] = {}
-        self._exchanges: dict[str, float] = {}
-        self._standing: StandingWork | None = None  # what is sampled ahead
-        self._gate = threading.Event()  # open: no exchange of weights is under way
-        self._gate.set()
-        self._counted, self._counted_since = 0, time.perf_counter()  # tokens
 
     # Weights
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         assert version >= self._version, "versions are numbers of optimizer steps"
         self._metrics, self._exchanges = {} if self._standing is None else self._standing_metrics(), {}
-        with self._gate_closed():
+        with self._pool.gate.closed():
             self._trained, self._version = trained, version
             self._exchange()
 
     def renew(self) -> None:
-        with self._gate_closed():
+        with self._pool.gate.closed():
             self._exchange()
-
-    @contextmanager
-    def _gate_closed(self) -> Iterator[None]:
-        """A block in which no thread asks for a response."""
-        self._gate.clear()
-        try:
-            yield
-        finally:
-            self._gate.set()
 
     def _exchange(self) -> None:
         """Give the present weights to every server that can take them, and see that they have; at least one must."""
@@ -214,7 +208,7 @@ class VllmSampler:
                     raise ValueError(line)
             if not any(lacks for _, lacks in everybody):
                 break
-            self._exchange()
+            self.renew()
         seconds = time.perf_counter() - begin
         self._metrics = self._sampling_metrics(tokens, seconds, retried)
         return [found[number] for number in range(len(requests))]
@@ -222,7 +216,7 @@ class VllmSampler:
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
         assert self._version >= 0, "weights come first"
         if self._standing is None:
-            self._counted, self._counted_since = 0, time.perf_counter()
+            self._counted, self._counted_since = 0, time.perf_counter()  # no thread is there yet
             self._standing = self._pool.stand(self._ask)
         self._standing.add(requests, on_response)
 
@@ -237,9 +231,10 @@ class VllmSampler:
     def _standing_metrics(self) -> dict[str, float]:
         """Of what was sampled since they were asked for last."""
         assert self._standing is not None
-        now = time.perf_counter()
-        tokens, seconds = self._counted, now - self._counted_since
-        self._counted, self._counted_since = 0, now
+        with self._counting:
+            now = time.perf_counter()
+            tokens, seconds = self._counted, now - self._counted_since
+            self._counted, self._counted_since = 0, now
         return self._sampling_metrics(tokens, seconds, self._standing.take_retried())
 
     def _sampling_metrics(self, tokens: int, seconds: float, retried: int) -> dict[str, float]:
@@ -252,7 +247,7 @@ class VllmSampler:
         }
 
     def _ask(self, server: Server, request: SamplingRequest) -> Response:
-        self._gate.wait()
+        passed = self._pool.gate.passed()
         version, begun = self._version, request.begun
         try:
             response = server.complete(
@@ -263,25 +258,24 @@ class VllmSampler:
                 salt=self._salt,
                 cut=self._standing is not None,
             )
-        except ValueError:
-            if self._is_superseded(version):
+        except (ServerLostError, ValueError):
+            if self._pool.gate.closed_since(passed):
                 raise SupersededError from None
             raise
-        self._counted += len(response.tokens)
+        with self._counting:
+            self._counted += len(response.tokens)
         return response if begun is None else begun.followed_by(response)
 
-    def _is_superseded(self, version: int) -> bool:
-        """Whether weights were exchanged, or are just now, since this was the present version."""
-        return self._version != version or not self._gate.is_set()
-
     def _probe(self, server: Server) -> None:
-        self._gate.wait()
-        version = self._version
+        if self._launcher is not None and self._launcher.hopeless is not None:
+            raise ValueError(self._launcher.hopeless)
+        passed = self._pool.gate.passed()
         try:
-            server.need_version(version, timeout=min(PROBE, self.config.rollout.timeout / 4))
-        except VersionError:
-            if not self._is_superseded(version):
-                raise
+            server.need_version(self._version, timeout=min(PROBE, self.config.rollout.timeout / 4))
+        except (ServerLostError, ValueError):  # one that loads weights answers late
+            if self._pool.gate.closed_since(passed):
+                raise SupersededError from None
+            raise
 
     # The rest
 
@@ -306,17 +300,10 @@ class VllmSampler:
                 servers = self._launcher.servers
                 self._launcher.start()
                 self._launcher.await_ready(config.rollout.timeout)
-            names = {check_server(server, config, tokenizer, self._drawing.vocabulary) for server in servers}
-            if len(names) > 1:
-                raise ValueError(
-                    f"rollout.servers: they call the model {' and '.join(sorted(names))}; start all with the same "
-                    "--served-model-name"
-                )
-        except (ValueError, ServerLostError) as error:
-            if self._launcher is not None:
-                self._launcher.close()
+            name = check_servers(servers, config, tokenizer, self._drawing.vocabulary)
+        except ValueError as error:
             return str(error)
-        return [server.url for server in servers], names.pop()
+        return [server.url for server in servers], name
 
 
 def is_refusal(line: str) -> bool:

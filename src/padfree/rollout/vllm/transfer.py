@@ -116,7 +116,7 @@ class GroupWay:
     def connect(self, server: Server) -> None:
         if server.url in self._groups:
             return
-        world = 1 + int(server.call("GET", "/get_world_size")["world_size"])
+        world = 1 + server.number("/get_world_size", "world_size")
         address = address_towards(server.host, server.port)
         limit = timedelta(seconds=self._timeout)
         store = TCPStore(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
@@ -167,18 +167,20 @@ def _meanwhile(server: Server, path: str, body: Any, act: Callable[[], Any]) -> 
     If the server refuses at once, `act` waits for nobody until its own timeout; its thread is left behind.
     """
     outcome: list[Any] = []
-    failure: list[BaseException] = []
+    failure: list[Exception] = []
 
     def run() -> None:
         try:
             outcome.append(act())
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # it must reach whoever waits below
             failure.append(error)
 
     acting = threading.Thread(target=run, name="transfer", daemon=True)
     acting.start()
     server.call("POST", path, body)
     acting.join()
+    if failure and not isinstance(failure[0], RuntimeError | ValueError):
+        raise failure[0]  # a mistake of ours, and not of the connection
     if failure:
         reason = " ".join(str(failure[0]).split())[:200]
         raise ServerLostError(f"rollout.servers: {server.url} lost the connection for weights ({reason})")
