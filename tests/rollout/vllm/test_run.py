@@ -24,12 +24,14 @@ from padfree.batch import Sample
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
-from padfree.rollout.engines import make_sampler
+from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.vllm import launch
 from padfree.rollout.vllm import sampler as sampler_module
-from padfree.rollout.vllm.http import Server
-from padfree.rollout.vllm.launch import Launcher, server_command
+from padfree.rollout.vllm.http import RestartedError, Server, VersionError
+from padfree.rollout.vllm.launch import Launched, Launcher, server_command
 from padfree.rollout.writer import RolloutWriter
+from padfree.train import run as run_module
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
@@ -218,6 +220,44 @@ def test_weights_are_given_again_to_a_server_that_comes_back(model_folder: Path,
     assert len(drawn) == 2 * SAMPLES
 
 
+@pytest.mark.parametrize("kind", [VersionError, RestartedError])
+def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
+    kind: type[Exception], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the weights are the same again, and the exchange is over before anybody looks at what has failed."""
+    complete = Server.complete
+    asked, exchanged = threading.Event(), threading.Event()
+
+    def late(server: Server, request: SamplingRequest, *args: Any, **settings: Any) -> Response:
+        if not asked.is_set():
+            asked.set()
+            assert exchanged.wait(60.0)
+            raise kind(f"rollout.servers: {server.url} has none of the run's weights; start it again")
+        return complete(server, request, *args, **settings)
+
+    monkeypatch.setattr(Server, "complete", late)
+    found: dict[int, Response] = {}
+    requests = [SamplingRequest(tokens=np.array([3, 4]), room=2, key=1 + number) for number in range(5)]
+    with serving(fake_of(model_folder)) as (url,), distributed(device="cpu"):
+        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, batch=2)
+        mesh = make_mesh("cpu")
+        engine = build_engine(config, mesh)
+        sampler: Any = make_ahead_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        try:
+            sampler.update_weights(engine.model, 0)
+            sampler.begin(requests, found.__setitem__)
+            assert asked.wait(60.0)
+            sampler.renew()
+            exchanged.set()
+            wait_until(lambda: len(found) == 5 or sampler.failure is not None or sampler.stuck)
+            assert sampler.failure is None
+            assert not sampler.stuck
+            assert sorted(found) == list(range(5))
+        finally:
+            sampler.close()
+    assert not [thread for thread in threading.enumerate() if thread.name in ("request", "probe")]
+
+
 class RecordedLauncher(Launcher):
     """The launcher of the run under test."""
 
@@ -303,6 +343,50 @@ def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Pa
     )
     with pytest.raises(ValueError, match=line):
         train(make_config(tmp_path / "run", model_folder, launch=never))
+
+
+def test_a_server_that_cannot_be_started(
+    launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(one: Launched) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(Launched, "_start", refuse)
+    line = r"rollout.launch: http://127.0.0.1:\d+ cannot be started \(.* temporarily unavailable\); make room for it"
+    with serving(fake_of(model_folder)) as urls, pytest.raises(ValueError, match=line) as caught:
+        train(make_config(tmp_path / "run", model_folder, launch=launch_of(urls)))
+    assert "\n" not in str(caught.value)
+
+
+def no_server_is_left() -> bool:
+    launcher = RecordedLauncher.present
+    assert launcher is not None
+    assert all(one.starts for one in launcher.launched), "it had been started"
+    return not launcher.is_alive() and all(one._keeper is None for one in launcher.launched)
+
+
+def test_no_server_outlives_a_start_that_fails(
+    launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whatever kind: a server that is none for the run, an interrupt, a mistake behind the sampler."""
+    fake = fake_of(model_folder)
+    with serving(fake) as urls:
+        config = make_config(tmp_path / "run", model_folder, launch=launch_of(urls))
+        fake.missing = {"/weight_info"}
+        with pytest.raises(ValueError, match="has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"):
+            train(config)
+        assert no_server_is_left()
+        fake.missing = set()
+
+        def interrupt(*_: Any, **settings: Any) -> None:
+            raise KeyboardInterrupt
+
+        for owner, name in ((sampler_module, "check_servers"), (RolloutWriter, "__init__"), (run_module, "Journal")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    train(config)
+            assert no_server_is_left()
 
 
 def test_servers_that_are_not_there(model_folder: Path, tmp_path: Path) -> None:

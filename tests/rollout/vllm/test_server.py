@@ -28,7 +28,8 @@ from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
-from padfree.rollout.vllm.http import Server
+from padfree.rollout.vllm.checks import check_servers
+from padfree.rollout.vllm.http import Server, ServerLostError
 from padfree.rollout.vllm.launch import Launcher
 from padfree.rollout.vllm.sampler import VllmSampler
 from padfree.rollout.writer import RolloutWriter
@@ -45,7 +46,8 @@ from tests.rollout.vllm.test_ahead import (
     stop_after,
     taken,
 )
-from tests.rollout.vllm.test_run import lines, servers_of
+from tests.rollout.vllm.test_keeper import alive, wait_until
+from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
 
 __all__ = ["taken"]  # a fixture
 ROOT = Path(__file__).parents[3]
@@ -128,8 +130,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's problems and tokenizer, and two models with tied embeddings whose heads have the size vLLM wants."""
     folder = tmp_path_factory.mktemp("vllm")
     tokenizer = train_tokenizer(write_rows(folder / "data" / "train.jsonl", problems(SIZES.rows, seed=0)))
-    for name in ("model", "served", "other"):
-        write_model(folder / name, tokenizer, 128, head=64)
+    for name, hidden in (("model", 128), ("served", 128), ("other", 128), ("wide", 256)):
+        write_model(folder / name, tokenizer, hidden, head=64)
     other: Any = AutoModelForCausalLM.from_pretrained(folder / "other")
     with torch.no_grad():
         for parameter in other.parameters():
@@ -297,6 +299,45 @@ def test_only_adapters_travel(adapters: Server, folder: Path, tmp_path: Path) ->
     assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
 
 
+class Backwards:
+    """A tokenizer with the vocabulary of another."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str, **settings: Any) -> dict[str, list[int]]:
+        return {"input_ids": self._tokenizer(text, **settings)["input_ids"][::-1]}
+
+
+def test_a_server_of_something_else(server: Server, folder: Path, tmp_path: Path) -> None:
+    """What vLLM itself answers is known by what it is: one line each, and the server is as good as before."""
+    given = {"servers": [server.url]}
+    config = make_config(folder, tmp_path / "run", steps=1, rollout=given)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
+    tokens = AutoModelForCausalLM.from_pretrained(folder / "model").config.vocab_size
+    beside = Server(f"{server.url}/beside", 60.0)
+    for asked, ours, vocabulary, line in (
+        (
+            server,
+            tokenizer,
+            tokens + 1,
+            f"does not know token {tokens}, the model of this run has {tokens + 1} tokens;",
+        ),
+        (server, tokenizer, tokens - 1, f"knows token {tokens - 1}, the model of this run has {tokens - 1} tokens;"),
+        (server, Backwards(tokenizer), tokens, "has another tokenizer than this run; start it with the model of"),
+        (beside, tokenizer, tokens, "/beside has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
+    ):
+        with pytest.raises(ValueError, match=line) as caught:
+            check_servers([asked], config, ours, vocabulary)
+        assert "\n" not in str(caught.value)
+    line = r"/update_weights answered 500 \(.*\), 3 times; start it with the model of model.path"
+    with pytest.raises(ValueError, match=line) as caught:
+        train(make_config(folder, tmp_path / "wide", model={"path": str(folder / "wide")}, rollout=given))
+    assert "\n" not in str(caught.value)
+    train(config)
+    assert lines(tmp_path / "run")[0]["sampler/canary_difference"] < 1e-4
+
+
 class Gate:
     """A reward that is given only when so many responses have asked for one: until then training waits."""
 
@@ -435,6 +476,80 @@ def test_a_trainer_that_is_killed_again_and_again_goes_on(server: Server, folder
     moved = max((expected[name] - before[name]).abs().max().item() for name in expected)
     apart = max((expected[name] - found[name]).abs().max().item() for name in expected)
     assert apart < 1e-3 * moved
+
+
+def test_a_server_that_the_run_starts_is_started_again_and_ended(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one, killed by -9 in the middle of the second batch: the run waits, gives it the weights, and goes on.
+
+    Every group is trained exactly once, in its batch, of responses that were answered once but for those under way.
+    """
+    steps, samples = 3, 16
+    config = make_config(
+        folder,
+        tmp_path / "run",
+        steps=steps,
+        batch={"samples": samples, "max_tokens": 2048},
+        rollout={"batch": CONNECTIONS},
+    )
+    processes: list[int] = []
+    trained: dict[int, list[str]] = {}
+    asked = 0
+    counting = threading.Lock()
+    complete, finished = Server.complete, RolloutWriter._finished
+
+    def note_processes() -> int:
+        """Those of the present server; its own number."""
+        launcher = RecordedLauncher.present
+        assert launcher is not None
+        (keeper,) = (one._keeper for one in launcher.launched)
+        assert keeper is not None
+        (number,) = servers_of(keeper.pid)
+        processes.extend([keeper.pid, number, *servers_of(number)])
+        return number
+
+    def killed_at_work(server: Server, *args: Any, **settings: Any) -> Any:
+        nonlocal asked
+        with counting:
+            asked += 1
+            if asked == samples + samples // 2:
+                os.kill(note_processes(), signal.SIGKILL)
+        return complete(server, *args, **settings)
+
+    def counted(writer: RolloutWriter, batch: int, *args: Any) -> list[Sample]:
+        found = finished(writer, batch, *args)
+        assert batch not in trained
+        trained[batch] = sorted(str(sample.group) for sample in found)
+        return found
+
+    def on_step(metrics: Mapping[str, Any]) -> None:
+        if metrics["step"] == steps - 1:
+            note_processes()
+
+    monkeypatch.setattr(Server, "complete", killed_at_work)
+    monkeypatch.setattr(RolloutWriter, "_finished", counted)
+    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
+    answered_by(folder)
+    train(config, on_step=on_step)
+
+    found = lines(tmp_path / "run")
+    assert [(line["step"], line["samples"]) for line in found] == [(step, samples) for step in range(steps)]
+    assert [line["sampler/restarts"] for line in found] == [0, 1, 1]
+    assert found[1]["sampler/retried"] > 0
+    assert all(line["sampler/canary_difference"] < 1e-4 for line in found)
+    assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
+    batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
+    expected = {batch: sorted(group[0].uid for group in next(batcher) for _ in group) for batch in range(1, 1 + steps)}
+    assert trained == expected
+    answered = answered_by(folder)
+    assert answered.keys() == {seed_of(batch, number) for batch in expected for number in range(samples)}
+    assert answered.total() - len(answered) <= CONNECTIONS
+    assert len(processes) >= 4, "both servers, each with its keeper"
+    wait_until(lambda: not any(map(alive, processes)))
+    assert RecordedLauncher.present is not None
+    with pytest.raises(ServerLostError, match="refused the connection"):
+        RecordedLauncher.present.servers[0].version()
 
 
 def test_the_demos_task_is_learned_while_a_server_is_killed(
