@@ -70,6 +70,7 @@ def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
         run=replace(config.run, folder=str(folder), seed=seed),
         checkpoint=replace(config.checkpoint, export=False),
     )
+    assert config.run.steps is not None
     if len(metrics_of(folder)) < config.run.steps:
         train(config)
     return metrics_of(folder)

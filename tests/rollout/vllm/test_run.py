@@ -28,7 +28,7 @@ from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.vllm import launch
 from padfree.rollout.vllm import sampler as sampler_module
-from padfree.rollout.vllm.http import RestartedError, Server, VersionError
+from padfree.rollout.vllm.http import LateError, RestartedError, Server, VersionError
 from padfree.rollout.vllm.launch import Launched, Launcher, server_command
 from padfree.rollout.writer import RolloutWriter
 from padfree.train import run as run_module
@@ -225,8 +225,9 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
     kind: type[Exception], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the weights are the same again, and the exchange is over before anybody looks at what has failed."""
-    complete = Server.complete
-    asked, exchanged = threading.Event(), threading.Event()
+    complete, need_version = Server.complete, Server.need_version
+    asked, probed, exchanged = (threading.Event() for _ in range(3))
+    hung_up: list[str] = []
 
     def late(server: Server, request: SamplingRequest, *args: Any, **settings: Any) -> Response:
         if not asked.is_set():
@@ -235,7 +236,17 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
             raise kind(f"rollout.servers: {server.url} has none of the run's weights; start it again")
         return complete(server, request, *args, **settings)
 
+    def late_probe(server: Server, *args: Any, **settings: Any) -> None:
+        if not probed.is_set():
+            probed.set()
+            assert exchanged.wait(60.0)
+            raise LateError(f"rollout.servers: {server.url} /weight_info did not answer within 30 s")
+        need_version(server, *args, **settings)
+
     monkeypatch.setattr(Server, "complete", late)
+    monkeypatch.setattr(Server, "need_version", late_probe)
+    monkeypatch.setattr(Server, "hang_up", lambda server: hung_up.append(server.url))
+    monkeypatch.setattr(sampler_module, "PROBE_EVERY", 0.1)
     found: dict[int, Response] = {}
     requests = [SamplingRequest(tokens=np.array([3, 4]), room=2, key=1 + number) for number in range(5)]
     with serving(fake_of(model_folder)) as (url,), distributed(device="cpu"):
@@ -247,12 +258,14 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
             sampler.update_weights(engine.model, 0)
             sampler.begin(requests, found.__setitem__)
             assert asked.wait(60.0)
+            assert probed.wait(60.0)
             sampler.renew()
             exchanged.set()
             wait_until(lambda: len(found) == 5 or sampler.failure is not None or sampler.stuck)
             assert sampler.failure is None
             assert not sampler.stuck
             assert sorted(found) == list(range(5))
+            assert hung_up == [], "the exchange would have been cut, too"
         finally:
             sampler.close()
     assert not [thread for thread in threading.enumerate() if thread.name in ("request", "probe")]

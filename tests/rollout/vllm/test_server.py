@@ -193,7 +193,7 @@ class SharedLauncher(Launcher):
 def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, SharedLauncher]]:
     """Those that the chosen tests ask for: all servers start at a time, each takes a while."""
     model = {"path": str(folder / "served")}
-    sections: dict[str, dict[str, Any]] = {"pair": {"devices": 2}, "adapters": {"lora": {"rank": 4}}}
+    sections: dict[str, dict[str, Any]] = {"server": {}, "adapters": {"lora": {"rank": 4}}}
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     found = {
         name: SharedLauncher(
@@ -214,13 +214,8 @@ def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str
 
 
 @pytest.fixture(scope="module")
-def pair(launchers: dict[str, SharedLauncher]) -> SharedLauncher:
-    return launchers["pair"]
-
-
-@pytest.fixture(scope="module")
-def server(pair: SharedLauncher) -> Server:
-    return pair.servers[0]
+def server(launchers: dict[str, SharedLauncher]) -> Server:
+    return launchers["server"].servers[0]
 
 
 @pytest.fixture(scope="module")
@@ -478,89 +473,16 @@ def test_a_trainer_that_is_killed_again_and_again_goes_on(server: Server, folder
     assert apart < 1e-3 * moved
 
 
-def test_a_server_that_the_run_starts_is_started_again_and_ended(
+def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The only one, killed by -9 in the middle of the second batch: the run waits, gives it the weights, and goes on.
-
-    Every group is trained exactly once, in its batch, of responses that were answered once but for those under way.
-    """
-    steps, samples = 3, 16
-    config = make_config(
-        folder,
-        tmp_path / "run",
-        steps=steps,
-        batch={"samples": samples, "max_tokens": 2048},
-        rollout={"batch": CONNECTIONS},
-    )
-    processes: list[int] = []
-    trained: dict[int, list[str]] = {}
-    asked = 0
-    counting = threading.Lock()
-    complete, finished = Server.complete, RolloutWriter._finished
-
-    def note_processes() -> int:
-        """Those of the present server; its own number."""
-        launcher = RecordedLauncher.present
-        assert launcher is not None
-        (keeper,) = (one._keeper for one in launcher.launched)
-        assert keeper is not None
-        (number,) = servers_of(keeper.pid)
-        processes.extend([keeper.pid, number, *servers_of(number)])
-        return number
-
-    def killed_at_work(server: Server, *args: Any, **settings: Any) -> Any:
-        nonlocal asked
-        with counting:
-            asked += 1
-            if asked == samples + samples // 2:
-                os.kill(note_processes(), signal.SIGKILL)
-        return complete(server, *args, **settings)
-
-    def counted(writer: RolloutWriter, batch: int, *args: Any) -> list[Sample]:
-        found = finished(writer, batch, *args)
-        assert batch not in trained
-        trained[batch] = sorted(str(sample.group) for sample in found)
-        return found
-
-    def on_step(metrics: Mapping[str, Any]) -> None:
-        if metrics["step"] == steps - 1:
-            note_processes()
-
-    monkeypatch.setattr(Server, "complete", killed_at_work)
-    monkeypatch.setattr(RolloutWriter, "_finished", counted)
-    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
-    answered_by(folder)
-    train(config, on_step=on_step)
-
-    found = lines(tmp_path / "run")
-    assert [(line["step"], line["samples"]) for line in found] == [(step, samples) for step in range(steps)]
-    assert [line["sampler/restarts"] for line in found] == [0, 1, 1]
-    assert found[1]["sampler/retried"] > 0
-    assert all(line["sampler/canary_difference"] < 1e-4 for line in found)
-    assert found[2]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
-    batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
-    expected = {batch: sorted(group[0].uid for group in next(batcher) for _ in group) for batch in range(1, 1 + steps)}
-    assert trained == expected
-    answered = answered_by(folder)
-    assert answered.keys() == {seed_of(batch, number) for batch in expected for number in range(samples)}
-    assert answered.total() - len(answered) <= CONNECTIONS
-    assert len(processes) >= 4, "both servers, each with its keeper"
-    wait_until(lambda: not any(map(alive, processes)))
-    assert RecordedLauncher.present is not None
-    with pytest.raises(ServerLostError, match="refused the connection"):
-        RecordedLauncher.present.servers[0].version()
-
-
-def test_the_demos_task_is_learned_while_a_server_is_killed(
-    pair: SharedLauncher, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`bench/vllm_demo.py` in short: the reward rises as it does with responses of the process, from about 0.6 to 0.9.
 
     A mean over the 48 groups of three steps has a standard deviation of 0.05 or less.
 
-    PADFREE_VLLM_KILLS says how often one of the two servers is killed meanwhile, by -9, at work. Every group of the
-    data is trained on exactly once, in its batch.
+    The run starts both servers itself. PADFREE_VLLM_KILLS says how often one of them is killed meanwhile, by -9, at
+    work; the run starts it again, and gives it the weights. Every group of the data is trained on exactly once, in its
+    batch, and no server outlives the run.
     """
     tuning = sft_config(folder, SIZES)
     train(replace(tuning, optimizer=replace(tuning.optimizer, lr=4e-3), checkpoint=CheckpointConfig()))
@@ -570,10 +492,10 @@ def test_the_demos_task_is_learned_while_a_server_is_killed(
 
     wanted = int(os.environ.get("PADFREE_VLLM_KILLS", "1"))
     killed: list[int] = []
+    processes: set[int] = set()  # of all servers that there were
     asked: list[str] = []
     trained: dict[int, list[str]] = {}
     complete, finished = Server.complete, RolloutWriter._finished
-    before = pair.restarts
 
     def recorded(server: Server, *args: Any, **settings: Any) -> Any:
         asked.append(server.url)
@@ -585,31 +507,51 @@ def test_the_demos_task_is_learned_while_a_server_is_killed(
         trained[batch] = [str(sample.group) for sample in samples]
         return samples
 
+    def note_processes() -> None:
+        launcher = RecordedLauncher.present
+        assert launcher is not None
+        for keeper in [one._keeper for one in launcher.launched if one._keeper is not None]:
+            processes.update([keeper.pid, *servers_of(keeper.pid)], *map(servers_of, servers_of(keeper.pid)))
+
     def killer() -> None:
-        one, last = pair.launched[1], 0
+        wait_until(lambda: RecordedLauncher.present is not None, PATIENCE)
+        assert RecordedLauncher.present is not None
+        one, noted, last = RecordedLauncher.present.launched[1], 0, 0
         while len(killed) < wanted:
             if one.starts > last and one._keeper is not None and one.server.url in asked[-8:]:
-                last = one.starts
                 asked.clear()
-                killed.extend(servers_of(one._keeper.pid))
-                os.kill(killed[-1], signal.SIGKILL)
+                if noted < one.starts:  # which takes a while: it is killed when it is asked the next time
+                    noted = one.starts
+                    note_processes()
+                else:
+                    last = one.starts
+                    killed.extend(servers_of(one._keeper.pid))
+                    os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.002)
 
     def on_step(metrics: Mapping[str, Any]) -> None:
-        if metrics["sampler/restarts"] - before >= wanted and metrics["sampler/servers"] == 2:
+        if metrics["sampler/restarts"] >= wanted and metrics["sampler/servers"] == 2:
             if metrics["step"] + 1 >= SIZES.rl_steps:
+                note_processes()
                 os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
         elif metrics["step"] + 1 >= SIZES.rl_steps:
             time.sleep(2.0)  # the one that starts has few cores
 
     monkeypatch.setattr(Server, "complete", recorded)
     monkeypatch.setattr(RolloutWriter, "_finished", counted)
-    monkeypatch.setattr(sampler_module, "Launcher", lambda config, adapted=(): pair)
+    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
+    monkeypatch.setattr(RecordedLauncher, "present", None)
     threading.Thread(target=killer, daemon=True).start()
     launch = make_config(folder, tmp_path, devices=2).rollout.launch
     served = replace(plain.rollout, engine="vllm", launch=launch, timeout=PATIENCE)
     config = replace(plain, rollout=served, run=replace(plain.run, folder=str(tmp_path / "vllm"), steps=5000))
     train(config, on_step=on_step)
+    wait_until(lambda: not any(map(alive, processes)))
+    assert len(processes) >= 2 * (2 + wanted), "each server and its keeper"
+    assert RecordedLauncher.present is not None
+    for one in RecordedLauncher.present.servers:
+        with pytest.raises(ServerLostError, match="refused the connection"):
+            one.version()
 
     for name in ("in_process", "vllm"):
         rewards = [line["reward"] for line in lines(tmp_path / name)]

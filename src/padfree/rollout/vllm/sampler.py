@@ -101,8 +101,7 @@ class VllmSampler:
                 salt=self._salt,
             )
         except BaseException:  # an interrupt while servers start, too: nobody would end them
-            if self._launcher is not None:
-                self._launcher.close()
+            self._end_servers()
             raise
         self._pool = Pool(
             self.servers,
@@ -285,9 +284,13 @@ class VllmSampler:
     def close(self) -> None:
         if self._standing is not None:
             self._standing.close()
+        self._end_servers()
+        self._weights.close()
+
+    def _end_servers(self) -> None:
+        """Those that the run has started."""
         if self._launcher is not None:
             self._launcher.close()
-        self._weights.close()
 
     def _open(self, tokenizer: Any) -> tuple[list[str], str] | str:
         """Addresses of all servers and what they call the model, or a line; rank 0 only."""
