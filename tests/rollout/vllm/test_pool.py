@@ -263,7 +263,7 @@ def test_the_patience_of_a_round_does_not_count_while_weights_are_exchanged() ->
     try:
         with pool.gate.closed():
             work.add(REQUESTS[:3], lambda place, response: told.append(place))
-            time.sleep(2.5)
+            time.sleep(1.8)
             assert work.error is None
             failing = False
             pool.reset(servers)

@@ -358,6 +358,32 @@ def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Pa
         train(make_config(tmp_path / "run", model_folder, launch=never))
 
 
+def test_a_server_that_does_not_come_back_ends_the_run_before_the_timeout(
+    launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = Server.complete
+    killing = threading.Lock()
+
+    def killed_at_work(server: Server, *args: Any, **settings: Any) -> Any:
+        launcher = RecordedLauncher.present
+        assert launcher is not None
+        one = launcher.launched[0]
+        with killing:
+            if one._command[1] != "-c":
+                one._command = [sys.executable, "-c", "import sys; sys.exit('SomeError: the device is gone')"]
+                assert one._keeper is not None
+                (process,) = servers_of(one._keeper.pid)
+                os.kill(process, signal.SIGKILL)
+        return complete(server, *args, **settings)
+
+    monkeypatch.setattr(Server, "complete", killed_at_work)
+    monkeypatch.setattr(sampler_module, "PROBE_EVERY", 0.1)
+    line = r"rollout.launch: .* ended with status 1 before it answered, 3 times \(SomeError: the device is gone\);"
+    with serving(fake_of(model_folder)) as urls, pytest.raises(ValueError, match=line):
+        train(make_config(tmp_path / "run", model_folder, launch=launch_of(urls)))
+    assert no_server_is_left()
+
+
 def test_a_server_that_cannot_be_started(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,8 +140,8 @@ class Pool:
         if not numbers:
             return Round()
         work = _Work(self, {number: requests[number] for number in numbers}, ask, on_response)
-        work.begin(min(len(numbers), self._concurrency * len(self._states)))
         try:
+            work.begin(min(len(numbers), self._concurrency * len(self._states)))
             work.ended.wait()
         finally:
             work.leave()
@@ -180,7 +180,7 @@ class _Work:
         self._watching = [
             threading.Thread(target=self.watch, args=(state,), name="probe", daemon=True) for state in self._states
         ]
-        for thread in (*self._asking, *self._watching):
+        for thread in (*self._watching, *self._asking):
             thread.start()
 
     def leave(self) -> None:
