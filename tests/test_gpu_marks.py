@@ -43,12 +43,6 @@ def test_what_runs_on_cuda_is_marked(path: Path) -> None:
     assert not [node.name for node in functions if runs_on_cuda(node) and not marked(tree, node)]
 
 
-def test_without_the_mark_a_test_sees_no_gpu() -> None:
-    assert not torch.cuda.is_available()
-    program = "import torch; print(torch.cuda.is_available())"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
-
-
 @pytest.mark.gpu
 def test_with_the_mark_it_sees_one() -> None:
     assert torch.cuda.is_available()
@@ -84,29 +78,55 @@ def test_other():
 """
 
 
-@pytest.mark.parametrize(
-    ("wrong", "options", "code", "counts"),
-    [
-        (0, [], 0, "2 passed, 0 failed, 2 skipped"),
-        (3, [], 1, "1 passed, 1 failed, 2 skipped"),
-        (0, ["-k", "never"], 1, "0 passed, 0 failed, 1 skipped"),
-        (0, ["-k", "other"], 5, "0 passed, 0 failed, 0 skipped"),
-    ],
-)
-def test_the_last_line_says_what_ran(wrong: int, options: list[str], code: int, counts: str, tmp_path: Path) -> None:
-    """In a folder of its own with a GPU that is made up."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_tiny.py").write_text(TINY.format(wrong=wrong))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
-    program = f"""
-import pathlib, sys
-sys.path.insert(0, {str(TESTS)!r})
+CASES = [
+    (0, [], 0, "2 passed, 0 failed, 2 skipped"),
+    (3, [], 1, "1 passed, 1 failed, 2 skipped"),
+    (0, ["-k", "never"], 1, "0 passed, 0 failed, 1 skipped"),
+    (0, ["-k", "other"], 5, "0 passed, 0 failed, 0 skipped"),
+]
+PROGRAM = """
+import os, pathlib, sys
+folder, cases = {given!r}
+sys.path.insert(0, {tests!r})
 import run_gpu_tests as command
-command.ROOT = pathlib.Path({str(tmp_path)!r})
+print(command.torch.cuda.is_available(), flush=True)
 command.torch.cuda.is_available = lambda: True
 command.torch.cuda.get_device_name = lambda: "a GPU"
-sys.exit(command.main({[*options, "-q", "-n0", "-p", "no:cacheprovider"]!r}))
+for number, options in enumerate(cases):
+    child = os.fork()
+    if child == 0:
+        os.chdir(f"{{folder}}/{{number}}")
+        command.ROOT = pathlib.Path.cwd()
+        with open("output", "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.exit(command.main([*options, "-q", "-n0", "-p", "no:cacheprovider"]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == code, result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1].startswith(f"gpu tests: {counts} on a GPU in ")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A process that says whether it sees a GPU, and runs all cases, each in a folder of its own with a made-up GPU."""
+    folder = tmp_path_factory.mktemp("command")
+    for number, (wrong, *_) in enumerate(CASES):
+        (folder / str(number) / "tests").mkdir(parents=True)
+        (folder / str(number) / "tests" / "test_tiny.py").write_text(TINY.format(wrong=wrong))
+        (folder / str(number) / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    program = PROGRAM.format(given=(str(folder), [options for _, options, *_ in CASES]), tests=str(TESTS))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout.splitlines()
+
+
+def test_without_the_mark_a_test_sees_no_gpu(command: tuple[Path, list[str]]) -> None:
+    assert not torch.cuda.is_available()
+    assert command[1][0] == "False", "nor do processes that it starts"
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_the_last_line_says_what_ran(number: int, command: tuple[Path, list[str]]) -> None:
+    *_, code, counts = CASES[number]
+    output = (command[0] / str(number) / "output").read_text()
+    assert command[1][1 + number] == str(code), output
+    assert output.splitlines()[-1].startswith(f"gpu tests: {counts} on a GPU in ")

@@ -171,8 +171,9 @@ def test_losses_never_wait_for_the_device() -> None:
             )
 
 
-def test_no_module_needs_more_than_the_core_packages() -> None:
-    """Every module imports in a fresh interpreter that has torch, numpy, transformers and safetensors alone."""
+def test_what_imports_bring() -> None:
+    """In a fresh interpreter, one for all of this, `import padfree` loads no transformers and lists all that there is.
+    Attention brings no compiler and no kernels. Every module needs torch, numpy, transformers and safetensors alone."""
     optional = [
         "rich",
         "datasets",
@@ -196,7 +197,20 @@ def test_no_module_needs_more_than_the_core_packages() -> None:
     ]
     program = f"""
 import sys, importlib
-import torch, numpy, safetensors.torch
+import padfree
+
+listed = [name for name in dir(padfree) if not name.startswith("__")]
+assert set(padfree.__all__) <= set(listed), sorted(set(padfree.__all__) - set(listed))
+assert "transformers" not in sys.modules, "import padfree loads transformers"
+
+import torch, numpy
+before = set(sys.modules)
+import padfree.attention
+heavy = ("flash_attn", "triton", "torch._dynamo", "torch._inductor", "transformers")
+new = [name for name in set(sys.modules) - before if name.startswith(heavy)]
+assert not new, f"padfree.attention loads {{new}}"
+
+import safetensors.torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel  # transformers' own needs are not ours
 loaded = set(sys.modules)
 class Refuse:
@@ -204,6 +218,10 @@ class Refuse:
         if name.partition(".")[0] in {optional!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
+for name in listed:
+    getattr(padfree, name)
+assert padfree.losses.gae and padfree.compat.hf.PackedCollator and padfree.compat.slime.pack_sequences
+assert [name for name in dir(padfree) if not name.startswith("__") and name not in listed] == []
 for name in {modules!r}:
     importlib.import_module(name)
     brought = {{m.partition(".")[0] for m in set(sys.modules) - loaded}} & set({optional!r})

@@ -14,7 +14,7 @@ from padfree.attention.copies import copies_of, sum_copies, sum_copies_reference
 from padfree.attention.paths import path_attention, prepare_path_keys
 from padfree.batch import Segments
 from padfree.nodes import path_tokens
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, needs_kernels
 
 # Depth 3; node 3 has a sibling, node 5 is a sample by itself.
 LENGTHS = [5, 3, 2, 4, 6, 7]
@@ -124,11 +124,6 @@ def test_the_kernel_adds_up_as_the_reference_does(width: tuple[int, ...], dtype:
     assert found.dtype == dtype
     assert torch.equal(found[3].float(), torch.zeros_like(found[3]).float())
     torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that interprets")
-def test_the_kernel_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__, "6 passed", "-m", "interpreted")
 
 
 def test_a_row_that_shares_nothing_has_no_path_keys() -> None:

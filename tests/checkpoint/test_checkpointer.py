@@ -9,7 +9,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from padfree.checkpoint import checkpointer as checkpoint
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError, write_safetensors
 from padfree.distributed.peers import PeerLostError
-from tests.ranks import run_ranks
+from tests.ranks import rank_server, run_ranks
 
 
 class Tiny(nn.Module):
@@ -689,23 +688,25 @@ def out_of_space(folder: Path) -> str:
     raise AssertionError("written beyond the limit")
 
 
+def die_and_fill(folder: Path) -> None:
+    torch.set_num_threads(1)
+    with (folder / "output").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    found = [die_everywhere(folder / "killed"), out_of_space(folder / "full")]
+    (folder / "result.json").write_text(json.dumps(found))
+
+
 @pytest.mark.slow
 def test_kills_in_a_save_and_a_file_that_cannot_grow(tmp_path: Path) -> None:
     """In a process of its own, which has one thread and can be forked.
 
     A kill at any moment of a save leaves a complete `latest`; a disk without space is reported.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    died, message = result.stdout.splitlines()
-    assert int(died) > 15
+    process = rank_server().Process(target=die_and_fill, args=(tmp_path,))
+    process.start()
+    process.join()
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode == 0, output
+    died, message = json.loads((tmp_path / "result.json").read_text())
+    assert died > 15
     assert "rank-00000.safetensors cannot be written (File too large); free space" in message
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(die_everywhere(Path(sys.argv[1]) / "killed"))  # noqa: T201
-    print(out_of_space(Path(sys.argv[1]) / "full"))  # noqa: T201

@@ -1,7 +1,7 @@
 """The Triton kernels against plain torch, on CUDA or in Triton's interpreter.
 
 Triton decides when it is imported whether it interprets, so without CUDA the tests below run in a process of their own,
-which `test_in_the_interpreter` starts.
+which `tests/test_interpreted.py` starts.
 """
 
 from __future__ import annotations

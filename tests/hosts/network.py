@@ -10,17 +10,24 @@ different hosts share the disk, unless a folder is made a host's own.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests.ranks import rank_server
 
 ROOT = Path(__file__).parents[2]
+NEW_MOUNTS, NEW_NAMES, NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
+"""Flags of unshare(2) and setns(2), which Python has from 3.12 on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +37,9 @@ class Host:
     address: str
     link: str  # its end at the bridge
 
-    def start(
-        self, command: Sequence[str], *, output: Path, env: Mapping[str, str], own_folder: Path | None = None
-    ) -> subprocess.Popen[bytes]:
-        """A process on this host. `own_folder` is empty there at first, and nobody else sees what is written to it."""
-        mount = f"mount -t tmpfs own {own_folder} && " if own_folder else ""
-        inside = ["unshare", "--uts", "--mount", "sh", "-c", f'hostname {self.name} && {mount}exec "$@"', "sh"]
+    def start(self, command: Sequence[str], *, output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """A program on this host."""
+        inside = ["unshare", "--uts", "--mount", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         with output.open("ab") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, *inside, *command],
@@ -44,6 +48,39 @@ class Host:
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
+
+    def fork(
+        self,
+        function: Callable[..., None],
+        *args: Any,
+        output: Path,
+        env: Mapping[str, str],
+        own_folder: Path | None = None,
+    ) -> Any:
+        """A process on this host that has imported everything already, and calls a function.
+
+        `own_folder` is empty there at first, and nobody else sees what is written to it.
+        """
+        process = rank_server().Process(target=_on_host, args=(self, output, env, own_folder, function, args))
+        process.start()
+        return process
+
+    def enter(self, own_folder: Path | None = None) -> None:
+        """Move this process, which must have one thread, to the host: as `ip netns exec` and `unshare` do."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (Path("/var/run/netns") / self.namespace).open() as namespace:
+            moved = libc.setns(namespace.fileno(), NEW_NETWORK) or libc.unshare(NEW_MOUNTS | NEW_NAMES)
+        assert moved == 0, os.strerror(ctypes.get_errno())
+        socket.sethostname(self.name)
+        mounts = [
+            ["--make-rslave", "/"],
+            ["-t", "sysfs", self.namespace, "/sys"],  # counters of this host's links
+            ["--bind", f"/etc/netns/{self.namespace}/hosts", "/etc/hosts"],
+        ]
+        if own_folder:
+            mounts.append(["-t", "tmpfs", "own", str(own_folder)])
+        for words in mounts:
+            subprocess.run(["mount", *words], check=True)
 
     def processes(self) -> list[int]:
         return [int(process) for process in _ip("netns", "pids", self.namespace).split()]
@@ -61,6 +98,23 @@ class Host:
 
     def connect(self) -> None:
         _ip("link", "set", self.link, "up")
+
+
+def _on_host(
+    host: Host,
+    output: Path,
+    env: Mapping[str, str],
+    own_folder: Path | None,
+    function: Callable[..., None],
+    args: Sequence[Any],
+) -> None:
+    with output.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(ROOT)
+    os.environ.update(env)
+    host.enter(own_folder)
+    function(*args)
 
 
 def no_hosts_reason() -> str | None:

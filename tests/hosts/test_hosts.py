@@ -1,6 +1,6 @@
 """Runs over several hosts: the numbers of one process, what is said when a host is lost, and going on afterwards.
 
-Starting torchrun and its processes takes longer than what they train. So there are two starts for all tests:
+There are two starts for all tests, of processes that have imported everything:
 
     two hosts of two      every layout; runs whose bytes are counted; a folder that is refused; then the first host is
                           killed
@@ -11,10 +11,7 @@ Starting torchrun and its processes takes longer than what they train. So there 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +32,7 @@ from padfree.train.run import train
 from padfree.train.training_data import make_batcher
 from tests.hosts.network import Host
 from tests.models import save_with_tokenizer
+from tests.ranks import torchrun
 from tests.train.loop_cases import lines
 
 LIMIT = 400.0
@@ -72,26 +70,27 @@ def start(
     restarts: int = 0,
     own_folder: Path | None = None,
     among: Sequence[Host] | None = None,
-) -> list[subprocess.Popen[bytes]]:
+) -> list[Any]:
     """torchrun on each of these hosts, which meet at the first one of `among`, all hosts of the run.
 
     It goes through `runs`, which are as `tests.hosts.worker` wants them.
     """
     among = among or hosts
     (folder / "runs.json").write_text(json.dumps(runs))
-    launch = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(among))),
-        *("--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--rdzv-id", folder.name),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{among[0].name}:29500"),
-        *("-m", "tests.hosts.worker", str(folder / "runs.json")),
+    options = [
+        *("--nnodes", str(len(among)), "--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
+        *("--rdzv-id", folder.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{among[0].name}:29500"),
     ]
+    words = (options, str(Path(__file__).with_name("worker.py")), str(folder / "runs.json"))
     env = {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": "1",
         "PADFREE_CACHE": str(folder / "cache"),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a host that comes back is told no address
     }
-    return [host.start(launch, output=folder / f"{host.name}.log", env=env, own_folder=own_folder) for host in hosts]
+    return [
+        host.fork(torchrun, *words, output=folder / f"{host.name}.log", env=env, own_folder=own_folder)
+        for host in hosts
+    ]
 
 
 def said(folder: Path) -> str:
@@ -109,12 +108,12 @@ def assert_same_run(folder: Path, expected: Path, tolerance: float = 1e-5) -> No
         torch.testing.assert_close(weight, others[name], rtol=tolerance, atol=tolerance)
 
 
-def wait_until(ready: Callable[[], bool], folder: Path, processes: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+def wait_until(ready: Callable[[], bool], folder: Path, processes: Sequence[Any] = ()) -> None:
     """Look again and again, as long as these processes run."""
     deadline = time.monotonic() + LIMIT
     while not ready():
         assert time.monotonic() < deadline, said(folder)
-        assert all(process.poll() is None for process in processes), said(folder)
+        assert all(process.is_alive() for process in processes), said(folder)
         time.sleep(0.1)
 
 
@@ -204,7 +203,7 @@ def two_hosts(hosts: list[Host], model_folder: Path, tmp_path_factory: pytest.Te
     wait_until(lambda: said(folder).count("on host-2:") >= 2, folder)
     hosts[1].signal(signal.SIGKILL)
     for process in started:
-        process.wait()
+        process.join()
     return TwoHosts(folder=folder, counted=counted, output=said(folder))
 
 
@@ -324,7 +323,7 @@ def test_three_hosts_go_on_after_outages_and_name_who_stays_away(
     assert "ended" not in said(tmp_path), "outages that are shorter than run.timeout do not show"
 
     third.signal(signal.SIGKILL)
-    started[2].wait()
+    started[2].join()
     started[2:] = start([third], runs, tmp_path, processes=1, restarts=2, among=hosts)
     wait_until(lambda: steps_of(tmp_path / "endless") >= 2, tmp_path, started)
     assert "rank 0 ended: rank 0 on host-1: rank 2 on host-3 is gone, stuck or cut off" in said(tmp_path)

@@ -1,6 +1,6 @@
 """What torchrun starts on the hosts of the tests.
 
-python -m tests.hosts.worker FILE     goes through the runs of a JSON file, one after the other
+tests/hosts/worker.py FILE            goes through the runs of a JSON file, one after the other
 
     settings    of the run, its timeout among them
     pause       seconds that each step takes longer
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from padfree.config import config_from_dict
 from padfree.distributed import PeerLostError, distributed
 from padfree.train.run import train
+from tests.ranks import as_started_by_torchrun
 
 
 def share_of_digits(response: str, row: Mapping[str, Any]) -> float:
@@ -79,4 +80,5 @@ def run_one(run: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    as_started_by_torchrun()
     sys.exit(run_all(Path(sys.argv[1])))

@@ -16,7 +16,7 @@ from padfree.layers.passes.swiglu import swiglu_overwrite_pass, swiglu_pass
 from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, needs_kernels
 from tests.layers.graph_cases import calls, graphs_after
 from tests.models import build, row
 
@@ -145,13 +145,6 @@ def test_memory_is_used_again_where_gate_and_up_are_computed_again(
 
 
 # The kernels
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_in_the_interpreter(__file__, "6 passed", "-k", "kernels")
 
 
 @needs_kernels

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from padfree.layers.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
 from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 EPS = 1e-6
 # D in one chunk, several, several and a part of one; with the chosen configuration and with others
@@ -21,13 +21,6 @@ SHAPES = [(5, 64), (0, 64), (1, 200), (5, 300), (3, 1)]
 # T, H, d: heads that are no multiple of a program's rows, halves of d that are and are no power of two
 ROTATED_SHAPES = [(5, 2, 64), (0, 2, 64), (7, 3, 96), (1, 1, 128), (53, 1, 8), (3, 5, 2)]
 CONFIGURATIONS: list[dict[str, int] | None] = [None, {"rows": 2, "warps": 2, "stages": 2, "resident": 1}, {"rows": 4}]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", minversion="3.7", reason="the interpreter of Triton 3.6 cannot count loops")
-    run_in_the_interpreter(__file__, "54 passed, 1 skipped")
 
 
 def test_numbers_per_thread() -> None:

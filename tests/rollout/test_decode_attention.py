@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
 from padfree.rollout.decode_attention import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN, decode_attention, reference
-from tests.interpreter import DEVICE, INTERPRETED, needs_kernels, run_in_the_interpreter
+from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720
 STORED_KEYS = (0, 5, 5, 64, 130, 0, 3)
@@ -142,13 +141,3 @@ def test_odd_shapes(heads: int, key_heads: int, size: int, value_size: int) -> N
         expected = reference(*inputs, *call_options(heads, DEVICE, sinks=True))
         found = attend(*again, *call_options(heads, DEVICE, sinks=True), span=span)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the one that starts the interpreter")
-def test_kernels_in_the_interpreter() -> None:
-    """Those of draws, too: a process takes longer to start than its tests."""
-    triton = pytest.importorskip("triton")
-    tests = [str(Path(__file__).with_name("test_draw.py")), __file__]
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-        tests.pop()  # whose interpreter cannot count loops
-    run_in_the_interpreter(tests[0], " passed", *tests[1:], "-m", "interpreted")

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.signals import SAME_REQUEST_SECONDS
 from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
-from tests.ranks import rank_server, run_ranks
+from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
@@ -75,11 +74,6 @@ def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
     with (folder / "alone.log").open("w") as file:
         os.dup2(file.fileno(), 2)
     (folder / "result.json").write_text(json.dumps(function(folder)))
-
-
-def environment(folder: Path) -> dict[str, str]:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PADFREE_CACHE": str(folder / "cache")}
 
 
 def forked(function: Callable[[int], int], output: Path) -> tuple[int, int]:
@@ -291,15 +285,14 @@ def worker(folder: Path, kill_at: int) -> int:
     return main(["sft", str(folder / "recipe.toml")])
 
 
-def torchrun(folder: Path, kill_at: int) -> subprocess.Popen[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-    return subprocess.Popen(
-        [sys.executable, *launch, __file__, str(folder), str(kill_at)],
-        env={**environment(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def launch(folder: Path, kill_at: int) -> None:
+    """torchrun, for a process of its own."""
+    with (folder / "output").open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update({"PADFREE_CACHE": str(folder / "cache"), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"})
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    torchrun(options, __file__, str(folder), str(kill_at))
 
 
 def to_the_end(rank: int, world: int, folder: Path, *names: str) -> list[int]:
@@ -311,14 +304,18 @@ def to_the_end(rank: int, world: int, folder: Path, *names: str) -> list[int]:
 def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    launched = torchrun(tmp_path, kill_at=3)
+    output_file = tmp_path / "output"
+    launched = rank_server().Process(target=launch, args=(tmp_path, 3))
+    launched.start()
     deadline = time.monotonic() + 240
     while not metrics.exists() or metrics.read_text().count("\n") < 4:  # the fourth line is of the second start
         assert time.monotonic() < deadline
-        assert launched.poll() is None, launched.communicate()[0]
+        assert launched.is_alive(), output_file.read_text()
         time.sleep(0.05)
     launched.terminate()
-    output = launched.communicate(timeout=120)[0]
+    launched.join(120)
+    output = output_file.read_text()
+    assert not launched.is_alive(), output
     assert (tmp_path / "killed").exists()
     assert "rank 0: rank 1 is gone, stuck or cut off" in output, output
     assert "stopped by a signal after" in output, output
@@ -557,5 +554,5 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    as_started_by_torchrun()
     sys.exit(worker(Path(sys.argv[1]), int(sys.argv[2])))

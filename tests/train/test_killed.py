@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.config import Config
 from padfree.record.files import CHECKPOINTS
 from padfree.train.run import train
 from tests.models import save_with_tokenizer
+from tests.ranks import rank_server
 from tests.train.loop_cases import lines
 from tests.train.ways import way_config, write_data
 
@@ -28,13 +29,16 @@ WAYS = ("dpo", "distill", "reward", "critic")
 
 @pytest.mark.slow
 def test_killed_runs_resume_to_the_bit(tmp_path: Path) -> None:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PADFREE_CACHE": str(tmp_path / "cache")}
     # A process of its own, with one thread, to fork from.
-    result = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    process = rank_server().Process(target=main, args=(tmp_path,))
+    process.start()
+    process.join(400)
+    ended_by_itself = process.exitcode is not None
+    process.kill()
+    process.join()
+    log = (tmp_path / "log").read_text()
+    assert ended_by_itself, log
+    assert process.exitcode == 0, log
     for way in WAYS:
         whole, killed = tmp_path / f"{way} whole", tmp_path / f"{way} killed"
         assert len(lines(whole)) == STEPS
@@ -76,6 +80,10 @@ def die(config: Config) -> None:
 
 
 def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["PADFREE_CACHE"] = str(folder / "cache")
+    with (folder / "log").open("w") as file:
+        os.dup2(file.fileno(), 2)
     save_with_tokenizer(folder / "model")
     save_with_tokenizer(folder / "teacher", hidden_size=48)
     write_data(folder, [(f"{a}+{b}=", f"the sum is {a + b}") for a in range(3) for b in (2, 5)])
@@ -88,7 +96,3 @@ def main(folder: Path) -> None:
         written = (folder / f"{way} killed" / "metrics.jsonl").read_text().splitlines()
         assert 0 < len([json.loads(line) for line in written]) < STEPS
         assert forked(lambda: train(killed), output) == 0, output.read_text()  # noqa: B023
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

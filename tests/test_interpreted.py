@@ -1,0 +1,24 @@
+"""All Triton kernels in Triton's interpreter: one process for all files, which takes long to start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.interpreter import run_in_the_interpreter
+
+PASSED = {"attention/test_paths.py": 6, "layers/test_swiglu.py": 6, "rollout/test_draw.py": 9}
+"""How many tests have to pass, by file or folder."""
+
+WITH_LOOPS = {"head": 29, "layers/test_triton_rms_norm.py": 53, "rollout/test_decode_attention.py": 12}
+"""Those that the interpreter of Triton 3.6 cannot run: it does not count loops."""
+
+
+@pytest.mark.slow
+def test_in_the_interpreter() -> None:
+    triton = pytest.importorskip("triton")
+    counts_loops = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+    expected = {**PASSED, **(WITH_LOOPS if counts_loops else {})}
+    folder = Path(__file__).parent
+    run_in_the_interpreter([str(folder / name) for name in expected], sum(expected.values()))
