@@ -283,14 +283,15 @@ def weight_settings(mode: str) -> dict[str, Any]:
 def ranks(
     rank: int, world: int, samples: list[Sample], layouts: list[tuple[int, int]]
 ) -> tuple[list[tuple[torch.dtype, Result]], Result] | None:
-    """The sum over all ranks for each layout and dtype, and that of rows of different widths; from rank 0 only."""
+    """The sum over all ranks for each layout, and that of rows of different widths; from rank 0 only. In float32, which
+    is about rounding, for ranks of both kinds together."""
     results = []
     for data, context in layouts:
         groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
         mine, data_rank = groups[rank // context], rank // context
         own = PAIRS[data_rank::data]
         rows = [own[0], tuple(i for pair in own[1:] for i in pair)][: len(own)]
-        for dtype in CASES_OF:
+        for dtype in CASES_OF if min(data, context) > 1 else [torch.float64]:
             group = mine if context > 1 else None
             result = layout_result(samples, rows, CASES_OF[dtype] + PAIR_CASES, dtype, group)
             result.sum_over_ranks()
@@ -435,7 +436,7 @@ def test_data_and_context_ranks(
 ) -> None:
     """Also rows of different widths, which `parallel.context = "auto"` makes."""
     results, by_row = run_ranks(4, ranks, samples, [(4, 1), (1, 4), (2, 2)])[0]
-    assert len(results) == 2 * 3
+    assert [dtype for dtype, _ in results] == [torch.float64] * 3 + [torch.float32]
     for dtype, result in results:
         assert set(result.losses) == set(reference[dtype].losses)
         check(result, dtype)

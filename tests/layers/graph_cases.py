@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.virtualized import V
 
 from padfree.layers import compile as compiled
 from padfree.layers.compile import InductorPass
@@ -33,6 +38,15 @@ def graphs_after(chosen: Callable[[fx.Graph], int]) -> Iterator[list[fx.Graph]]:
         patch.setattr(InductorPass, "uuid", lambda self: None)  # no cache: the pass must be called
         yield seen
     torch._dynamo.reset()
+
+
+def passes_alone(graph: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+    """For `inner_compile` of Inductor: its passes and ours, and the graph run as it then is. No code is written, which
+    is what takes long."""
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        post_grad_passes(graph, is_inference=False)
+    graph.recompile()
+    return make_boxed_func(graph.forward)
 
 
 def calls(graphs: list[fx.Graph]) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb, rotate_half
 
 from padfree.cp.shard import shard
@@ -19,7 +21,7 @@ from padfree.layers.passes.qk_norm_rope import qk_norm_rope_pass
 from padfree.layers.passes.rms_norm import rms_norm_backward_pass, rms_norm_pass
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
-from tests.layers.graph_cases import graphs_after
+from tests.layers.graph_cases import graphs_after, passes_alone
 from tests.models import build, row
 
 BACKEND = "aot_eager_decomp_partition"
@@ -543,11 +545,15 @@ def test_no_more_than_the_kernel_reads() -> None:
 # A whole layer
 
 
-def test_gradients_of_attention_reach_the_norms_without_a_copy(seen: list[fx.Graph]) -> None:
+def test_gradients_of_attention_reach_the_norms_without_a_copy(
+    seen: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the two everything is a view of [T, H, d]: a copy of the queries' gradient costs as much as the norm."""
     torch._dynamo.reset()
     model = build("qwen3", num_hidden_layers=1)
     attach(model, "reference")
+    backend = partial(compile_fx, inner_compile=passes_alone)
+    monkeypatch.setattr("padfree.layers.compile.lookup_backend", lambda name: backend)
     compile_layers(layers_of(model), "inductor")
     hidden_states(model, shard(row([5, 2]))).sum().backward()
     nodes = [node for graph in seen for node in graph.nodes if node.op == "call_function"]

@@ -38,8 +38,11 @@ def reference(mesh: Mesh) -> dict[tuple[str, str], Outcome]:
 
 
 def ranks(rank: int, world: int, layouts: list[dict[str, int]]) -> tuple[list[Any], Any]:
-    runs = RUNS if world == 2 else FEW_RUNS
-    found = [outcomes(make_mesh("cpu", **layout), runs) for layout in layouts]
+    """Every loss over two context ranks; in other layouts few, for `test_layout_invariance` has all of them."""
+    found = [
+        outcomes(make_mesh("cpu", **layout), RUNS if (world, layout) == (2, {"context": 2}) else FEW_RUNS)
+        for layout in layouts
+    ]
     return found if rank == 0 else [], poisoned(make_mesh("cpu"), clean_samples())
 
 

@@ -116,6 +116,7 @@ def test_programs_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     left: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", left.append)
+    monkeypatch.setattr("padfree.rollout.environment.agent.GRACE", 0.5)  # which the other program outlives
     with pytest.raises(ValueError, match=r"took more than 1 s \(rollout.episode_timeout\) for 'rows.jsonl:q'"):
         play(agent_episode(hangs), {}, prompt("q"), template=CHAT, reward=lambda answer, row: 0.0, timeout=1.0)
     gc.collect()
