@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -112,16 +113,17 @@ def part_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Every module named in an import statement below `tree`, with the names taken from it appended."""
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Every module named in an import statement of a file, with the names taken from it appended."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def names_package(module: str, package: str) -> bool:
@@ -130,8 +132,7 @@ def names_package(module: str, package: str) -> bool:
 
 def parts_imported(path: Path) -> set[str]:
     """The parts of padfree that a file imports from, its own left out."""
-    modules = imports(ast.parse(path.read_text()))
-    return {module.split(".")[1] for module in modules if module.startswith("padfree.")} - {part_of(path)}
+    return {module.split(".")[1] for module in imports(path) if module.startswith("padfree.")} - {part_of(path)}
 
 
 def test_every_permission_is_used() -> None:
@@ -153,7 +154,7 @@ def test_imports_follow_the_table(path: Path) -> None:
     if part in ("__init__", "__main__"):
         return
     assert part in MAY_IMPORT, f"{part} has no row in the import table"
-    modules = imports(ast.parse(path.read_text()))
+    modules = imports(path)
     used = parts_imported(path)
     assert used <= MAY_IMPORT[part], f"{path.name} imports {sorted(used - MAY_IMPORT[part])}"
     stem = str(path.relative_to(SOURCE)).removesuffix(".py")
