@@ -555,4 +555,6 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
 
 if __name__ == "__main__":
     as_started_by_torchrun()
-    sys.exit(worker(Path(sys.argv[1]), int(sys.argv[2])))
+    code = worker(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(code)  # a forked worker that returns 0 would wait for torchrun, which after a signal waits for the worker
