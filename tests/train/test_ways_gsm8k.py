@@ -22,8 +22,6 @@ PROBLEMS, QUESTIONS = 6, 4
 WRITERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 LAYOUTS = {"1": (1, 1), "2 data": (2, 1), "2 context": (2, 2), "2 x 2": (4, 2)}  # processes, context ranks
 EXPORTED = ("1", "2 x 2")
-HALVES = {"2 data": tuple(WAYS)[::2], "2 context": tuple(WAYS)[1::2]}
-"""All ways are trained over data and context ranks together, and each over one kind of them alone."""
 POLICY, SCALAR = ("clip", "gspo", "cispo"), ("reward", "adapters")
 
 
@@ -74,15 +72,11 @@ def config_of(folder: Path, way: str, layout: str) -> Config:
     )
 
 
-def layouts_of(way: str) -> list[str]:
-    return [layout for layout in LAYOUTS if way in HALVES.get(layout, WAYS)]
-
-
 @pytest.mark.slow
 def test_every_way_is_the_same_on_any_layout(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics and evaluations of two steps; what was sampled; and exports, which transformers loads."""
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
-    configs = {layout: [config_of(folder, way, layout) for way in HALVES.get(layout, WAYS)] for layout in LAYOUTS}
+    configs = {layout: [config_of(folder, way, layout) for way in WAYS] for layout in LAYOUTS}
     ranks(0, 1, configs["1"])
     run_ranks(2, ranks, [*configs["2 data"], *configs["2 context"]])
     run_ranks(4, ranks, configs["2 x 2"])
@@ -92,7 +86,7 @@ def test_every_way_is_the_same_on_any_layout(folder: Path, tmp_path: Path, monke
         for line in expected:
             assert line["gradient_norm"] > 1e-3
             assert math.isfinite(line["loss"])
-        for layout in layouts_of(way):
+        for layout in LAYOUTS:
             place = folder / f"{way} {layout}"
             for line, other in zip(lines(place), expected, strict=True):
                 assert line == pytest.approx(other, rel=1e-5, abs=1e-5), (way, layout)
@@ -103,15 +97,13 @@ def test_every_way_is_the_same_on_any_layout(folder: Path, tmp_path: Path, monke
     for way in HELD_OUT:
         measured = lines(folder / f"{way} 1", "evaluation.jsonl")
         assert [line["step"] for line in measured] == [0, 2]
-        for layout in layouts_of(way):
+        for layout in LAYOUTS:
             for line, other in zip(lines(folder / f"{way} {layout}", "evaluation.jsonl"), measured, strict=True):
                 assert line == pytest.approx(other, rel=1e-5, abs=1e-5), (way, layout)
     for way in ("environment", "critic"):
         first = lines(folder / f"{way} 1")[0]
         assert (first["episodes"], first["samples_per_episode"], first["turns"]) == (4, 2, 2)
-        responses = [
-            [line["response"] for line in lines(folder / f"{way} {n}", "rollouts.jsonl")] for n in layouts_of(way)
-        ]
+        responses = [[line["response"] for line in lines(folder / f"{way} {n}", "rollouts.jsonl")] for n in LAYOUTS]
         assert all(found == responses[0] for found in responses)
     folders = [folder / f"critic {layout}" / "critic" for layout in EXPORTED]
     critics = [AutoModelForSequenceClassification.from_pretrained(place).state_dict() for place in folders]
