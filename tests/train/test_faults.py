@@ -30,7 +30,6 @@ from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.record.metrics import MetricsFile
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.signals import SAME_REQUEST_SECONDS
-from padfree.train.training_data import make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.train.cases import alone as alone_mesh
@@ -401,7 +400,6 @@ def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"^data.path: in memory has no samples; give files with at least one$"):
         make_loop(config, mesh, [])
     loop = make_loop(config, mesh)
-    loop.batcher = make_batcher(config, samples())
     loop.batcher.load_state_dict({**loop.batcher.state_dict(), "position": 36})
     with pytest.raises(ValueError, match=r"^data.path: it gave no batch; give files with at least one sample$"):
         loop.run()
