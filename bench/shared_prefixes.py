@@ -8,6 +8,8 @@
     python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
 
 ρ = G (P + R) / (P + G R) is how many times fewer tokens are computed; `gain` is the time without over the time with.
+`work` is how many times fewer FLOPs there are: responses still read the keys of their whole prompt, and the head scores
+as many tokens as before. `head` is the time of copying entries, head and loss, forward and backward, for all rows.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from padfree import Sample
+from padfree.attention.copies import take_copies
 from padfree.attention.paths import path_attention, prepare_path_keys
 from padfree.config.choices import SharePrefixes
 from padfree.cp import shard
@@ -35,14 +38,18 @@ from padfree.cp.allgather import local_attention
 from padfree.cp.keys import prepare_keys
 from padfree.cp.levels import attend_levels, prepare_levels
 from padfree.distributed import make_mesh
-from padfree.losses import ClipSettings, PolicySettings
+from padfree.estimate.flops import Flops
+from padfree.head import fused_loss
+from padfree.losses import ClipSettings, LossInputs, PolicySettings, make_token_loss
+from padfree.model import lm_head_of
 from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
 from padfree.train.engine import Engine, LossSettings
+from padfree.train.metrics import step_metrics
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
+from padfree.train.parallelize import inside, parallelize, transformations
 from padfree.train.scorer import Scorer
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -102,10 +109,43 @@ def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, fl
         if device.type == "cuda":
             found[f"GiB {name}"] = torch.cuda.max_memory_allocated() / 2**30
         found[f"scoring {name}"] = seconds(lambda: engine.scorer.logprobs(samples), device, repeats)
+        found[f"head {name}"] = head_seconds(engine, samples, repeats)
+        found[f"TFLOP {name}"] = tera_flops(engine, samples)
     plan = engine.scorer.plan(samples)
-    found["rho"] = plan.sharing
-    for what in ("update", "scoring"):
+    found["rho"], found["work"] = plan.sharing, found["TFLOP without"] / found["TFLOP with"]
+    for what in ("update", "scoring", "head"):
         found[f"{what} gain"] = found[f"{what} without"] / found[f"{what} with"]
+    return found
+
+
+def tera_flops(engine: Engine, samples: list[Sample]) -> float:
+    """Of forward and backward, by padfree's own count of what is computed."""
+    flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=engine.model.dtype)
+    report = engine.step(samples, lr=0.0)
+    return float(step_metrics(0, report, lr=0.0, seconds=1.0, flops=flops)["tflops_per_device"])
+
+
+def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
+    """From the hidden states of the rows, random ones, to the loss and back to their gradients."""
+    model, settings = engine.model, engine.settings
+    assert isinstance(settings.loss, PolicySettings)
+    rows = []
+    for batch, _ in engine.prepare(samples).rows:
+        size = (batch.local.input_ids.shape[-1], model.config.hidden_size)
+        hidden = torch.randn(size, device=engine.mesh.device, dtype=model.dtype).requires_grad_()
+        rows.append((batch, hidden, make_token_loss(LossInputs.from_batch(batch.local), settings.loss)))
+
+    def run(model: Any) -> None:
+        for batch, hidden, token_loss in rows:
+            local = batch.local
+            copied = hidden if local.entries is None else take_copies(hidden, local.entries.rows)
+            fused_loss(
+                copied, lm_head_of(model), local.labels, token_loss, num_labels=batch.num_labels,
+                memory=settings.head_memory,
+            ).loss.backward()  # type: ignore[no-untyped-call]  # fmt: skip
+
+    found = seconds(lambda: inside(model, run), engine.mesh.device, repeats)
+    engine.optimizer.zero_grad(set_to_none=True)
     return found
 
 

@@ -169,9 +169,9 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
 
 def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
     loop = make_loop(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
-    assert loop.critic is not None
+    assert loop.batches.critic is not None
     seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-    policy_model, critic_model = loop.engine.model, loop.critic.engine.model
+    policy_model, critic_model = loop.engine.model, loop.batches.critic.engine.model
     loop.updates.on_step = lambda _: seen.append((weights_of(policy_model), weights_of(critic_model)))
     before = weights_of(loop.engine.model)
     loop.run()
@@ -200,9 +200,9 @@ def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folde
     """The score of a text is the value of what follows it; a run goes on with the exported one."""
     loop = make_loop(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
     loop.run()
-    assert loop.critic is not None
-    exported = export_critic(loop.critic, tmp_path / "critic")
-    found, _ = loop.critic.judged(several_turns())
+    assert loop.batches.critic is not None
+    exported = export_critic(loop.batches.critic, tmp_path / "critic")
+    found, _ = loop.batches.critic.judged(several_turns())
     kind: Any = AutoModelForSequenceClassification
     model = kind.from_pretrained(exported).eval()
     assert model.config.num_labels == 1

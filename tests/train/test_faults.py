@@ -400,7 +400,7 @@ def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"^data.path: in memory has no samples; give files with at least one$"):
         make_loop(config, mesh, [])
     loop = make_loop(config, mesh)
-    loop.batcher.load_state_dict({**loop.batcher.state_dict(), "position": 36})
+    loop.batches.batcher.load_state_dict({**loop.batches.batcher.state_dict(), "position": 36})
     with pytest.raises(ValueError, match=r"^data.path: it gave no batch; give files with at least one sample$"):
         loop.run()
 

@@ -59,6 +59,10 @@ class Batches:
         """Whether the model writes the samples."""
         return self.make_samples is not None or self.ahead is not None
 
+    def cursor(self) -> dict[str, Any]:
+        """The place in the data behind the batch that was taken last."""
+        return self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()
+
     def next(self, step: int) -> RolloutBatch | None:
         """None after the last. `step`: how many updates have been made, which is the version of the policy."""
         times = BatchTimes()

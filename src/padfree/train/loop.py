@@ -116,8 +116,7 @@ class Loop:
         makes the samples in place of `make_samples`, from the same batcher. `journal` is where sampled
         responses are kept until a checkpoint is made.
         """
-        self.teacher, self.critic, self.ahead, self.evaluate = teacher, critic, ahead, evaluate
-        self.config, self.engine, self.batcher, self.reference = config, engine, batcher, reference
+        self.config, self.engine, self.evaluate = config, engine, evaluate
         self.batches = Batches(
             config,
             engine,
@@ -219,8 +218,8 @@ class Loop:
         ):
             if self.step == 0 and self.config.eval.start:
                 self._evaluation()
-            if self.ahead is not None and self._batch is not None:  # of the checkpoint
-                self.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
+            if self.batches.ahead is not None and self._batch is not None:  # of the checkpoint
+                self.batches.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
                 if self._batch is None:
                     self._batch = self._following or self.batches.next(self.step)
@@ -232,8 +231,8 @@ class Loop:
                     self.events.write("compile", step=self.step - 1, **compiler.take())
                 if self._batch.finished:
                     self._batch = None
-                    if self.reference is not None:
-                        self.reference.after_batch(self.engine.model)
+                    if self.batches.reference is not None:
+                        self.batches.reference.after_batch(self.engine.model)
                 # While the device is at work on an update, what the ranks said when the one before it began must do.
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
                     self._evaluation()
@@ -302,7 +301,7 @@ class Loop:
         if part == len(batch.parts):
             if self.batches.sampled or isinstance(self.engine.settings.loss, PolicySettings):
                 return
-            cursor = self.batcher.state_dict()
+            cursor = self.batches.batcher.state_dict()
             self._following = self.batches.next(self.step)
             if self._following is None:
                 return
@@ -321,10 +320,10 @@ class Loop:
         lr = self.config.optimizer.lr * factor
         begin = time.perf_counter()
         apply = True
-        if self.critic is not None:
+        if self.batches.critic is not None:
             settings = self.config.critic
             own = (settings.lr or self.config.optimizer.lr) * factor
-            metrics |= self.critic.step(batch.samples_of(batch.done)[0], lr=own, step=self.step)
+            metrics |= self.batches.critic.step(batch.samples_of(batch.done)[0], lr=own, step=self.step)
             apply = self.step >= settings.warmup
         prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
         self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote, apply=apply)
@@ -342,26 +341,26 @@ class Loop:
         self.updates.finish()
         extra: dict[str, Any] = {
             "step": self.step,
-            "batcher": self._cursor or (self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()),
+            "batcher": self._cursor or self.batches.cursor(),
             MADE_WITH: self.made_with,
         }
         if self.journal is not None:
-            self.journal.turn(self.step, after=extra["batcher"]["step"], highest=self.batcher.step)
-        if self.ahead is not None:
-            extra |= self.ahead.state()
+            self.journal.turn(self.step, after=extra["batcher"]["step"], highest=self.batches.batcher.step)
+        if self.batches.ahead is not None:
+            extra |= self.batches.ahead.state()
         if self._batch is not None:
             extra |= self._batch.state()
         if self.best is not None:
             extra["best"] = asdict(self.best)
-        if self.reference is not None:
-            extra["reference"] = self.reference.state_dict()
+        if self.batches.reference is not None:
+            extra["reference"] = self.batches.reference.state_dict()
         self._saved = self.checkpointer.save(
             self.step,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
             extra=extra,
             rank_state=random_state(),
-            reference=None if self.reference is None else self.reference.saved(),
+            reference=None if self.batches.reference is None else self.batches.reference.saved(),
             critic=self._trained_critic(),
         )
         self._saved_step = self.step
@@ -369,11 +368,12 @@ class Loop:
             self.journal.drop()
 
     def _trained_critic(self) -> Trained | None:
-        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
+        critic = self.batches.critic
+        return None if critic is None else Trained(critic.engine.model, critic.engine.optimizer)
 
     def _reference_record(self) -> dict[str, Any] | None:
         """Of a reference model with weights of its own, unless they change in the run: then checkpoints hold them."""
-        reference = self.reference
+        reference = self.batches.reference
         if not isinstance(reference, ModelReference):
             return None
         stays = reference.every is None
@@ -385,7 +385,7 @@ class Loop:
     def _teacher_fingerprint(self) -> str | None:
         """Of the weights that distillation learns from, as a loss or as an advantage."""
         row_loss = self.engine.row_loss
-        found = None if self.teacher is None else self.teacher.model
+        found = None if self.batches.teacher is None else self.batches.teacher.model
         if isinstance(row_loss, DistillationRowLoss):
             found = row_loss.teacher
         return None if found is None else self.checkpointer.fingerprint(named_tensors(found))
@@ -400,32 +400,32 @@ class Loop:
         if changed:
             note(change_line(path, changed))
         for key in (RESPONSES, EPISODES):
-            if extra.get(key) and (self.ahead is None or self.ahead.key != key):
-                why = "rollout.staleness is 0 now" if self.ahead is None else "rollout.environment has changed"
+            if extra.get(key) and (self.batches.ahead is None or self.batches.ahead.key != key):
+                why = "rollout.staleness is 0 now" if self.batches.ahead is None else "rollout.environment has changed"
                 note(f"{len(extra[key])} responses that {path} has ahead are dropped: {why}")
         return changed
 
     def _resume(self, path: Path) -> None:
-        engines = [self.engine, *([] if self.critic is None else [self.critic.engine])]
+        engines = [self.engine, *([] if self.batches.critic is None else [self.batches.critic.engine])]
         groups = [group for engine in engines for group in engine.optimizer.param_groups]
         options = [{name: group[name] for name in CHANGEABLE} for group in groups]
         extra, rank_state = self.checkpointer.load(
             path,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
-            reference=None if self.reference is None else self.reference.tensors(),
+            reference=None if self.batches.reference is None else self.batches.reference.tensors(),
             critic=self._trained_critic(),
         )
         groups = [group for engine in engines for group in engine.optimizer.param_groups]
         for group, own in zip(groups, options, strict=True):
             group.update(own)  # the settings of this start, not those of the checkpoint
-        self.batcher.load_state_dict(extra["batcher"])
-        if self.reference is not None and "reference" in extra:
-            self.reference.load_state_dict(extra["reference"])
+        self.batches.batcher.load_state_dict(extra["batcher"])
+        if self.batches.reference is not None and "reference" in extra:
+            self.batches.reference.load_state_dict(extra["reference"])
         if KEY in extra:
-            self._batch = RolloutBatch.restored(extra, **self.batches.minibatch_settings(self.batcher.step))
-        if self.ahead is not None:
-            self.ahead.restore(extra)
+            self._batch = RolloutBatch.restored(extra, **self.batches.minibatch_settings(self.batches.batcher.step))
+        if self.batches.ahead is not None:
+            self.batches.ahead.restore(extra)
         self.step = self._saved_step = int(extra["step"])
         self._saved = path
         self._restore_best(extra.get("best"))

@@ -155,8 +155,8 @@ def _train(
         if loop.best is not None:
             loop.load_best()
             export(config, engine.model, loop.folder / BEST_MODEL, tokenizer, dtype=dtype)
-        if loop.critic is not None:
-            export_critic(loop.critic, loop.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
+        if loop.batches.critic is not None:
+            export_critic(loop.batches.critic, loop.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
     return result
 
 

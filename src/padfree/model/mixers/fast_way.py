@@ -78,7 +78,7 @@ def settled_way(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, devic
         def call(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
             return _first(found.forward(tried, **{mixer.hidden: values[None], found.boundaries: segments}))[0]
 
-        reason = _trial("fast", call, module, mixer, config, device, way.dtypes[0])
+        reason = _Trial("fast", call, module, mixer, config, device, way.dtypes[0]).reason()
         if reason is None:
             return way
     if device.type == "cuda":
@@ -94,7 +94,7 @@ def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedCon
     def call(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
         return _by_segment(type(tried).forward, tried, mixer, values)
 
-    return _trial("own", call, module, mixer, config, device, torch.bfloat16) is None
+    return _Trial("own", call, module, mixer, config, device, torch.bfloat16).reason() is None
 
 
 _SAID: set[str] = set()
@@ -109,78 +109,80 @@ def _say_once(message: str) -> None:
 _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 
-def _trial(
-    name: str,
-    call: Function,  # (module, hidden states [T, D], Segments) -> [T, D]
-    module: nn.Module,
-    mixer: Mixer,
-    config: PreTrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str | None:
-    """Why `call` is not right on this machine; None if it is. Once a process for each name, class, config, device."""
-    key = (name, qualified_name(type(module)), repr(config), device)
-    if key not in _TRIALS:
-        devices = [device] if device.type == "cuda" else []
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            with (
-                torch.random.fork_rng(devices=devices),
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                torch.autocast(device.type, enabled=False),
-            ):
-                _TRIALS[key] = _difference(call, module, mixer, config, device, dtype)
-        except Exception as error:  # a kernel that does not compile here, a class that is made in another way
-            _TRIALS[key] = f"the trial failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-        finally:
-            torch.set_default_dtype(default)
-    return _TRIALS[key]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    """A way to compute a mixer, tried on a copy of it with random weights."""
 
+    name: str  # of the way
+    call: Function  # (module, hidden states [T, D], Segments) -> [T, D]
+    module: nn.Module
+    mixer: Mixer
+    config: PreTrainedConfig
+    device: torch.device
+    dtype: torch.dtype
 
-def _difference(
-    call: Function,
-    module: nn.Module,
-    mixer: Mixer,
-    config: PreTrainedConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str | None:
-    module_class: Any = type(module)
-    torch.manual_seed(0)
-    with device:
-        exact: nn.Module = module_class(config, int(getattr(module, "layer_idx", 0))).train()
-    for name, constant in module.named_buffers(recurse=False):  # some of which a model makes after its layers
-        exact.register_buffer(name, constant.detach().clone())
-    with torch.no_grad():
-        for name, parameter in exact.named_parameters():  # some classes leave them as the memory was
-            if parameter.ndim >= 2:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-            else:
-                parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
-        if (decay := decay_of(exact)) is not None:  # a slow one: states that last show a leak
-            decay.uniform_(math.log(0.02), math.log(0.05))
-    segments = Segments.from_lengths(LENGTHS, device=device)
-    hidden = torch.randn(segments.num_tokens, config.hidden_size, device=device)
-    weights = torch.randn(segments.num_tokens, config.hidden_size, device=device)
-    rounded = deepcopy(exact).to(dtype)
-    for parameter, lower in zip(exact.parameters(), rounded.parameters(), strict=True):
-        parameter.data.copy_(lower.data)
-    hidden, weights = (values.to(dtype).float() for values in (hidden, weights))
-    plain = reference_forward(module_class) or module_class.forward
+    def reason(self) -> str | None:
+        """Why it is not right on this machine; None if it is. Once a process for each name, class, config, device."""
+        key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
+        if key not in _TRIALS:
+            devices = [self.device] if self.device.type == "cuda" else []
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            try:
+                with (
+                    torch.random.fork_rng(devices=devices),
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                    torch.autocast(self.device.type, enabled=False),
+                ):
+                    _TRIALS[key] = self._difference()
+            except Exception as error:  # a kernel that does not compile here, a class that is made in another way
+                _TRIALS[key] = f"the trial failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+            finally:
+                torch.set_default_dtype(default)
+        return _TRIALS[key]
 
-    def by_plain(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
-        return _by_segment(plain, tried, mixer, values)
+    def _difference(self) -> str | None:
+        exact = self._copy()
+        segments = Segments.from_lengths(LENGTHS, device=self.device)
+        hidden = torch.randn(segments.num_tokens, self.config.hidden_size, device=self.device)
+        weights = torch.randn(segments.num_tokens, self.config.hidden_size, device=self.device)
+        rounded = deepcopy(exact).to(self.dtype)
+        for parameter, lower in zip(exact.parameters(), rounded.parameters(), strict=True):
+            parameter.data.copy_(lower.data)
+        low_hidden, low_weights = hidden.to(self.dtype), weights.to(self.dtype)
+        module_class: Any = type(self.module)
+        plain = reference_forward(module_class) or module_class.forward
 
-    expected = _outcome(by_plain, exact, hidden, weights, segments)
-    noisy = _outcome(by_plain, rounded, hidden.to(dtype), weights.to(dtype), segments)
-    found = _outcome(call, rounded, hidden.to(dtype), weights.to(dtype), segments)
-    for name, value in expected.items():
-        noise, difference = _apart(noisy[name], value), _apart(found[name], value)
-        if not difference <= NOISE_FACTOR * noise + NOISE_FLOOR:
-            return f"on this machine its {name} differs by {difference:.1e}, and rounding alone by {noise:.1e}"
-    return None
+        def by_plain(tried: nn.Module, values: Tensor, segments: Segments) -> Tensor:
+            return _by_segment(plain, tried, self.mixer, values)
+
+        expected = _outcome(by_plain, exact, low_hidden.float(), low_weights.float(), segments)
+        noisy = _outcome(by_plain, rounded, low_hidden, low_weights, segments)
+        found = _outcome(self.call, rounded, low_hidden, low_weights, segments)
+        for name, value in expected.items():
+            noise, difference = _apart(noisy[name], value), _apart(found[name], value)
+            if not difference <= NOISE_FACTOR * noise + NOISE_FLOOR:
+                return f"on this machine its {name} differs by {difference:.1e}, and rounding alone by {noise:.1e}"
+        return None
+
+    def _copy(self) -> nn.Module:
+        """A module of the same class and sizes with random weights, in float32."""
+        module_class: Any = type(self.module)
+        torch.manual_seed(0)
+        with self.device:
+            made: nn.Module = module_class(self.config, int(getattr(self.module, "layer_idx", 0))).train()
+        for name, constant in self.module.named_buffers(recurse=False):  # some of which a model makes after its layers
+            made.register_buffer(name, constant.detach().clone())
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():  # some classes leave them as the memory was
+                if parameter.ndim >= 2:
+                    parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+            if (decay := decay_of(made)) is not None:  # a slow one: states that last show a leak
+                decay.uniform_(math.log(0.02), math.log(0.05))
+        return made
 
 
 def _by_segment(forward: Function, module: nn.Module, mixer: Mixer, values: Tensor) -> Tensor:
