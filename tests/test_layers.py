@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "padfree"
 
 MAY_IMPORT: dict[str, set[str]] = {
     "warning": set(),
+    "collector": set(),
     "arrays": set(),
     "sizes": set(),
     "nodes": {"arrays"},
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention",
         "batch",
         "checkpoint",
+        "collector",
         "config",
         "cp",
         "data",
@@ -72,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"batch", "config", "cp", "data", "distributed", "losses", "model", "packing", "sizes", "train"},
     "cli": {
         "check",
+        "collector",
         "config",
         "distributed",
         "estimate",
@@ -89,6 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 MUST_NOT_IMPORT: dict[str, set[str]] = {
     "arrays": {"torch"},
+    "collector": {"torch"},
     "sizes": {"torch", "transformers"},
     "config": {"torch"},
     "data": {"torch.distributed"},

@@ -189,9 +189,9 @@ def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp
         part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": count}), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    assert whole.critic is not None
-    assert part.critic is not None
-    for one, other in ((whole.engine, part.engine), (whole.critic.engine, part.critic.engine)):
+    assert whole.batches.critic is not None
+    assert part.batches.critic is not None
+    for one, other in ((whole.engine, part.engine), (whole.batches.critic.engine, part.batches.critic.engine)):
         for name, weight in weights_of(one.model).items():
             assert torch.equal(weight, weights_of(other.model)[name]), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,17 @@ def test_imports_happen_in_order_and_off_the_main_thread(packages: Path) -> None
         imports.wait()
         assert sys.modules["early_one"].thread is not threading.main_thread()
         assert sys.modules["early_two"].before
+
+
+def test_the_garbage_collector_rests_until_they_are_imported(packages: Path) -> None:
+    (packages / "early_one.py").write_text("import gc\nenabled = gc.isenabled()\n")
+    with EarlyImports(["early_one"]) as imports:
+        imports.wait()
+        assert not sys.modules["early_one"].enabled
+        assert gc.isenabled()
+    with EarlyImports(["early_one"]):  # a run that is refused
+        pass
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("content", ["raise RuntimeError('broken')", "import early_nothing", "this is no Python"])

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import COMMANDS
+from padfree.collector import paused_collector
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 
@@ -67,11 +68,12 @@ def run(settings: argparse.Namespace) -> None:
             print(line)
         return
 
-    import torch
+    with paused_collector():
+        import torch
 
-    from padfree.distributed import PeerLostError
-    from padfree.train.engine import NonFiniteError
-    from padfree.train.run import train
+        from padfree.distributed import PeerLostError
+        from padfree.train.engine import NonFiniteError
+        from padfree.train.run import train
 
     try:
         with progress(config.run.steps, shown=first) as shown:

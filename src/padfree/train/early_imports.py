@@ -14,10 +14,11 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from padfree.attention import BACKENDS
+from padfree.collector import paused_collector
 from padfree.config import Config
 
 HEAD = ("triton", "triton.tools.tensor_descriptor")
@@ -48,9 +49,11 @@ class EarlyImports:
         self._modules = tuple(modules)
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
+        self._paused = ExitStack()
 
     def __enter__(self) -> EarlyImports:
         if self._modules:
+            self._paused.enter_context(paused_collector())
             self._thread = threading.Thread(target=self._run, name="early imports")
             self._thread.start()
         return self
@@ -63,11 +66,17 @@ class EarlyImports:
                 importlib.import_module(module)
 
     def wait(self) -> None:
-        """Until every module is imported, or has failed to be."""
+        """Until every module is imported, or has failed to be.
+
+        The engine comes after it: it asks for the compiler and for kernels, and two threads that import the modules of
+        one cycle may each be given half of it.
+        """
         if self._thread is not None:
             self._thread.join()
+        self._paused.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._left.set()
+        self._paused.close()

@@ -19,11 +19,10 @@ resumed run makes the steps that an undisturbed one would have made, on any numb
 
 from __future__ import annotations
 
-import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 
 from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.checkpoint.manifest import Trained
+from padfree.collector import quiet_collector
 from padfree.config import Config
 from padfree.config.choices import LOWER_IS_BETTER, Better
 from padfree.distributed import raise_together
@@ -214,7 +214,7 @@ class Loop:
             closing(self.trackers),
             self.checkpointer.finishing(),
             CompilerWatch(self._compiling) as compiler,
-            _quiet_collector(self.mesh.device.type == "cuda"),
+            quiet_collector() if self.mesh.device.type == "cuda" else nullcontext(),
         ):
             if self.step == 0 and self.config.eval.start:
                 self._evaluation()
@@ -471,17 +471,3 @@ def refusal(function: Callable[[Config], object], config: Config) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-@contextmanager
-def _quiet_collector(wanted: bool) -> Iterator[None]:
-    """Python's garbage collector leaves alone what is there already: it would look through all these objects in the
-    middle of a step, which may take no longer than that."""
-    if wanted:
-        gc.collect()
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if wanted:
-            gc.unfreeze()
