@@ -304,6 +304,24 @@ def loss_config(**changes: Any) -> Callable[[], Any]:
     return lambda: config_from_dict(with_changes(loss={"kind": "clip", **changes}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "current"),
+        ({"kind": "gspo", "corrections": ["token_tis", "icepop"]}, "current"),
+        ({"epochs": 2}, "trainer"),
+        ({"mini_batches": 2}, "trainer"),
+        ({"corrections": ["token_tis", "sequence_tis"]}, "trainer"),
+        ({"corrections": ["opsm"]}, "trainer"),
+        ({"old_policy": "trainer"}, "trainer"),
+        ({"old_policy": "sampler"}, "sampler"),
+    ],
+    ids=str,
+)
+def test_the_old_policy_is_the_current_one_where_that_is_the_same(changes: dict[str, Any], expected: str) -> None:
+    assert loss_config(**changes)().loss.settings().old_policy == expected
+
+
 def test_a_recipe_is_refused_for_what_the_losses_refuse() -> None:
     """Wherever a bound stands: in the table of its kind, beside the kind, or in the losses' own settings."""
 

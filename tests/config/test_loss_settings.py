@@ -91,4 +91,4 @@ def test_a_kind_is_a_table_of_a_recipe_and_a_file_of_the_objectives() -> None:
     assert files - {"__init__", "contract", "custom"} == set(OBJECTIVES)
     for name, kind in OBJECTIVES.items():
         assert callable(objectives._built_in(name))
-        assert PolicySettings(objective=kind()) == LossConfig(kind=name).settings()
+        assert PolicySettings(objective=kind()) == LossConfig(kind=name, old_policy="trainer").settings()

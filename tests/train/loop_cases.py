@@ -21,6 +21,8 @@ RL: dict[str, Any] = {
     "batch": {"samples": 6, "max_tokens": 16},
     "loss": {"kind": "clip", "epochs": 2, "mini_batches": 2, "weights": "sample-mean", "kl_coefficient": 0.1},
 }
+ONE_UPDATE: dict[str, Any] = {"batch": RL["batch"], "loss": {"kind": "clip", "weights": "sample-mean"}}
+"""RL that makes one update with each batch."""
 TIMES = (
     "seconds",
     "tokens_per_second",

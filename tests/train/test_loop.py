@@ -21,7 +21,7 @@ from padfree.train.loop import Loop, RunResult
 from padfree.train.training_data import make_batcher
 from tests.ranks import run_ranks
 from tests.train.cases import weights_of
-from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.loop_cases import ONE_UPDATE, RL, SFT, lines, make_config, make_loop, samples, save_config
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,9 @@ def test_metrics_do_not_depend_on_the_layout_nor_on_a_resume(mesh: Mesh, model_f
 
 
 @pytest.mark.parametrize(
-    "sections", [SFT, RL, {"batch": {"tokens": 30, "max_tokens": 16}}], ids=["sft", "rl", "tokens"]
+    "sections",
+    [SFT, RL, ONE_UPDATE, {"batch": {"tokens": 30, "max_tokens": 16}}],
+    ids=["sft", "rl", "rl, one update", "tokens"],
 )
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     whole = make_loop(make_config(tmp_path / "whole", model_folder, **sections), mesh)
@@ -68,6 +70,30 @@ def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, model_folder: P
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     for name, weight in weights_of(whole.engine.model).items():
         assert torch.equal(weight, weights_of(part.engine.model)[name]), name
+
+
+@pytest.mark.parametrize("changes", [{}, {"kind": "gspo"}, {"kl_coefficient": 0.1}, {"temperature": 0.7}], ids=str)
+def test_one_update_with_a_batch_needs_no_old_logprobs(
+    changes: dict[str, Any], mesh: Mesh, model_folder: Path, tmp_path: Path
+) -> None:
+    """The policy before the update is the one that the update computes: the same run, without a pass over the batch."""
+    loops = {}
+    for old_policy in ("auto", "trainer"):
+        loss = {**ONE_UPDATE["loss"], **changes, "old_policy": old_policy}
+        loops[old_policy] = make_loop(
+            make_config(tmp_path / old_policy, model_folder, batch=ONE_UPDATE["batch"], loss=loss), mesh
+        )
+        loops[old_policy].run()
+    written = {name: (tmp_path / name / "metrics.jsonl").read_text() for name in loops}
+    assert "seconds/old_logprobs" in written["trainer"]
+    assert "seconds/old_logprobs" not in written["auto"]
+    assert not loops["auto"].batches.waits_for_updates
+    assert loops["trainer"].batches.waits_for_updates
+    for line, other in zip(lines(tmp_path / "auto"), lines(tmp_path / "trainer"), strict=True):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+        assert line["loss/ratio"] == 1.0
+    for name, weight in weights_of(loops["auto"].engine.model).items():
+        torch.testing.assert_close(weight, weights_of(loops["trainer"].engine.model)[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("refresh", [1, 2])

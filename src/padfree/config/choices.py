@@ -34,6 +34,7 @@ WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "teacher", "given"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 OldPolicy = Literal["trainer", "sampler", "current"]
+OldPolicySetting = Literal["auto", "trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 SequenceStatistic = Literal["mean", "sum", "token"]
 DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]

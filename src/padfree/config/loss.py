@@ -13,9 +13,18 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from padfree.config.choices import LOSSES_WITH_COMMAND, Advantage, KLEstimator, ModelHead, OldPolicy, WeightMode
+from padfree.config.choices import (
+    LOSSES_WITH_COMMAND,
+    Advantage,
+    KLEstimator,
+    ModelHead,
+    OldPolicy,
+    OldPolicySetting,
+    WeightMode,
+)
 from padfree.config.functions import is_path
 from padfree.config.loss_settings import (
+    TOKEN_CORRECTIONS,
     CISPOSettings,
     ClipSettings,
     Correction,
@@ -61,7 +70,7 @@ class LossConfig:
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
     dpo: DPOSettings = field(default_factory=DPOSettings)
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
-    old_policy: OldPolicy = "trainer"
+    old_policy: OldPolicySetting = "auto"
     corrections: tuple[str, ...] = ()  # names of those below
     token_tis: TokenTISSettings = field(default_factory=TokenTISSettings)
     sequence_tis: SequenceTISSettings = field(default_factory=SequenceTISSettings)
@@ -98,12 +107,22 @@ class LossConfig:
             return self.distill
         return PolicySettings(
             objective=self._objective(),
-            old_policy=self.old_policy,
+            old_policy=self._old_policy(),
             corrections=tuple(getattr(self, name) for name in self.corrections),
             kl_coefficient=self.kl_coefficient,
             kl_estimator=self.kl_estimator,
             entropy_coefficient=self.entropy_coefficient,
         )
+
+    def _old_policy(self) -> OldPolicy:
+        """`auto`: the current policy where every batch serves one update, for it is the trainer's from before then.
+
+        That saves a pass over the batch. Corrections of whole sequences need the log-probabilities beforehand.
+        """
+        if self.old_policy != "auto":
+            return self.old_policy
+        by_token = all(isinstance(getattr(self, name), TOKEN_CORRECTIONS) for name in self.corrections)
+        return "current" if self.epochs == self.mini_batches == 1 and by_token else "trainer"
 
     def _objective(self) -> Objective:
         if is_path(self.kind):
@@ -186,7 +205,7 @@ class LossConfig:
         name_of = {"distill": "distillation", "reward": "a reward model"}.get(self.kind, self.kind.upper())
         for name, unset in (
             ("advantage", "grpo"),
-            ("old_policy", "trainer"),
+            ("old_policy", "auto"),
             ("corrections", ()),
             ("kl_coefficient", 0.0),
             ("entropy_coefficient", 0.0),

@@ -208,6 +208,10 @@ class OPSMSettings(Correction):
     delta: float = number(1e-4, 0.0, math.inf, "give 0 or more")
 
 
+TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
+"""The factor of a token depends on that token alone."""
+
+
 # Policy losses
 
 

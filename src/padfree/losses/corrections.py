@@ -36,9 +36,6 @@ from padfree.losses.kl import LOG_RATIO_BOUND
 from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
 from padfree.losses.types import LossInputs
 
-TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
-"""These look at one token alone."""
-
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
     """[T] product of the corrections that look at one token alone."""

@@ -59,6 +59,15 @@ class Batches:
         """Whether the model writes the samples."""
         return self.make_samples is not None or self.ahead is not None
 
+    @property
+    def waits_for_updates(self) -> bool:
+        """Whether a batch needs the model, or a reference, as the updates with the batches before it leave them."""
+        settings = self.engine.settings.loss
+        if self.sampled or not isinstance(settings, PolicySettings):
+            return self.sampled
+        asked = (self.reference, self.teacher, self.critic)
+        return needs_old_logprobs(settings) or any(model is not None for model in asked)
+
     def cursor(self) -> dict[str, Any]:
         """The place in the data behind the batch that was taken last."""
         return self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()

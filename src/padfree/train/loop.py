@@ -37,7 +37,6 @@ from padfree.config.choices import LOWER_IS_BETTER, Better
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
-from padfree.losses import PolicySettings
 from padfree.model.load import named_tensors
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
@@ -292,14 +291,14 @@ class Loop:
     def _look_ahead(self, batch: RolloutBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
 
-        The next batch of RL does: its responses, or their old log-probabilities, come from the updated model.
+        The next batch of RL may do: its responses, or their old log-probabilities, come from the updated model.
         """
         self._ahead = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
             return
         following, part = batch, batch.done + 1
         if part == len(batch.parts):
-            if self.batches.sampled or isinstance(self.engine.settings.loss, PolicySettings):
+            if self.batches.waits_for_updates:
                 return
             cursor = self.batches.batcher.state_dict()
             self._following = self.batches.next(self.step)
