@@ -191,7 +191,12 @@ def plain_gradients(config: Config, samples: list[Sample], old: list[Any]) -> di
 
 
 def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", model_folder, batch={"samples": 12, "max_tokens": 60, "overlong": "alone"})
+    config = make_config(
+        tmp_path / "run",
+        model_folder,
+        batch={"samples": 12, "max_tokens": 60, "overlong": "alone"},
+        loss={"old_policy": "trainer"},
+    )
     with distributed(device="cpu"):
         samples = first_samples(config)
         assert len(samples) == 24, "12 episodes of 2 leaves"
