@@ -6,6 +6,7 @@ with a GPU it does not see it, and neither do the processes that it starts.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Generator
@@ -16,9 +17,8 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-import torch._inductor.config as inductor
 
-inductor.cpp.simdlen = 1  # the same code on every processor, which g++ translates a quarter faster
+import tests.compiler_settings  # noqa: F401
 
 hypothesis.settings.register_profile(
     "default",
@@ -46,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Which of torch's C++ warnings appear in the name of our code depends on the device and its driver.
         item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))
         item.add_marker(pytest.mark.filterwarnings("error::padfree.warning.PadfreeWarning"))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the garbage collector need not look at it."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or packages that count what they still hold at the end complain
 
 
 def _no_gpu() -> bool:

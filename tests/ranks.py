@@ -12,6 +12,7 @@ traceback; ranks that do not end in time are stopped, and the place where each o
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -42,6 +43,7 @@ PRELOAD = [
     "padfree.check",
     "padfree.cli.train",
     "padfree.train.run",
+    "tests.compiler_settings",
     "tests.models",
     "tests.train.loop_cases",
 ]
@@ -140,6 +142,7 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()
     torch.set_num_threads(1)
     for action, message, category, module, line in reversed(filters):  # the last one that is set is asked first
         warnings.filterwarnings(action, message, category, module, line)

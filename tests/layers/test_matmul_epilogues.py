@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import padfree.attention  # noqa: F401  (what is saved names its operator)
 from padfree.layers.compile import compile_layers
 from padfree.layers.ops import quack_support as support
 from padfree.layers.ops.quack_support import has_epilogues, is_supported

@@ -128,7 +128,7 @@ def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> No
     engine = make_engine(mesh, LOSSES["sft"], model, compile="aot_eager", checkpointing=checkpointing, max_tokens=1000)
     rng = np.random.default_rng(0)
     graphs = []
-    for step in range(40):
+    for step in range(20):
         lengths = tuple(int(n) for n in rng.integers(2, 14, size=int(rng.integers(1, 6))))
         engine.step(make_samples(lengths if step > 2 else (5, 7, 7), seed=step), lr=0.0)
         graphs.append(counters["stats"]["unique_graphs"])
