@@ -84,8 +84,8 @@ def main(folder: Path) -> None:
     os.environ["PADFREE_CACHE"] = str(folder / "cache")
     with (folder / "log").open("w") as file:
         os.dup2(file.fileno(), 2)
-    save_with_tokenizer(folder / "model")
-    save_with_tokenizer(folder / "teacher", hidden_size=48)
+    save_with_tokenizer(folder / "model", num_hidden_layers=1)
+    save_with_tokenizer(folder / "teacher", hidden_size=48, num_hidden_layers=1)
     write_data(folder, [(f"{a}+{b}=", f"the sum is {a + b}") for a in range(3) for b in (2, 5)])
     for way in WAYS:
         changes: dict[str, Any] = {"checkpoint": {"every": 1, "export": False}, "run": {"steps": STEPS}}
