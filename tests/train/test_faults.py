@@ -188,7 +188,7 @@ def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
 def write_recipe(folder: Path) -> Path:
     """A recipe of 8 steps with a model and data of its own, everything in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_with_tokenizer(folder / "model")
+    save_with_tokenizer(folder / "model", num_hidden_layers=1)
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
     (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.toml").write_text(f"""
@@ -278,6 +278,7 @@ def worker(folder: Path, kill_at: int) -> int:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    peers.POLL, peers.SILENCE = 0.25, 2.0
     for step in range(8):
         before_step(step, lambda: time.sleep(0.3))
     before_step(kill_at, die)
@@ -331,7 +332,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
 def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
     """Leave behind what this rank ended with, and when."""
-    peers.PATIENCE = 1.0
+    peers.POLL, peers.LINGER, peers.PATIENCE, peers.SILENCE = 0.1, 1.0, 1.0, 2.0
 
     def make(groups: Any) -> list[Sample]:
         if rank == 1 and how == "reward":
