@@ -35,6 +35,7 @@ from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.processes import alone, ended, forked
 
 KILLS = 20
 
@@ -48,55 +49,6 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config(tmp_path_factory.mktemp("model"))
-
-
-# Processes to kill: forked from one that has imported everything, has one thread and no process group
-
-
-def alone(function: Callable[[Path], Any], folder: Path) -> Any:
-    """The result of one of the functions below in such a process."""
-    process = rank_server().Process(target=in_folder, args=(function, folder))
-    process.start()
-    process.join(400)
-    ended_by_itself = process.exitcode is not None
-    process.kill()
-    process.join()
-    log = (folder / "alone.log").read_text()
-    assert ended_by_itself, log
-    assert process.exitcode == 0, log
-    return json.loads((folder / "result.json").read_text())
-
-
-def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["PADFREE_CACHE"] = str(folder / "cache")
-    with (folder / "alone.log").open("w") as file:
-        os.dup2(file.fileno(), 2)
-    (folder / "result.json").write_text(json.dumps(function(folder)))
-
-
-def forked(function: Callable[[int], int], output: Path) -> tuple[int, int]:
-    """A child that runs this and ends with the code it returns: its process id, and what it writes to its argument."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            with output.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            code = function(write)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)  # noqa: T201
-        sys.stdout.flush()
-        os._exit(code)
-    os.close(write)
-    return child, read
-
-
-def ended(child: int) -> int:
-    """Its exit code, or less than 0: what killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int | None = None) -> int:
