@@ -50,6 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What has been imported stays: the garbage collector need not look at it."""
+    gc.collect()
     gc.freeze()
 
 

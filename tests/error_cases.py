@@ -1730,7 +1730,7 @@ def a_run(
     """A whole run from the command line, in a folder that was changed before it."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
-        save_with_tokenizer(folder / "model")
+        shutil.copytree(model_folder("qwen3"), folder / "model")
         written(folder, "sft.jsonl", *({"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(4)))
         written(folder, "rl.jsonl", *({**ROLLOUT, "reward": float(a), "group": 0} for a in range(4)))
         small = ["model.path=FOLDER/model", "model.dtype=float32", "batch.samples=4", "batch.max_tokens=64"]

@@ -39,13 +39,16 @@ PRELOAD = [
     "torch.distributed.run",
     "numpy",
     "pytest",
+    "transformers.generation.utils",
     "transformers.modeling_utils",
     "padfree.check",
     "padfree.cli.train",
+    "padfree.rollout.in_process",
     "padfree.train.run",
     "tests.compiler_settings",
     "tests.models",
     "tests.train.loop_cases",
+    "tests.first_models",
 ]
 """What ranks need; what is missing here each of them imports again, which takes a second or more."""
 

@@ -20,9 +20,11 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     yield
     gc.unfreeze()
+    if frozen:
+        gc.freeze()
     if enabled:
         gc.enable()
     else:

@@ -87,10 +87,11 @@ CASES = [
     (0, ["-k", "other"], 5, "0 passed, 0 failed, 0 skipped"),
 ]
 PROGRAM = """
-import os, pathlib, sys
+import gc, os, pathlib, sys
 folder, cases = {given!r}
 sys.path.insert(0, {tests!r})
 import run_gpu_tests as command
+gc.freeze()  # pytest collects garbage again and again, and most objects are torch's
 print(command.torch.cuda.is_available(), flush=True)
 command.torch.cuda.is_available = lambda: True
 command.torch.cuda.get_device_name = lambda: "a GPU"
@@ -102,7 +103,9 @@ for number, options in enumerate(cases):
         with open("output", "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.exit(command.main([*options, "-q", "-n0", "-p", "no:cacheprovider"]))
+        code = command.main([*options, "-q", "-n0", "-p", "no:cacheprovider"])
+        sys.stdout.flush()
+        os._exit(code)  # without taking torch apart
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

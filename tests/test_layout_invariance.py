@@ -126,7 +126,8 @@ class Policy:
     """A small Qwen3 and a vector that makes values (or scores) of its hidden states."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.model: PreTrainedModel = attach(build("qwen3", hidden_size=32, intermediate_size=32, vocab_size=40))
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 40, "num_hidden_layers": 1}
+        self.model: PreTrainedModel = attach(build("qwen3", **sizes))
         self.head = lm_head_of(self.model)
         # Qwen3's own norm works in float32 whatever it is given, which is not what is tested here.
         for module in list(self.model.modules()):

@@ -20,6 +20,7 @@ from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft
 from padfree.data.store import ArrayWriter
 from padfree.packing import collate
 from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from tests.ranks import rank_server
 
 CHAT = tiny_tokenizer("chatml")
 BASE = tiny_tokenizer(kind="bos")
@@ -301,6 +302,8 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pyte
         assert a.uid == b.uid
         assert np.array_equal(a.tokens, b.tokens)
         assert np.array_equal(a.mask, b.mask)
+    server = rank_server()  # what a process does is the same however it was started, and from here it starts at once
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: server)
     with pytest.raises(ValueError, match=r"a\.jsonl line 8: no 'response'"):
         load_sft(path, CHAT, cache=tmp_path / "three", num_workers=1)
     assert multiprocessing.active_children() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
@@ -222,3 +223,9 @@ def test_numbers_of_all_sorts_are_taken(value: Any) -> None:
     result = Reward("mine:f", lambda response, row: value)("a", {}, 7)
     assert type(result) is float
     assert result == 1.0
+
+
+def test_a_process_that_judges_starts_without_torch() -> None:
+    """Or it would start, and start again, ten times as slowly."""
+    program = "import sys, padfree.data.reward_worker; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

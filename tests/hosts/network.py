@@ -165,6 +165,8 @@ def connected_hosts(count: int) -> Iterator[list[Host]]:
                 done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
                 for process in done.stdout.split():
                     os.kill(int(process), signal.SIGKILL)
+            # now, and not whenever the kernel takes the namespace down: the next test makes a link of this name
+            subprocess.run(["ip", "link", "del", host.link], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 

@@ -44,7 +44,8 @@ TIMES = (
 
 def save_config(folder: Path) -> Path:
     """A config file: load_model initialises the weights from the seed, tied embeddings among them."""
-    build("llama_tied", hidden_size=32, intermediate_size=32, vocab_size=VOCABULARY).config.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": VOCABULARY, "num_hidden_layers": 1}
+    build("llama_tied", **sizes).config.save_pretrained(folder)
     return folder / "config.json"
 
 

@@ -102,7 +102,7 @@ async def one_argument(prompt: Prompt) -> None:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True, num_hidden_layers=1)
 
 
 def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:

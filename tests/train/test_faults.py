@@ -35,6 +35,7 @@ from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.processes import alone, ended, forked
 
 KILLS = 20
 
@@ -48,55 +49,6 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_config(tmp_path_factory.mktemp("model"))
-
-
-# Processes to kill: forked from one that has imported everything, has one thread and no process group
-
-
-def alone(function: Callable[[Path], Any], folder: Path) -> Any:
-    """The result of one of the functions below in such a process."""
-    process = rank_server().Process(target=in_folder, args=(function, folder))
-    process.start()
-    process.join(400)
-    ended_by_itself = process.exitcode is not None
-    process.kill()
-    process.join()
-    log = (folder / "alone.log").read_text()
-    assert ended_by_itself, log
-    assert process.exitcode == 0, log
-    return json.loads((folder / "result.json").read_text())
-
-
-def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["PADFREE_CACHE"] = str(folder / "cache")
-    with (folder / "alone.log").open("w") as file:
-        os.dup2(file.fileno(), 2)
-    (folder / "result.json").write_text(json.dumps(function(folder)))
-
-
-def forked(function: Callable[[int], int], output: Path) -> tuple[int, int]:
-    """A child that runs this and ends with the code it returns: its process id, and what it writes to its argument."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            with output.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            code = function(write)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)  # noqa: T201
-        sys.stdout.flush()
-        os._exit(code)
-    os.close(write)
-    return child, read
-
-
-def ended(child: int) -> int:
-    """Its exit code, or less than 0: what killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int | None = None) -> int:
@@ -188,7 +140,7 @@ def test_killed_twenty_times_and_the_same_in_the_end(tmp_path: Path) -> None:
 def write_recipe(folder: Path) -> Path:
     """A recipe of 8 steps with a model and data of its own, everything in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_with_tokenizer(folder / "model")
+    save_with_tokenizer(folder / "model", num_hidden_layers=1)
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(4) for b in range(4)]
     (folder / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.toml").write_text(f"""
@@ -278,6 +230,7 @@ def worker(folder: Path, kill_at: int) -> int:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    peers.POLL, peers.SILENCE = 0.25, 2.0
     for step in range(8):
         before_step(step, lambda: time.sleep(0.3))
     before_step(kill_at, die)
@@ -331,7 +284,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
 def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
     """Leave behind what this rank ended with, and when."""
-    peers.PATIENCE = 1.0
+    peers.POLL, peers.LINGER, peers.PATIENCE, peers.SILENCE = 0.1, 1.0, 1.0, 2.0
 
     def make(groups: Any) -> list[Sample]:
         if rank == 1 and how == "reward":

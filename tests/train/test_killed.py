@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.config import Config
 from padfree.record.files import CHECKPOINTS
 from padfree.train.run import train
 from tests.models import save_with_tokenizer
-from tests.ranks import rank_server
 from tests.train.loop_cases import lines
+from tests.train.processes import alone, ended, forked
 from tests.train.ways import way_config, write_data
 
 STEPS, KILLED_AT = 4, 3
@@ -29,16 +27,7 @@ WAYS = ("dpo", "distill", "reward", "critic")
 
 @pytest.mark.slow
 def test_killed_runs_resume_to_the_bit(tmp_path: Path) -> None:
-    # A process of its own, with one thread, to fork from.
-    process = rank_server().Process(target=main, args=(tmp_path,))
-    process.start()
-    process.join(400)
-    ended_by_itself = process.exitcode is not None
-    process.kill()
-    process.join()
-    log = (tmp_path / "log").read_text()
-    assert ended_by_itself, log
-    assert process.exitcode == 0, log
+    alone(run_and_kill, tmp_path)
     for way in WAYS:
         whole, killed = tmp_path / f"{way} whole", tmp_path / f"{way} killed"
         assert len(lines(whole)) == STEPS
@@ -50,24 +39,12 @@ def test_killed_runs_resume_to_the_bit(tmp_path: Path) -> None:
         assert files[0][0].read_bytes() == files[1][0].read_bytes(), way
 
 
-def forked(function: Callable[[], Any], output: Path) -> int:
-    """The exit code of a child that runs this; less than 0: what killed it."""
-    child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            with output.open("a") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            function()
-            code = 0
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)  # noqa: T201
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def run(config: Config) -> int:
+    train(config)
+    return 0
 
 
-def die(config: Config) -> None:
+def die(config: Config) -> int:
     made = 0
 
     def on_step(_: Any) -> None:
@@ -77,22 +54,24 @@ def die(config: Config) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     train(config, on_step=on_step)
+    return 0
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ["PADFREE_CACHE"] = str(folder / "cache")
-    with (folder / "log").open("w") as file:
-        os.dup2(file.fileno(), 2)
-    save_with_tokenizer(folder / "model")
-    save_with_tokenizer(folder / "teacher", hidden_size=48)
+def run_and_kill(folder: Path) -> None:
+    def code_of(function: Callable[[Config], int], config: Config, output: Path) -> int:
+        child, read = forked(lambda pipe: function(config), output)
+        os.close(read)
+        return ended(child)
+
+    save_with_tokenizer(folder / "model", num_hidden_layers=1)
+    save_with_tokenizer(folder / "teacher", hidden_size=48, num_hidden_layers=1)
     write_data(folder, [(f"{a}+{b}=", f"the sum is {a + b}") for a in range(3) for b in (2, 5)])
     for way in WAYS:
         changes: dict[str, Any] = {"checkpoint": {"every": 1, "export": False}, "run": {"steps": STEPS}}
         whole, killed = (way_config(folder, way, f"{way} {name}", **changes) for name in ("whole", "killed"))
         output = folder / f"{way}.txt"
-        assert forked(lambda: train(whole), output) == 0, output.read_text()  # noqa: B023
-        assert forked(lambda: die(killed), output) == -signal.SIGKILL, output.read_text()  # noqa: B023
+        assert code_of(run, whole, output) == 0, output.read_text()
+        assert code_of(die, killed, output) == -signal.SIGKILL, output.read_text()
         written = (folder / f"{way} killed" / "metrics.jsonl").read_text().splitlines()
         assert 0 < len([json.loads(line) for line in written]) < STEPS
-        assert forked(lambda: train(killed), output) == 0, output.read_text()  # noqa: B023
+        assert code_of(run, killed, output) == 0, output.read_text()

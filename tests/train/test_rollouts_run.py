@@ -51,7 +51,7 @@ def not_a_number(response: str, row: Mapping[str, Any]) -> float:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3 with tied embeddings, and a tokenizer that writes text back as it was."""
-    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True, num_hidden_layers=1)
 
 
 def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:

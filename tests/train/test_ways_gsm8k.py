@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, gsm8k_solutions: list[dict[
     folder = tmp_path_factory.mktemp("ways")
     problems = [(row["question"], row["175b_verification"]["solution"]) for row in gsm8k_solutions[:PROBLEMS]]
     tokenizer = train_tokenizer([{"prompt": problem, "response": solution} for problem, solution in problems])
-    write_model(folder / "model", tokenizer, 16)
-    write_model(folder / "teacher", tokenizer, 32)
+    write_model(folder / "model", tokenizer, 16, layers=1)
+    write_model(folder / "teacher", tokenizer, 32, layers=1)
     write_data(folder, problems)
     rollouts = [
         {

@@ -11,22 +11,48 @@ dataset     TokenizedDataset: the samples of a store
 prepare     load_sft: all of the above
 rollouts    read_rollouts: rollout files to samples
 rewards     built-in rewards and the user's own
+
+Every name is loaded when it is first used: a process that judges needs no torch, and starts in a tenth of the time.
 """
 
-from padfree.data.dataset import PairDataset, TokenizedDataset
-from padfree.data.prepare import Progress, load_pairs, load_sft
-from padfree.data.records import DataReport, SkippedRow
-from padfree.data.rewards import (
-    Reward,
-    RewardFunction,
-    check_reward_name,
-    exact_match,
-    load_reward,
-    number_after_hashes,
-)
-from padfree.data.rollouts import RolloutData, read_rollouts
-from padfree.data.settings import RolloutDataSettings, SFTDataSettings
-from padfree.data.store import default_cache_folder
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from padfree.data.dataset import PairDataset, TokenizedDataset
+    from padfree.data.prepare import Progress, load_pairs, load_sft
+    from padfree.data.records import DataReport, SkippedRow
+    from padfree.data.rewards import (
+        Reward,
+        RewardFunction,
+        check_reward_name,
+        exact_match,
+        load_reward,
+        number_after_hashes,
+    )
+    from padfree.data.rollouts import RolloutData, read_rollouts
+    from padfree.data.settings import RolloutDataSettings, SFTDataSettings
+    from padfree.data.store import default_cache_folder
+
+_NAMES = {
+    "dataset": ("PairDataset", "TokenizedDataset"),
+    "prepare": ("Progress", "load_pairs", "load_sft"),
+    "records": ("DataReport", "SkippedRow"),
+    "rewards": (
+        "Reward",
+        "RewardFunction",
+        "check_reward_name",
+        "exact_match",
+        "load_reward",
+        "number_after_hashes",
+    ),
+    "rollouts": ("RolloutData", "read_rollouts"),
+    "settings": ("RolloutDataSettings", "SFTDataSettings"),
+    "store": ("default_cache_folder",),
+}
+_LAZY = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "DataReport",
@@ -48,3 +74,15 @@ __all__ = [
     "number_after_hashes",
     "read_rollouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_NAMES, *(name for name in globals() if name.startswith("__"))})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"padfree.data.{_LAZY[name]}"), name)
+    if name in _NAMES:
+        return importlib.import_module(f"padfree.data.{name}")
+    raise AttributeError(f"module 'padfree.data' has no attribute {name!r}")

@@ -94,7 +94,7 @@ async def sometimes(prompt: Prompt, policy: Policy) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_with_tokenizer(tmp_path_factory.mktemp("model"))
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
 def make_config(folder: Path, model_path: Path, *, steps: int = 4, **rollout: Any) -> Config:

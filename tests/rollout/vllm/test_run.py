@@ -52,7 +52,7 @@ def digits(response: str, row: Mapping[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True)
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), writes_back=True, num_hidden_layers=1)
 
 
 def make_config(
