@@ -80,7 +80,6 @@ def start(
     options = [
         *("--nnodes", str(len(among)), "--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
         *("--rdzv-id", folder.name, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{among[0].name}:29500"),
-        *("--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=7"),  # a lost host is known after 7 s
     ]
     words = (options, str(Path(__file__).with_name("worker.py")), str(folder / "runs.json"))
     env = {
@@ -125,7 +124,7 @@ def steps_of(folder: Path) -> int:
 
 def endless(folder: Path, model: Path) -> dict[str, Any]:
     """A run that only a fault ends, and that notices one after a few seconds."""
-    return {"settings": settings(folder, model, "sft", run={"steps": 100_000, "timeout": 5.0}), "pause": 0.2}
+    return {"settings": settings(folder, model, "sft", run={"steps": 100_000, "timeout": 8.0}), "pause": 0.2}
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -316,7 +315,7 @@ def test_three_hosts_go_on_after_outages_and_name_who_stays_away(
     wait_until(lambda: steps_of(tmp_path / "run") >= 2, tmp_path, started)
     second.cut_off()
     third.signal(signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(5)
     second.connect()
     third.signal(signal.SIGCONT)
     wait_until(lambda: steps_of(tmp_path / "run") >= 5, tmp_path, started)

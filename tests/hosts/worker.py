@@ -23,7 +23,7 @@ from unittest import mock
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from padfree.config import config_from_dict
-from padfree.distributed import PeerLostError, distributed, peers
+from padfree.distributed import PeerLostError, distributed
 from padfree.record import run_folder
 from padfree.train.run import train
 from tests.ranks import as_started_by_torchrun
@@ -83,7 +83,5 @@ def run_one(run: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Who is lost is known within 6 seconds and not 16, and a count that is read stands still for as many polls.
-    peers.POLL, peers.SILENCE, peers.PATIENCE = 0.25, 2.0, 2.0
     as_started_by_torchrun()
     sys.exit(run_all(Path(sys.argv[1])))

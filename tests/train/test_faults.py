@@ -230,7 +230,6 @@ def worker(folder: Path, kill_at: int) -> int:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    peers.POLL, peers.SILENCE = 0.25, 2.0
     for step in range(8):
         before_step(step, lambda: time.sleep(0.3))
     before_step(kill_at, die)
@@ -284,7 +283,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
 
 def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> None:
     """Leave behind what this rank ended with, and when."""
-    peers.POLL, peers.LINGER, peers.PATIENCE, peers.SILENCE = 0.1, 1.0, 1.0, 2.0
+    peers.PATIENCE = 1.0
 
     def make(groups: Any) -> list[Sample]:
         if rank == 1 and how == "reward":
