@@ -79,7 +79,8 @@ def main() -> None:
         report |= {"ways": rows, "times as fast": show_ratios(rows, FAST)}
     assert_same_losses(rows)
     slow = next(row for row in rows if row["way"] == SLOW)
-    assert slow["apart"] < 5e-2, "the two ways of padfree are not the same"
+    # In bfloat16 it is rounding, which grows with the layers: tests compare both with float32.
+    assert dtype != torch.float32 or slow["apart"] < 1e-4, "the two ways of padfree are not the same"
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 

@@ -1,7 +1,7 @@
 """On the demo's task a student that is distilled is better after the same steps than one that is fine-tuned.
 
 The teacher has seen many examples and the students few: what a fine-tuned one learns of them by heart costs it a tenth
-of its held-out loss, with any seed.
+of its held-out loss (9 to 12 % with three seeds).
 """
 
 from __future__ import annotations
