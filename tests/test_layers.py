@@ -16,12 +16,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "padfree"
 MAY_IMPORT: dict[str, set[str]] = {
     "warning": set(),
     "collector": set(),
+    "lazy": set(),
     "arrays": set(),
     "sizes": set(),
     "nodes": {"arrays"},
     "batch": {"arrays", "config", "nodes"},
     "config": set(),
-    "data": {"batch", "config"},
+    "data": {"batch", "config", "lazy"},
     "packing": {"arrays", "batch", "config", "nodes", "sizes"},
     "distributed": set(),
     "attention": {"arrays", "batch", "nodes", "warning"},
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sizes",
         "warning",
     },
-    "compat": {"arrays", "batch", "config", "losses", "model", "packing"},
+    "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
     "page": set(),
     "report": {"config", "page", "record"},
     "planner": {
@@ -93,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MUST_NOT_IMPORT: dict[str, set[str]] = {
     "arrays": {"torch"},
     "collector": {"torch"},
+    "lazy": {"torch"},
     "sizes": {"torch", "transformers"},
     "config": {"torch"},
     "data": {"torch.distributed"},

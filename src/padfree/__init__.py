@@ -12,8 +12,9 @@ Every name is loaded when it is first used, so that `padfree --help` need not wa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from padfree.lazy import load_when_used
 
 if TYPE_CHECKING:
     from padfree.attention import varlen_attention
@@ -103,15 +104,4 @@ __all__ = [
     "varlen_attention",
 ]
 
-
-def __dir__() -> list[str]:
-    """Everything that can be had by `padfree.`, loaded or not."""
-    return sorted({*__all__, *_PARTS, *(name for name in globals() if name.startswith("__"))})
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    if name in _PARTS:
-        return importlib.import_module(f"padfree.{name}")
-    raise AttributeError(f"module 'padfree' has no attribute {name!r}")
+__getattr__, __dir__ = load_when_used(__name__, _LAZY, parts=_PARTS)

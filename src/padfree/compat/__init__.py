@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+from padfree.lazy import load_when_used
 
-_PARTS = ("hf", "slime")
-
-
-def __dir__() -> list[str]:
-    return sorted({*_PARTS, *(name for name in globals() if name.startswith("__"))})
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name in _PARTS:
-        return importlib.import_module(f"padfree.compat.{name}")
-    raise AttributeError(f"module 'padfree.compat' has no attribute {name!r}")
+__getattr__, __dir__ = load_when_used(__name__, {}, parts=("hf", "slime"))

@@ -17,8 +17,9 @@ Every name is loaded when it is first used: a process that judges needs no torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from padfree.lazy import load_when_used
 
 if TYPE_CHECKING:
     from padfree.data.dataset import PairDataset, TokenizedDataset
@@ -52,7 +53,7 @@ _NAMES = {
     "settings": ("RolloutDataSettings", "SFTDataSettings"),
     "store": ("default_cache_folder",),
 }
-_LAZY = {name: module for module, names in _NAMES.items() for name in names}
+_LAZY = {name: f"padfree.data.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "DataReport",
@@ -75,14 +76,4 @@ __all__ = [
     "read_rollouts",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_NAMES, *(name for name in globals() if name.startswith("__"))})
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"padfree.data.{_LAZY[name]}"), name)
-    if name in _NAMES:
-        return importlib.import_module(f"padfree.data.{name}")
-    raise AttributeError(f"module 'padfree.data' has no attribute {name!r}")
+__getattr__, __dir__ = load_when_used(__name__, _LAZY, parts=tuple(_NAMES))
