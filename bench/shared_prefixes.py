@@ -4,10 +4,12 @@
     python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
     python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
     python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and trees
-    python bench/shared_prefixes.py --device cuda --attention         keys gathered against parts merged, one layer
+    python bench/shared_prefixes.py --device cuda --attention         one layer's keys gathered, and by a trunk
     python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
 
 ρ = G (P + R) / (P + G R) is how many times fewer tokens are computed; `gain` is the time without over the time with.
+Updates follow each other as in a run, and a scoring pass is of several groups, as a step scores many; on a GPU the
+model is laid out as the recipes have it there (float32 weights, bfloat16 copies of them to compute with).
 `work` is how many times fewer FLOPs there are: responses still read the keys of their whole prompt, and the head scores
 as many tokens as before. `head` is the time of copying entries, head and loss, forward and backward, for all rows.
 """
@@ -18,6 +20,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from timer import median_seconds
+from timer import Stopwatch, median_seconds
 from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from updates import Step, make_updates
 
 from padfree import Sample
 from padfree.attention.copies import take_copies
@@ -36,7 +40,6 @@ from padfree.config.choices import SharePrefixes
 from padfree.cp import shard
 from padfree.cp.allgather import local_attention
 from padfree.cp.keys import prepare_keys
-from padfree.cp.levels import attend_levels, prepare_levels
 from padfree.distributed import make_mesh
 from padfree.estimate.flops import Flops
 from padfree.head import fused_loss
@@ -59,9 +62,12 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
 LENGTHS = {
-    "cpu": [(512, 64), (256, 64), (64, 64), (32, 128)],
-    "cuda": [(8192, 1024), (4096, 1024), (1024, 1024), (512, 2048)],
+    "cpu": [(512, 64), (256, 64), (64, 64), (32, 128), (8, 128)],
+    "cuda": [(8192, 1024), (4096, 1024), (1024, 1024), (512, 2048), (128, 2048)],
 }
+
+SCORED = 3
+"""Groups of a scoring pass."""
 
 
 def group(prompt: int, response: int, size: int, vocabulary: int, number: int = 0) -> list[Sample]:
@@ -89,10 +95,9 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
     dtype = torch.bfloat16 if cuda else torch.float32
     with torch.device(device):
         model: Any = Qwen3ForCausalLM(Qwen3Config(max_position_embeddings=1 << 17, **sizes))  # type: ignore[no-untyped-call]
-    model = model.to(dtype)
     mesh = make_mesh(device.type)
     changes: dict[str, Any] = {"compile": "inductor", "checkpointing": "selective"} if cuda else {}
-    parallelize(model, transformations(mesh, dtype=dtype, **changes))
+    parallelize(model, transformations(mesh, dtype=dtype, reshard=False, **changes))
     scorer = Scorer(model, mesh, max_tokens=max_tokens, overlong="alone")
     loss = LossSettings(loss=PolicySettings(objective=ClipSettings(), old_policy="current"))
     return Engine(scorer, make_optimizer(model, lr=0.0), loss)
@@ -105,10 +110,11 @@ def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, fl
         engine.scorer.rows = RowSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        found[f"update {name}"] = seconds(lambda: engine.step(samples, lr=0.0), device, repeats)
+        found[f"update {name}"] = update_seconds(engine, samples, repeats)
         if device.type == "cuda":
             found[f"GiB {name}"] = torch.cuda.max_memory_allocated() / 2**30
-        found[f"scoring {name}"] = seconds(lambda: engine.scorer.logprobs(samples), device, repeats)
+        several = [replace(each, group=f"{copy} {each.group}") for copy in range(SCORED) for each in samples]
+        found[f"scoring {name}"] = seconds(partial(engine.scorer.logprobs, several), device, repeats) / SCORED
         found[f"head {name}"] = head_seconds(engine, samples, repeats)
         found[f"TFLOP {name}"] = tera_flops(engine, samples)
     plan = engine.scorer.plan(samples)
@@ -118,9 +124,18 @@ def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, fl
     return found
 
 
+def update_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
+    """The mean of updates in a row, the first of them not counted: it compiles, and takes memory."""
+    steps: list[Step] = [(samples, None)] * repeats
+    make_updates(engine, steps[:1] * 2, lr=0.0)
+    with Stopwatch(engine.mesh.device) as watch:
+        make_updates(engine, steps, lr=0.0)
+    return watch.seconds / repeats
+
+
 def tera_flops(engine: Engine, samples: list[Sample]) -> float:
     """Of forward and backward, by padfree's own count of what is computed."""
-    flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=engine.model.dtype)
+    flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=torch.bfloat16)
     report = engine.step(samples, lr=0.0)
     return float(step_metrics(0, report, lr=0.0, seconds=1.0, flops=flops)["tflops_per_device"])
 
@@ -129,10 +144,11 @@ def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
     """From the hidden states of the rows, random ones, to the loss and back to their gradients."""
     model, settings = engine.model, engine.settings
     assert isinstance(settings.loss, PolicySettings)
+    dtype = torch.bfloat16 if engine.mesh.device.type == "cuda" else torch.float32
     rows = []
     for batch, _ in engine.prepare(samples).rows:
         size = (batch.local.input_ids.shape[-1], model.config.hidden_size)
-        hidden = torch.randn(size, device=engine.mesh.device, dtype=model.dtype).requires_grad_()
+        hidden = torch.randn(size, device=engine.mesh.device, dtype=dtype).requires_grad_()
         rows.append((batch, hidden, make_token_loss(LossInputs.from_batch(batch.local), settings.loss)))
 
     def run(model: Any) -> None:
@@ -144,7 +160,7 @@ def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
                 memory=settings.head_memory,
             ).loss.backward()  # type: ignore[no-untyped-call]  # fmt: skip
 
-    found = seconds(lambda: inside(model, run), engine.mesh.device, repeats)
+    found: float = inside(model, lambda model: seconds(partial(run, model), engine.mesh.device, repeats))
     engine.optimizer.zero_grad(set_to_none=True)
     return found
 
@@ -275,30 +291,29 @@ def play_context(world: int, device: torch.device, repeats: int) -> None:
     )
 
 
-def both_passes(attend: Callable[..., torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor) -> None:
-    torch.autograd.backward(attend(*leaves), dout)
+def both_passes(attend: Callable[[], torch.Tensor], dout: torch.Tensor) -> None:
+    torch.autograd.backward(attend(), dout)
 
 
 def compare_attention(device: torch.device, size: int, repeats: int) -> None:
-    """One layer's attention, forward and backward: keys gathered against parts merged."""
+    """One layer's attention, forward alone and with backward: the prompt's keys gathered, and the prompt a trunk."""
     heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for prompt, response in LENGTHS[device.type]:
         row = collate(group(prompt, response, size, 1000), share_prefixes=True).to(device)
-        keys, levels = prepare_path_keys(row.segments), prepare_levels(row.segments)
-        assert keys is not None
         q, k, v, dout = (
             torch.randn(row.num_tokens, h, dim, device=device, dtype=dtype)
             for h in (heads, key_heads, key_heads, heads)
         )
-        ways: dict[str, Callable[..., torch.Tensor]] = {
-            "gathered": lambda q, k, v, row=row, keys=keys: path_attention(q, k, v, row.segments, keys),
-            "merged": lambda q, k, v, levels=levels: attend_levels(q, k, v, levels),
-        }
+        for leaf in (q, k, v):
+            leaf.requires_grad_()
         found = {}
-        for name, attend in ways.items():
-            leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-            found[f"{name} ms"] = 1e3 * seconds(partial(both_passes, attend, leaves, dout), device, repeats)
+        for name, trunks in (("gathered", []), ("trunk", [0])):
+            keys = prepare_path_keys(row.segments, np.array(trunks, dtype=np.int64))
+            assert keys is not None
+            attend = partial(path_attention, q, k, v, row.segments, keys)
+            found[f"{name} forward ms"] = 1e3 * seconds(attend, device, repeats)
+            found[f"{name} ms"] = 1e3 * seconds(partial(both_passes, attend, dout), device, repeats)
         shown(f"P {prompt} R {response} G {size}", found)
 
 
@@ -314,7 +329,7 @@ def main() -> None:
     parser.add_argument("--calculator", type=Path, default=None)
     parser.add_argument("--groups", type=int, default=16, help="of the calculator's episodes")
     parser.add_argument("--context", type=int, default=None)
-    parser.add_argument("--attention", action="store_true", help="one layer's attention, gathered and merged")
+    parser.add_argument("--attention", action="store_true", help="one layer's attention, keys gathered and by a trunk")
     args = parser.parse_args()
     device = torch.device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl", store=HashStore(), rank=0, world_size=1)

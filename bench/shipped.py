@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timer import Stopwatch, synchronize
+from timer import Stopwatch
+from updates import Step, make_updates
 
-from padfree.batch import Sample
 from padfree.config import Config, load_config
 from padfree.distributed import distributed, make_mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.losses import PolicySettings
 from padfree.model.structure import skeleton
 from padfree.train import train
-from padfree.train.engine import Engine, PendingStep
+from padfree.train.engine import Engine
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.settle import device_memory, settle
 from padfree.train.setup import build_engine
@@ -84,14 +84,14 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
         estimate = estimate_memory(config, skeleton(config.model.path), processes=1, device_type=device.type).device
         engine = build_engine(config, mesh)
         prepared = [given(engine, config, batch) for batch in batches]
-        updates(engine, prepared[:SET_UP])
+        make_updates(engine, prepared[:SET_UP], lr=1e-6)
         with Stopwatch() as watch:
-            updates(engine, prepared[SET_UP:])
+            make_updates(engine, prepared[SET_UP:], lr=1e-6)
     tokens = sum(len(sample) for samples, _ in prepared[SET_UP:] for sample in samples)
     return {"tokens/s": tokens / watch.seconds, "estimate": estimate / 2**30}
 
 
-def given(engine: Engine, config: Config, batch: Sequence[Any]) -> tuple[list[Sample], list[Any] | None]:
+def given(engine: Engine, config: Config, batch: Sequence[Any]) -> Step:
     """The samples of a step, and old log-probabilities for a policy loss."""
     samples = list(batch)
     if not isinstance(engine.settings.loss, PolicySettings):
@@ -101,21 +101,6 @@ def given(engine: Engine, config: Config, batch: Sequence[Any]) -> tuple[list[Sa
     ]
     vocabulary = engine.model.config.get_text_config().vocab_size
     return samples, [np.full(len(sample), -np.log(vocabulary), dtype=np.float32) for sample in samples]
-
-
-def updates(engine: Engine, steps: Sequence[tuple[list[Sample], list[Any] | None]]) -> None:
-    earlier: PendingStep | None = None
-    following = engine.prepare(*steps[0])
-    for number in range(len(steps)):
-        pending = engine.begin(following, lr=1e-6, after=earlier)
-        if number + 1 < len(steps):
-            following = engine.prepare(*steps[number + 1])
-        if earlier is not None:
-            earlier.finish()
-        earlier = pending
-    assert earlier is not None
-    earlier.finish()
-    synchronize(engine.mesh.device)
 
 
 if __name__ == "__main__":

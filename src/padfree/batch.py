@@ -452,14 +452,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PathKeys:
-    """The keys of a row whose samples share prefixes: the tokens of each node's path, laid end to end.
+    """Which keys the nodes of a row see whose samples share prefixes. Made and read by `padfree.attention.paths`.
 
-    nodes p p p | a a | b b b     keys p p p | p p p a a | p p p b b b
+    Several arrays lie in one, so that compiled code sees one size, which no other size is taken for.
     """
 
-    cu_seqlens: Tensor  # [S+1] int32
-    longest: Tensor  # [] tokens of the longest path, always on the host
-    tokens: Copies  # of the row
+    numbers: Tensor  # [n] int32
+    sizes: Tensor  # int64, always on the host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

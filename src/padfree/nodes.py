@@ -11,6 +11,7 @@ range of the row. A row that shares nothing has roots only.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,9 +75,9 @@ def paths(parents: Indices) -> list[list[int]]:
     return found
 
 
-def path_ranges(parents: Indices, offsets: Indices) -> PathRanges:
-    """What the queries of each node see: the tokens of its ancestors, then its own."""
-    chains = paths(parents)
+def path_ranges(parents: Indices, offsets: Indices, without: Collection[int] = ()) -> PathRanges:
+    """What the queries of each node see: the tokens of its ancestors, those in `without` left out, then its own."""
+    chains = [[node for node in chain[:-1] if node not in without] + chain[-1:] for chain in paths(parents)]
     number = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
     node = np.array([each for chain in chains for each in chain], dtype=np.int64)
     return PathRanges(number, offsets[node], offsets[node + 1])

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from padfree.attention import varlen_attention
 from padfree.attention.copies import copies_of, sum_copies, sum_copies_reference, take_copies
-from padfree.attention.paths import path_attention, prepare_path_keys
+from padfree.attention.paths import COSTS, MOST_TRUNKS, choose_trunks, path_attention, prepare_path_keys
 from padfree.batch import Segments
-from padfree.nodes import path_tokens
+from padfree.nodes import Indices, path_tokens
 from tests.interpreter import DEVICE, needs_kernels
 
 # Depth 3; node 3 has a sibling, node 5 is a sample by itself.
@@ -28,16 +28,20 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [torch.randn(total, heads, 8, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2)]
 
 
-def test_the_compiler_may_rely_on_shapes_strides_and_gradients() -> None:
+@pytest.fixture(params=["gathered", "trunks"])
+def trunks(request: pytest.FixtureRequest) -> Indices:
+    """No node is a trunk, or all that have others below them."""
+    return np.array([0, 1] if request.param == "trunks" else [], dtype=np.int64)
+
+
+def test_the_compiler_may_rely_on_shapes_strides_and_gradients(trunks: Indices) -> None:
     """Queries, keys and values are views, as models hand them over: heads first in memory."""
     q, k, v = (tensor.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in inputs())
     segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
-    keys = prepare_path_keys(segments)
+    keys = prepare_path_keys(segments, trunks)
     assert keys is not None
-    copies = keys.tokens
     arguments = (
-        q, k, v, None, segments.cu_seqlens, segments.longest, keys.cu_seqlens, keys.longest, copies.index,
-        copies.places, copies.begins, 0.25, None, None, "auto",
+        q, k, v, None, segments.cu_seqlens, segments.longest, keys.numbers, keys.sizes, 0.25, None, None, "auto",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.padfree.path_attention.default, arguments)
 
@@ -53,14 +57,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_path_is_a_sample(name: str, backend: str) -> None:
+def test_a_path_is_a_sample(name: str, backend: str, trunks: Indices) -> None:
     options = dict(OPTIONS[name])
     leaves = [tensor.requires_grad_() for tensor in inputs()]
     if "sinks" in options:
         options["sinks"] = options["sinks"].clone().requires_grad_()
         leaves.append(options["sinks"])
     segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
-    keys = prepare_path_keys(segments)
+    keys = prepare_path_keys(segments, trunks)
     assert keys is not None
     out = path_attention(*leaves[:3], segments, keys, backend=backend, **options)
 
@@ -80,10 +84,10 @@ def test_a_path_is_a_sample(name: str, backend: str) -> None:
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_changed_leaf_changes_no_other_bitwise() -> None:
+def test_a_changed_leaf_changes_no_other_bitwise(trunks: Indices) -> None:
     q, k, v = inputs(torch.float32)
     segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
-    keys = prepare_path_keys(segments)
+    keys = prepare_path_keys(segments, trunks)
     assert keys is not None
     before = path_attention(q, k, v, segments, keys)
     changed = slice(*segments.offsets[3:5].tolist())
@@ -124,6 +128,19 @@ def test_the_kernel_adds_up_as_the_reference_does(width: tuple[int, ...], dtype:
     assert found.dtype == dtype
     assert torch.equal(found[3].float(), torch.zeros_like(found[3]).float())
     torch.testing.assert_close(found, expected, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
+def test_trunks_are_few_and_long() -> None:
+    """A prompt that many read is one; a short one and what nothing hangs on are not."""
+    lengths = [8192, *[1024] * 16, 512, *[2048] * 16, 30_000, 100, 50_000]
+    parents = np.array([-1, *[0] * 16, -1, *[17] * 16, -1, 34, -1])
+    offsets = Segments.from_lengths(lengths).offsets
+    assert choose_trunks(parents, offsets, *COSTS["cuda"]).tolist() == [0, 34]
+    assert choose_trunks(parents, offsets, *COSTS["cpu"]).tolist() == [0, 17, 34]
+    groups = np.concatenate([[-1 if i == 0 else 9 * number for i in range(9)] for number in range(20)])
+    sizes = np.concatenate([[4096 + number, *[64] * 8] for number in range(20)])
+    chosen = choose_trunks(groups, Segments.from_lengths(sizes).offsets, *COSTS["cuda"])
+    assert chosen.tolist() == [9 * number for number in range(20 - MOST_TRUNKS, 20)]
 
 
 def test_a_row_that_shares_nothing_has_no_path_keys() -> None:

@@ -9,7 +9,6 @@ import torch
 from padfree.attention.paths import path_attention, prepare_path_keys
 from padfree.attention.selection import choose_backend
 from padfree.batch import Segments
-from padfree.cp.levels import attend_levels, prepare_levels
 
 LENGTHS = [300, 130, 64, 257, 1, 190]
 PARENTS = np.array([-1, 0, 1, 1, 0, -1])
@@ -18,13 +17,14 @@ PARENTS = np.array([-1, 0, 1, 1, 0, -1])
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["torch", "fa4"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_against_the_reference(backend: str, window: int | None) -> None:
+@pytest.mark.parametrize("trunks", [(), (0, 1)])
+def test_against_the_reference(backend: str, window: int | None, trunks: tuple[int, ...]) -> None:
     try:
         choose_backend("cuda", torch.bfloat16, 128, requested=backend)
     except ValueError as error:
         pytest.skip(str(error))
     segments = Segments.from_lengths(LENGTHS, parents=PARENTS, device="cuda")
-    keys = prepare_path_keys(segments)
+    keys = prepare_path_keys(segments, np.array(trunks, dtype=np.int64))
     assert keys is not None
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
@@ -37,9 +37,3 @@ def test_against_the_reference(backend: str, window: int | None) -> None:
         results += [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
     for one, other in zip(found, right, strict=True):
         assert float((one.double() - other).abs().max()) < 0.02 * float(other.abs().max())
-    if window is None:
-        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-        merged = attend_levels(*leaves, prepare_levels(segments), backend=backend)
-        results = [merged.detach(), *torch.autograd.grad(merged, leaves, dout)]
-        for one, other in zip(results, right, strict=True):
-            assert float((one.double() - other).abs().max()) < 0.02 * float(other.abs().max())

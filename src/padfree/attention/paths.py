@@ -7,36 +7,56 @@ A node's queries are a piece of a sample that ends at its last key, which is wha
 bottom-right. So windows, soft caps and sinks are right by themselves, nothing is merged, and the queries of a prefix
 are computed once. What it costs is a copy of each key for every node below it, and of its gradient the sum over these.
 
+Backward that is much where many nodes read a long one. With the output and the log-sum-exp over all keys the gradient
+of each part of them is exact by itself, so such a node is a trunk: it is left out of the paths below it, and the
+queries of all nodes below, which lie side by side, get its part in a call of their own, without copies.
+
+    keys       p p p | a a | b b b                      p is a trunk
+    trunk      a a b b b   see   p p p                  wholly
+
+Trunks are for layers without a window and for kernels that have a backward for a part of a softmax.
+
 `path_attention` is an operator, so that a compiled layer stays one graph: all that it must know of the row comes in
 tensors, whose sizes may change from row to row. The copies are made again in backward, not kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention.backend import AttentionBackend
-from padfree.attention.copies import copies_on, sum_copies
+from padfree.attention.copies import sum_copies
 from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import PathKeys, Segments
-from padfree.nodes import path_ranges, readers
+from padfree.nodes import Indices, path_ranges, readers, subtree_ends
 
 PATH_ATTENTION = "padfree::path_attention"
 BACKWARD = "padfree::path_attention_backward"
 
+COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
+"""Of a trunk, in copies of a key: for each query below it, whose dq is a sum of two then, and for the call."""
+MOST_TRUNKS = 8
+
+# The arrays of `PathKeys`: cu_seqlens, index, places, begins of the keys with and without trunks; cu_seqlens of trunks
+WHOLE, BELOW, TRUNKS, NUM_ARRAYS = 0, 4, 8, 9
+
 _OPTIONS = (
-    "Tensor cu_seqlens_q, Tensor max_seqlen_q, Tensor cu_seqlens_k, Tensor max_seqlen_k, Tensor index, Tensor places, "
-    "Tensor begins, float scale, int? window, float? softcap, str backend"
+    "Tensor cu_seqlens, Tensor max_seqlen, Tensor numbers, Tensor sizes, float scale, int? window, float? softcap, "
+    "str backend"
 )
+_NUM_OPTIONS = 8
 
 torch.library.define(PATH_ATTENTION, f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -46,24 +66,70 @@ torch.library.define(
 )
 
 
-def prepare_path_keys(segments: Segments) -> PathKeys | None:
-    """Which keys the nodes of a row see, on the device of `segments`; None where nothing is shared."""
+def prepare_path_keys(segments: Segments, trunks: Indices | None = None) -> PathKeys | None:
+    """Which keys the nodes of a row see, on the device of `segments`; None where nothing is shared.
+
+    `trunks` are nodes, at most `MOST_TRUNKS`, ascending; `choose_trunks` chooses them if they are not given.
+    """
     if segments.parents is None:
         return None
-    device = segments.cu_seqlens.device
-    ranges = path_ranges(segments.parents, segments.offsets)
-    keys = Segments.from_lengths(ranges.lengths(segments.num_segments))
-    cu_seqlens = keys.cu_seqlens if device.type == "cpu" else keys.cu_seqlens.pin_memory()
-    assert keys.longest is not None
-    return PathKeys(
-        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
-        longest=keys.longest,
-        tokens=copies_on(
-            device,
-            concatenated_ranges(ranges.begin, ranges.end - ranges.begin),
-            *readers(segments.parents, segments.offsets),
-        ),
-    )
+    parents, offsets = segments.parents, segments.offsets
+    if trunks is None:
+        trunks = choose_trunks(parents, offsets, *COSTS[segments.cu_seqlens.device.type])
+    whole, longest = _key_arrays(parents, offsets)
+    below, longest_below = _key_arrays(parents, offsets, trunks.tolist()) if len(trunks) else ([], 0)
+    ends = subtree_ends(parents)[trunks]
+    ranges = np.zeros((MOST_TRUNKS, 4), dtype=np.int64)  # of queries and of keys
+    ranges[: len(trunks)] = np.stack([offsets[trunks + 1], offsets[ends], offsets[trunks], offsets[trunks + 1]], axis=1)
+    bounds = np.zeros((MOST_TRUNKS, 2, 2), dtype=np.int64)
+    bounds[:, :, 1] = ranges[:, 1::2] - ranges[:, ::2]
+    arrays = [*whole, *(below or [np.zeros(0, np.int64)] * len(whole)), bounds.ravel()]
+    sizes = [*(len(array) for array in arrays), longest, longest_below, *ranges.ravel().tolist()]
+    return PathKeys(numbers=_laid_out(arrays, segments.cu_seqlens.device), sizes=torch.tensor(sizes))
+
+
+def choose_trunks(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
+    """The nodes whose keys are better read where they lie than copied for every node below: few, the best of them."""
+    ends = subtree_ends(parents)
+    copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
+    gain = copies - query_cost * (offsets[ends] - offsets[1:]) - call_cost
+    best = np.argsort(-gain, kind="stable")[:MOST_TRUNKS]
+    chosen: Indices = np.sort(best[gain[best] > 0])
+    return chosen
+
+
+def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
+    """cu_seqlens of the paths and their tokens as `Copies`, empty where they are the row itself; the longest path."""
+    ranges = path_ranges(parents, offsets, without)
+    lengths = ranges.lengths(len(parents))
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    longest = int(lengths.max(initial=0))
+    if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so that none sees more
+        return [cu_seqlens, *[np.zeros(0, dtype=np.int64)] * 3], longest
+    index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
+    if not without:
+        return [cu_seqlens, index, *readers(parents, offsets)], longest
+    begins = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=int(offsets[-1])))])
+    return [cu_seqlens, index, np.argsort(index, kind="stable"), begins], longest
+
+
+ALIGNED = 32
+"""Where an array may begin, in numbers: kernels read several at once."""
+
+
+def _laid_out(arrays: Sequence[Indices], device: torch.device) -> Tensor:
+    """The arrays as 32 bits in one tensor on the device, without waiting for it."""
+    places = _places([len(array) for array in arrays])
+    numbers: NDArray[np.int32] = np.zeros(places[-1], dtype=np.int32)
+    for array, place in zip(arrays, places[:-1], strict=True):
+        numbers[place : place + len(array)] = array
+    tensor = torch.from_numpy(numbers)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Where arrays of these sizes begin, and where the last one ends."""
+    return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 
 def path_attention(
@@ -84,13 +150,19 @@ def path_attention(
     Differentiable once, in q, k, v and sinks [H]. `segments` are the nodes, `keys` what was prepared for them.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    copies = keys.tokens
     out, _ = torch.ops.padfree.path_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.longest, keys.cu_seqlens,
-        keys.longest, copies.index, copies.places, copies.begins, scale, window, softcap, backend,
+        q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.longest, keys.numbers,
+        keys.sizes, scale, window, softcap, backend,
     )  # fmt: skip
     result: Tensor = out
     return result
+
+
+class _Trunk(NamedTuple):
+    queries: slice
+    keys: slice
+    segments_q: Segments
+    segments_k: Segments
 
 
 class _Row(NamedTuple):
@@ -99,78 +171,119 @@ class _Row(NamedTuple):
     backend: AttentionBackend
     queries: Segments
     keys: Segments
+    copies: tuple[Tensor, ...]  # of the row's tokens, as in `Copies`; none: each is there once
+    trunks: tuple[_Trunk, ...]
     spec: AttentionSpec
+
+    def take(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.copies:
+            return k, v
+        return k.index_select(0, self.copies[0]), v.index_select(0, self.copies[0])
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        return sum_copies(gradient.contiguous(), *self.copies) if self.copies else gradient
 
 
 def _row(
-    q: Tensor, v: Tensor, cu_q: Tensor, max_q: Tensor, cu_k: Tensor, max_k: Tensor, scale: float, window: int | None,
-    softcap: float | None, backend: str,
+    q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float,
+    window: int | None, softcap: float | None, backend: str, *, with_trunks: bool,
 ) -> _Row:  # fmt: skip
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
     chosen = BACKENDS[name]
 
-    def segments(cu_seqlens: Tensor, longest: Tensor) -> Segments:
+    def segments(cu_seqlens: Tensor, longest: int) -> Segments:
         # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
         offsets = np.zeros(0, np.int64)
         if chosen.capabilities.lengths_on_host:
             offsets = cu_seqlens.cpu().numpy().astype(np.int64)
-        return Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=int(longest))
+        return Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=longest)
 
-    keys = segments(cu_k, max_k)
-    if window is not None and window >= keys.max_seqlen:
+    lengths, longest, ranges = np.split(sizes.numpy(), [NUM_ARRAYS, NUM_ARRAYS + 2])
+    places = _places(lengths.tolist())
+
+    def array(number: int) -> Tensor:
+        return numbers[places[number] : places[number] + int(lengths[number])]
+
+    if window is not None and window >= longest[0]:
         window = None  # no query has as many keys
-    spec = AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap)
-    return _Row(chosen, segments(cu_q, max_q), keys, spec)
+    with_trunks = with_trunks and window is None and chosen.capabilities.raw_backward and bool(lengths[BELOW])
+    first = BELOW if with_trunks else WHOLE
+    copies = tuple(array(first + number) for number in (1, 2, 3)) if lengths[first + 1] else ()
+    queries = segments(cu_seqlens, int(max_seqlen))
+    trunks: list[_Trunk] = []
+    if with_trunks:
+        for (q0, q1, k0, k1), cu_trunk in zip(
+            ranges.reshape(-1, 4).tolist(), array(TRUNKS).view(-1, 2, 2), strict=True
+        ):
+            if k1 > k0:
+                parts = segments(cu_trunk[0], q1 - q0), segments(cu_trunk[1], k1 - k0)
+                trunks.append(_Trunk(slice(q0, q1), slice(k0, k1), *parts))
+    return _Row(
+        backend=chosen,
+        queries=queries,
+        keys=segments(array(first), int(longest[int(with_trunks)])) if copies else queries,
+        copies=copies,
+        trunks=tuple(trunks),
+        spec=AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap),
+    )
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, row: _Row) -> tuple[Tensor, Tensor]:
-    k, v = k.index_select(0, index), v.index_select(0, index)
-    out, lse = row.backend.forward(q, k, v, row.queries, row.keys, row.spec)
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, row: _Row) -> tuple[Tensor, Tensor]:
+    out, lse = row.backend.forward(q, *row.take(k, v), row.queries, row.keys, row.spec)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
 @torch.library.impl(PATH_ATTENTION, ("cpu", "cuda"))
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_q: Tensor, max_q: Tensor, cu_k: Tensor, max_k: Tensor,
-    index: Tensor, places: Tensor, begins: Tensor, scale: float, window: int | None, softcap: float | None,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor,
+    sizes: Tensor, scale: float, window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    row = _row(q, v, cu_q, max_q, cu_k, max_k, scale, window, softcap, backend)
-    out, lse = _attended(q, k, v, sinks, index, row)
+    row = _row(
+        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, with_trunks=False
+    )  # fmt: skip
+    out, lse = _attended(q, k, v, sinks, row)
     return out.contiguous(), lse.T.contiguous()
 
 
 @torch.library.impl(BACKWARD, ("cpu", "cuda"))
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, cu_q: Tensor,
-    max_q: Tensor, cu_k: Tensor, max_k: Tensor, index: Tensor, places: Tensor, begins: Tensor, scale: float,
-    window: int | None, softcap: float | None, backend: str,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float, window: int | None, softcap: float | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    row = _row(q, v, cu_q, max_q, cu_k, max_k, scale, window, softcap, backend)
-    dout = dout.contiguous()
+    row = _row(
+        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, with_trunks=True
+    )  # fmt: skip
+    dout, lse = dout.contiguous(), lse.T
     if not row.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
-        attend = partial(_attended, index=index, row=row)
-        dq, dk, dv, dsinks = recomputed_gradients(attend, dout, q, k, v, sinks)
+        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, row=row), dout, q, k, v, sinks)
     else:
-        taken = k.index_select(0, index), v.index_select(0, index)
-        dq, *gradients = row.backend.backward(dout, q, *taken, out, lse.T, row.queries, row.keys, row.spec)
-        dk, dv = (sum_copies(gradient.contiguous(), index, places, begins) for gradient in gradients)
-        dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse.T, sinks)
+        taken = row.take(k, v)
+        dq, *gradients = row.backend.backward(dout, q, *taken, out, lse, row.queries, row.keys, row.spec)
+        dk, dv = (row.sum(gradient) for gradient in gradients)
+        wholly = replace(row.spec, causal=False, window=None)
+        for below, above, segments_q, segments_k in row.trunks:
+            parts = row.backend.backward(
+                dout[below], q[below], k[above], v[above], out[below], lse[below], segments_q, segments_k, wholly
+            )
+            for total, place, part in zip((dq, dk, dv), (below, above, above), parts, strict=True):
+                total[place] += part
+        dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
     return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, *rest = inputs
-    tensors, ctx.options = rest[:7], rest[7:]
+    tensors, ctx.options = rest[:4], rest[4:]
     ctx.save_for_backward(q, k, v, sinks, *output, *tensors)
 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, *rest = ctx.saved_tensors
     *gradients, dsinks = torch.ops.padfree.path_attention_backward(dout, q, k, v, sinks, *rest, *ctx.options)
-    return *gradients, None if sinks is None else dsinks, *([None] * 11)
+    return *gradients, None if sinks is None else dsinks, *([None] * _NUM_OPTIONS)
 
 
 torch.library.register_fake(PATH_ATTENTION, forward_shapes)

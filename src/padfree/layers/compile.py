@@ -68,9 +68,7 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
         if context is not None:
             _mark(context.segments.cu_seqlens, 0)
             if context.path_keys is not None:
-                tokens = context.path_keys.tokens
-                for tensor in (context.path_keys.cu_seqlens, tokens.index, tokens.places, tokens.begins):
-                    _mark(tensor, 0)
+                _mark(context.path_keys.numbers, 0)
         return call(*args, **kwargs)
 
     return called

@@ -1,0 +1,29 @@
+"""Updates one after the other, as a run makes them: the next batch is laid out while the device works on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from timer import synchronize
+
+from padfree.batch import Sample
+from padfree.train.engine import Engine, PendingStep
+
+Step = tuple[list[Sample], list[Any] | None]
+"""The samples of a step, and old log-probabilities for a policy loss that needs them."""
+
+
+def make_updates(engine: Engine, steps: Sequence[Step], *, lr: float) -> None:
+    earlier: PendingStep | None = None
+    following = engine.prepare(*steps[0])
+    for number in range(len(steps)):
+        pending = engine.begin(following, lr=lr, after=earlier)
+        if number + 1 < len(steps):
+            following = engine.prepare(*steps[number + 1])
+        if earlier is not None:
+            earlier.finish()
+        earlier = pending
+    assert earlier is not None
+    earlier.finish()
+    synchronize(engine.mesh.device)
