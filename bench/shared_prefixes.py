@@ -8,8 +8,8 @@
     python bench/shared_prefixes.py --device cuda --context 8         ranks of a 128k row, played one after the other
 
 ρ = G (P + R) / (P + G R) is how many times fewer tokens are computed; `gain` is the time without over the time with.
-Updates follow each other as in a run, and a scoring pass is of several groups, as a step scores many; on a GPU the
-model is laid out as the recipes have it there (float32 weights, bfloat16 copies of them to compute with).
+Updates follow each other as in a run; on a GPU the model is laid out as recipes have it there: float32 weights, and
+bfloat16 copies of them to compute with.
 `work` is how many times fewer FLOPs there are: responses still read the keys of their whole prompt, and the head scores
 as many tokens as before. `head` is the time of copying entries, head and loss, forward and backward, for all rows.
 """
@@ -20,7 +20,6 @@ import argparse
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ from padfree.model import lm_head_of
 from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
-from padfree.train.engine import Engine, LossSettings
+from padfree.train.engine import Engine, LossSettings, StepReport
 from padfree.train.metrics import step_metrics
 from padfree.train.microbatch import RowSettings
 from padfree.train.optimizer import make_optimizer
@@ -65,9 +64,6 @@ LENGTHS = {
     "cpu": [(512, 64), (256, 64), (64, 64), (32, 128), (8, 128)],
     "cuda": [(8192, 1024), (4096, 1024), (1024, 1024), (512, 2048), (128, 2048)],
 }
-
-SCORED = 3
-"""Groups of a scoring pass."""
 
 
 def group(prompt: int, response: int, size: int, vocabulary: int, number: int = 0) -> list[Sample]:
@@ -110,13 +106,12 @@ def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, fl
         engine.scorer.rows = RowSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        found[f"update {name}"] = update_seconds(engine, samples, repeats)
+        found[f"update {name}"], report = update_seconds(engine, samples, repeats)
         if device.type == "cuda":
             found[f"GiB {name}"] = torch.cuda.max_memory_allocated() / 2**30
-        several = [replace(each, group=f"{copy} {each.group}") for copy in range(SCORED) for each in samples]
-        found[f"scoring {name}"] = seconds(partial(engine.scorer.logprobs, several), device, repeats) / SCORED
+        found[f"scoring {name}"] = seconds(partial(engine.scorer.logprobs, samples), device, repeats)
         found[f"head {name}"] = head_seconds(engine, samples, repeats)
-        found[f"TFLOP {name}"] = tera_flops(engine, samples)
+        found[f"TFLOP {name}"] = tera_flops(engine, report)
     plan = engine.scorer.plan(samples)
     found["rho"], found["work"] = plan.sharing, found["TFLOP without"] / found["TFLOP with"]
     for what in ("update", "scoring", "head"):
@@ -124,19 +119,18 @@ def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, fl
     return found
 
 
-def update_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
+def update_seconds(engine: Engine, samples: list[Sample], repeats: int) -> tuple[float, StepReport]:
     """The mean of updates in a row, the first of them not counted: it compiles, and takes memory."""
     steps: list[Step] = [(samples, None)] * repeats
-    make_updates(engine, steps[:1] * 2, lr=0.0)
+    make_updates(engine, steps[:1], lr=0.0)
     with Stopwatch(engine.mesh.device) as watch:
-        make_updates(engine, steps, lr=0.0)
-    return watch.seconds / repeats
+        report = make_updates(engine, steps, lr=0.0)
+    return watch.seconds / repeats, report
 
 
-def tera_flops(engine: Engine, samples: list[Sample]) -> float:
+def tera_flops(engine: Engine, report: StepReport) -> float:
     """Of forward and backward, by padfree's own count of what is computed."""
     flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=torch.bfloat16)
-    report = engine.step(samples, lr=0.0)
     return float(step_metrics(0, report, lr=0.0, seconds=1.0, flops=flops)["tflops_per_device"])
 
 
@@ -327,7 +321,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=36_864, help="of a micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--calculator", type=Path, default=None)
-    parser.add_argument("--groups", type=int, default=16, help="of the calculator's episodes")
+    parser.add_argument("--groups", type=int, default=2, help="of an update and of a scoring pass")
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--attention", action="store_true", help="one layer's attention, keys gathered and by a trunk")
     args = parser.parse_args()
@@ -365,8 +359,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
             shown(name, compare(engine, samples, args.repeats))
         return
     for prompt, response in LENGTHS[args.device]:
-        samples = group(prompt, response, args.group, SHAPES[shape]["vocab_size"])
-        shown(f"P {prompt} R {response} G {args.group}", compare(engine, samples, args.repeats))
+        vocabulary = SHAPES[shape]["vocab_size"]
+        groups = [group(prompt, response, args.group, vocabulary, number) for number in range(args.groups)]
+        title = f"P {prompt} R {response} G {args.group}"
+        shown(title, compare(engine, [sample for samples in groups for sample in samples], args.repeats))
 
 
 if __name__ == "__main__":

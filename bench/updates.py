@@ -8,13 +8,14 @@ from typing import Any
 from timer import synchronize
 
 from padfree.batch import Sample
-from padfree.train.engine import Engine, PendingStep
+from padfree.train.engine import Engine, PendingStep, StepReport
 
 Step = tuple[list[Sample], list[Any] | None]
 """The samples of a step, and old log-probabilities for a policy loss that needs them."""
 
 
-def make_updates(engine: Engine, steps: Sequence[Step], *, lr: float) -> None:
+def make_updates(engine: Engine, steps: Sequence[Step], *, lr: float) -> StepReport:
+    """The numbers of the last one."""
     earlier: PendingStep | None = None
     following = engine.prepare(*steps[0])
     for number in range(len(steps)):
@@ -25,5 +26,6 @@ def make_updates(engine: Engine, steps: Sequence[Step], *, lr: float) -> None:
             earlier.finish()
         earlier = pending
     assert earlier is not None
-    earlier.finish()
+    report = earlier.finish()
     synchronize(engine.mesh.device)
+    return report

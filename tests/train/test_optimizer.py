@@ -112,6 +112,29 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_a_factor_is_one_of_the_gradients(kind: str, device: str) -> None:
+    """A quarter, bitwise: what a step does with all gradients multiplied before it."""
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3, device=device)
+        optimizer = (
+            make_optimizer(model, lr=0.1) if kind == "fused" else torch.optim.Adagrad(model.parameters(), lr=0.1)
+        )
+        for number in (1.0, -3.0):
+            optimizer.zero_grad()
+            model(torch.full((2, 5), number, device=device)).square().sum().backward()
+            quarter, finite = torch.tensor(0.25, dtype=torch.float64, device=device), torch.ones((), device=device) > 0
+            if not inside:
+                scale_gradients(model.parameters(), quarter)
+            step_if(optimizer, finite, quarter if inside else None)
+        results.append([tensor.clone() for tensor in model.parameters()])
+    for mine, expected in zip(*results, strict=True):
+        assert torch.equal(mine, expected)
+
+
 def test_steps_are_those_of_adamw(mesh: Mesh) -> None:
     """Bitwise, of whole parameters and of sharded ones; a step that is not finite changes neither weights nor state."""
     results = []

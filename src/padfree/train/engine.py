@@ -47,7 +47,7 @@ from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
 from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
-from padfree.train.optimizer import gradient_norm, scale_gradients, set_learning_rate, step_if
+from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
 from padfree.train.parallelize import inside
 from padfree.train.router_balance import RouterBalance
 from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
@@ -224,11 +224,10 @@ class Engine:
         finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
         if after is not None:
             finite &= after.finite
-        if self.settings.max_grad_norm is not None:
-            scale_gradients(self.parameters, (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        most = self.settings.max_grad_norm
         set_learning_rate(self.optimizer, lr)
         if apply:
-            step_if(self.optimizer, finite)
+            step_if(self.optimizer, finite, None if most is None else (most / (norm + 1e-6)).clamp(max=1.0))
             if self.router is not None:
                 self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)

@@ -66,6 +66,7 @@ class LocalAdamW(torch.optim.AdamW):
                 largest,
                 steps,
                 fused=True,
+                grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
                 amsgrad=False,
                 beta1=beta1,
@@ -82,17 +83,22 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """`optimizer.step()` where `finite` [] is true, and nothing where not, without waiting for the device to say.
+def step_if(optimizer: torch.optim.Optimizer, finite: Tensor, factor: Tensor | None = None) -> None:
+    """`optimizer.step()` with gradients times `factor` [] where `finite` [] is true, and nothing where not, without
+    waiting for the device to say.
 
-    Fused optimizers look at a flag on the device (AMP's gradient scaler uses the same); for others the host asks.
+    Fused optimizers look at a flag on the device, and divide gradients by a number there as they read them (AMP's
+    gradient scaler uses both). For others the host asks, and gradients are multiplied before.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         # Moved here and not by the optimizer, which would not wait for a flag that goes from the GPU to the CPU.
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = (~finite).float().to(device)  # type: ignore[attr-defined]
+        optimizer.grad_scale = None if factor is None else factor.reciprocal().float().to(device)  # type: ignore[attr-defined]
         optimizer.step()
     elif finite.item():
+        if factor is not None:
+            scale_gradients((each for group in optimizer.param_groups for each in group["params"]), factor)
         optimizer.step()
 
 
