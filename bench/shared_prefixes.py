@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=36_864, help="of a micro-batch")
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--calculator", type=Path, default=None)
-    parser.add_argument("--groups", type=int, default=2, help="of an update and of a scoring pass")
+    parser.add_argument("--groups", type=int, default=3, help="of an update and of a scoring pass")
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--attention", action="store_true", help="one layer's attention, keys gathered and by a trunk")
     args = parser.parse_args()
