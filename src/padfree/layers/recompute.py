@@ -75,8 +75,7 @@ def mark_saved(graph: fx.Graph, kept: Kept) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    operators = (torch.ops.padfree.self_attention, torch.ops.padfree.path_attention)
-    return node.target in (*operators, *(each.default for each in operators))
+    return str(node.target).removesuffix(".default") in ("padfree.self_attention", "padfree.path_attention")
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
