@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,24 @@ class TestSample:
         assert sample.mask.tolist() == [True, True, True]
         assert sample.num_labels == 2
         assert len(sample) == 3
+
+    def test_other_numbers_are_those_of_a_new_sample(self) -> None:
+        """All else is as it was, the sample itself too, and the numbers are checked."""
+        sample = Sample(
+            tokens=np.array([4, 5, 6]), loss_mask=np.array([False, True, True]), reward=0.5, uid="a", group=3,
+            advantages=np.zeros(3, np.float32),
+        )  # fmt: skip
+        numbers = {"advantages": np.array([1, 2, 3]), "ref_logprobs": -np.ones(3)}
+        found, expected = sample.with_numbers(**numbers), replace(sample, **numbers)
+        for field in fields(Sample):
+            one, other = getattr(found, field.name), getattr(expected, field.name)
+            assert np.array_equal(one, other) if isinstance(other, np.ndarray) else one == other, field.name
+        assert found.advantages is not None
+        assert found.advantages.dtype == np.float32
+        assert sample.advantages is not None
+        assert not sample.advantages.any()
+        with pytest.raises(ValueError, match="advantages.*'a'"):
+            sample.with_numbers(advantages=np.zeros(2))
 
     def test_empty_and_one_token_samples_are_legal(self) -> None:
         assert len(Sample(tokens=[])) == 0

@@ -132,6 +132,16 @@ class Sample:
         """How many tokens are scored."""
         return int(np.count_nonzero(self.mask[1:]))
 
+    def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
+        """The same sample with other `TOKEN_ARRAYS`, which are checked; all else was checked before."""
+        other = object.__new__(Sample)
+        for field in Sample.__slots__:
+            object.__setattr__(other, field, getattr(self, field))
+        for field, values in arrays.items():
+            assert field in TOKEN_ARRAYS, field
+            object.__setattr__(other, field, float_array(values, len(self), field, _name(self.uid)))
+        return other
+
     def truncated(self, length: int) -> Sample:
         """The first `length` tokens, with everything that belongs to them."""
         need_whole("length", length, 0, "give 0 or more tokens to keep")

@@ -143,7 +143,7 @@ class Batches:
         assert self.reference is not None
         with times.measure("reference"):
             found = self.reference.logprobs(batch)
-        return [replace(sample, ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
+        return [sample.with_numbers(ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
         """What decides which samples of the batch with this number are in which of its updates."""

@@ -12,7 +12,6 @@ whatever ranks, and after a resume, uses the same ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
         advantages = whiten(advantages, mask)
     pieces = [torch.split(array.float(), lengths) for array in (advantages, returns)]
     return [
-        replace(sample, values=own, advantages=advantage.numpy(), returns=expected.numpy())
+        sample.with_numbers(values=own, advantages=advantage.numpy(), returns=expected.numpy())
         for sample, own, advantage, expected in zip(samples, values, *pieces, strict=True)
     ]
 

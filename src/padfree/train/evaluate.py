@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -243,7 +242,7 @@ def make_evaluation(
     rows = [sample for sample in samples if isinstance(sample, Sample)]
     if reference is not None:  # which stays what it is, so that once is enough
         found = reference.logprobs(rows)
-        rows = [replace(sample, ref_logprobs=values) for sample, values in zip(rows, found, strict=True)]
+        rows = [sample.with_numbers(ref_logprobs=values) for sample, values in zip(rows, found, strict=True)]
     return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows)
 
 

@@ -16,7 +16,7 @@ teaches nothing. Such groups are counted in every step, and rollout files of not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,8 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
             _given(sample)
         return list(samples)
     rewards = torch.tensor([_reward(sample, kind) for sample in samples], dtype=torch.float64)
-    lengths = torch.tensor([len(sample) for sample in samples])
-    sample_index = torch.repeat_interleave(torch.arange(len(samples)), lengths)
+    lengths = np.array([len(sample) for sample in samples])
+    sample_index = torch.from_numpy(np.repeat(np.arange(len(samples)), lengths))
     if kind == "reinforce++":
         mask = _scored(samples)
         advantages = reinforce_plus_plus(rewards, mask, sample_index)
@@ -58,8 +58,8 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
         else:
             by_sample = grpo_advantages(rewards, groups, num_groups, std=kind == "grpo")
             advantages = spread(by_sample, sample_index)
-    pieces = torch.split(advantages.float(), lengths.tolist())
-    return [replace(sample, advantages=piece.numpy()) for sample, piece in zip(samples, pieces, strict=True)]
+    pieces = np.split(advantages.float().numpy(), np.cumsum(lengths)[:-1])
+    return [sample.with_numbers(advantages=piece) for sample, piece in zip(samples, pieces, strict=True)]
 
 
 def teacher_advantages(
@@ -71,7 +71,7 @@ def teacher_advantages(
     the reverse KL of that position, and the gradient of the policy loss is that of the KL.
     """
     return [
-        replace(sample, advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
+        sample.with_numbers(advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
         for sample, theirs, own in zip(samples, teacher, policy, strict=True)
     ]
 
