@@ -246,6 +246,7 @@ class Remembering(FakeVllm):
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeVllm
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or what follows the headers waits 40 ms for the other side
 
     def do_GET(self) -> None:
         self._reply({})
