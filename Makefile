@@ -7,18 +7,19 @@ DEV    := $(VENV)/.installed-dev
 JOBS   ?= 2
 VLLM   ?= .venv-vllm
 
-.PHONY: help demo test test-gpu test-vllm memcheck check docs format bench install clean
+.PHONY: help demo test test-hosts test-gpu test-vllm memcheck check docs format bench install clean
 
 help:
-	@echo "make demo      plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
-	@echo "make test      run the tests in two processes (JOBS=2); ARGS='-m \"not slow\"' for a quick round"
-	@echo "make test-gpu  run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
-	@echo "make test-vllm set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
-	@echo "make memcheck  run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
-	@echo "make check     lint, format and type check"
-	@echo "make docs      build the documentation into docs/_build/html"
-	@echo "make format    apply the formatter and the linter's safe fixes"
-	@echo "make bench     run the CPU benchmarks"
+	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
+	@echo "make test       run the tests in two processes (JOBS=2); ARGS='-m \"not slow\"' for a quick round"
+	@echo "make test-hosts run the tests on hosts made of network namespaces and no others; needs root and ip"
+	@echo "make test-gpu   run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
+	@echo "make test-vllm  set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
+	@echo "make memcheck   run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
+	@echo "make check      lint, format and type check"
+	@echo "make docs       build the documentation into docs/_build/html"
+	@echo "make format     apply the formatter and the linter's safe fixes"
+	@echo "make bench      run the CPU benchmarks"
 
 # torch first and exactly as pinned: on a machine without CUDA a looser request may fetch the CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
@@ -39,11 +40,18 @@ demo: $(STAMP)
 
 # Each process runs whole files, slow ones first, with one thread of torch; JOBS=0 runs all in one process with torch's own
 # number of threads. A test that hangs ends its process after a quarter of an hour, with a line that names the test.
+# Tests on hosts are left out unless ARGS names their folder: they keep several processes busy each, and run alone.
 SHARED  := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LIMITED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
+HOSTS   := tests/hosts
 
 test: $(DEV)
-	$(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(LIMITED) $(if $(filter-out 0,$(JOBS)),$(SHARED)) $(ARGS)
+	$(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(LIMITED) $(if $(filter-out 0,$(JOBS)),$(SHARED)) \
+	  $(if $(findstring $(HOSTS),$(ARGS)),,--ignore=$(HOSTS)) $(ARGS)
+
+# Where network namespaces cannot be made, all of them are skipped, with the reason.
+test-hosts: $(DEV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) $(HOSTS) $(ARGS)
 
 # On a machine without a network PY=python3 takes the packages that are there; padfree itself comes from this folder.
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))

@@ -376,7 +376,7 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     missing = ("head_dim", "num_key_value_heads", "num_hidden_layers", "intermediate_size")
     values = {key: value for key, value in values.items() if value is not None or key not in missing}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = model_class(model_class.config_class(**values))
         randomise(model)
     assert isinstance(model, PreTrainedModel)

@@ -295,15 +295,17 @@ def test_several_processes_give_what_one_gives(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     skip = SFTDataSettings(on_bad_row="skip")
-    one = load_sft(path, CHAT, skip, cache=tmp_path / "one", num_workers=0)
-    two = load_sft(path, CHAT, skip, cache=tmp_path / "two", num_workers=2)
-    assert two.report == one.report
-    for a, b in zip(one, two, strict=True):
-        assert a.uid == b.uid
-        assert np.array_equal(a.tokens, b.tokens)
-        assert np.array_equal(a.mask, b.mask)
+    here = load_sft(path, CHAT, skip, cache=tmp_path / "here", num_workers=0)
+    one = load_sft(path, CHAT, skip, cache=tmp_path / "one", num_workers=1)
     server = rank_server()  # what a process does is the same however it was started, and from here it starts at once
     monkeypatch.setattr(multiprocessing, "get_context", lambda kind: server)
+    two = load_sft(path, CHAT, skip, cache=tmp_path / "two", num_workers=2)
+    for other in (one, two):
+        assert other.report == here.report
+        for a, b in zip(here, other, strict=True):
+            assert a.uid == b.uid
+            assert np.array_equal(a.tokens, b.tokens)
+            assert np.array_equal(a.mask, b.mask)
     with pytest.raises(ValueError, match=r"a\.jsonl line 8: no 'response'"):
         load_sft(path, CHAT, cache=tmp_path / "three", num_workers=1)
     assert multiprocessing.active_children() == []

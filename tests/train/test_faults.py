@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import padfree.distributed.peers as peers
 from padfree.batch import Sample
-from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.checkpoint.checkpointer import latest_in, step_of
 from padfree.checkpoint.files import CheckpointError
 from padfree.cli.main import main
 from padfree.config import Config
@@ -36,6 +36,7 @@ from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 from tests.train.processes import alone, ended, forked
+from tests.waiting import wait_until
 
 KILLS = 20
 
@@ -67,6 +68,8 @@ def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int 
         nonlocal made
         made += 1
         if made == most:
+            if die_at is not None:
+                loop.checkpointer.wait()  # a thread may still be on its way to where it dies
             os.write(pipe, b"halted")
             time.sleep(300)
 
@@ -79,7 +82,17 @@ def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int 
 
 
 def killed_often(folder: Path) -> dict[str, Any]:
-    """A run that is killed again and again, at random or within a save, and then left to end; and one in peace."""
+    """A run that is killed again and again, at random or within a save, and then left to end; and one in peace.
+
+    kills   0      1     2      3     4    5      6    7      8      9     ...
+
+            after  torn  after  torn  any  early  any  early  after  torn       saves of 2 3 6 7 ... are asynchronous
+
+    after   at random after a save: on any machine it goes on
+    torn    at one of the waits for the disk before the folder of a save gets its name
+    any     at random
+    early   at one of the waits of a save
+    """
     model, output = save_config(folder / "model"), folder / "output"
     rng = np.random.default_rng(0)
     num_steps = KILLS + 4  # of which each attempt saves one at most
@@ -95,12 +108,19 @@ def killed_often(folder: Path) -> dict[str, Any]:
         os.close(read)
         return time.monotonic() - begin
 
+    def latest_step() -> int:
+        latest = latest_in(folder / "often" / "checkpoints")
+        return 0 if latest is None else step_of(latest)
+
     def kill(number: int) -> None:
         settings = config("often", asynchronous=number % 4 >= 2)
-        die_at = int(rng.integers(1, 8)) if number % 2 else None
+        die_at = int(rng.integers(1, 4 if number % 8 < 4 else 8)) if number % 2 else None
+        before = latest_step()
         child, read = forked(lambda pipe: slow_run(settings, pipe, most=2, die_at=die_at), output)
         assert os.read(read, 5) == b"ready", output.read_text()
         if die_at is None:
+            if number % 8 < 4:
+                wait_until(lambda: latest_step() > before)
             time.sleep(rng.uniform(0, 2 * a_step))
         else:
             os.read(read, 6)  # it is dead by now, or has halted
@@ -113,8 +133,7 @@ def killed_often(folder: Path) -> dict[str, Any]:
     for number in range(KILLS):
         kill(number)
         torn += any((folder / "often" / "checkpoints").glob("*.partial"))
-        latest = Checkpointer(folder / "often" / "checkpoints").latest()
-        steps.add(0 if latest is None else int(latest.name[5:13]))
+        steps.add(latest_step())
     in_peace("often")
     weights = [(folder / name / "final.safetensors").read_bytes() for name in ("whole", "often")]
     return {
@@ -167,8 +186,14 @@ def before_step(number: int, action: Callable[[], object]) -> None:
 
 
 def stuck() -> None:
-    """In a call from which no handler of Python's is run."""
+    """In a call from which no handler of Python's is run, for many minutes."""
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
+def until_signalled() -> None:
+    """In a step until the run has noted a signal, however late that is sent."""
+    signals: Any = signal.getsignal(signal.SIGTERM)  # a method of the run's `StopSignals`
+    wait_until(lambda: bool(signals.__self__.received), 240.0)
 
 
 def signalled(folder: Path) -> list[Any]:
@@ -187,18 +212,18 @@ def signalled(folder: Path) -> list[Any]:
 
     found: list[Any] = []
     for step, number in ((1, signal.SIGTERM), (3, signal.SIGINT)):
-        child, read = started("often", step, lambda: time.sleep(0.5))
+        child, read = started("often", step, until_signalled)
         assert os.read(read, 1) == b"x", output.read_text()
         os.kill(child, number)
         found.append([ended(child), newest()])
     child, read = started("often", 4, stuck)
     assert os.read(read, 1) == b"x", output.read_text()
     os.kill(child, signal.SIGTERM)
-    time.sleep(SAME_REQUEST_SECONDS + 0.3)
+    time.sleep(SAME_REQUEST_SECONDS + 1.0)
     begin = time.monotonic()
     os.kill(child, signal.SIGTERM)
     found.append([ended(child), newest()])
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     found += [[ended(started(name, -1, int)[0]), newest()] for name in ("often", "whole")]
     weights = [(folder / name / "model" / "model.safetensors").read_bytes() for name in ("often", "whole")]
     return [*found, weights[0] == weights[1], output.read_text()]
@@ -222,7 +247,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_0_and_a_second_one_exits_at_
 
 
 def worker(folder: Path, kill_at: int) -> int:
-    """What torchrun starts: a run with slow steps, whose second rank dies once."""
+    """What torchrun starts: a run whose second rank dies once, and that waits for a signal before it ends."""
     mark = folder / "killed"
 
     def die() -> None:
@@ -230,9 +255,8 @@ def worker(folder: Path, kill_at: int) -> int:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for step in range(8):
-        before_step(step, lambda: time.sleep(0.3))
     before_step(kill_at, die)
+    before_step(6, until_signalled)
     return main(["sft", str(folder / "recipe.toml")])
 
 
@@ -258,11 +282,12 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     output_file = tmp_path / "output"
     launched = rank_server().Process(target=launch, args=(tmp_path, 3))
     launched.start()
-    deadline = time.monotonic() + 240
-    while not metrics.exists() or metrics.read_text().count("\n") < 4:  # the fourth line is of the second start
-        assert time.monotonic() < deadline
+
+    def goes_on() -> bool:
         assert launched.is_alive(), output_file.read_text()
-        time.sleep(0.05)
+        return metrics.exists() and metrics.read_text().count("\n") >= 4  # the fourth line is of the second start
+
+    wait_until(goes_on, 240.0)
     launched.terminate()
     launched.join(120)
     output = output_file.read_text()
@@ -311,7 +336,7 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
             make_loop(config, make_mesh("cpu"), make_samples=make).run()
     except Exception as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)  # noqa: T201
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120, "long before a collective gives up"
     os._exit(3)  # its connections close as those of a process that ends with an error
 
 

@@ -36,6 +36,7 @@ def ask(url: str, method: str, path: str, content: bytes) -> tuple[int, bytes]:
 class Handler(BaseHTTPRequestHandler):
     url: str
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or what follows the headers waits 40 ms for the other side
 
     def do_GET(self) -> None:
         self._forward()

@@ -29,18 +29,26 @@ from padfree.rollout.writer import Written
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks
-from tests.rollout.vllm.test_keeper import wait_until
-from tests.rollout.vllm.test_run import SAMPLES, fake_of, lines, make_config, model_folder
+from tests.rollout.vllm.test_run import SAMPLES, digits, fake_of, lines, make_config, model_folder
 from tests.rollout.vllm.vllm_cases import FakeVllm, Remembering, serving
+from tests.waiting import wait_until
 
 __all__ = ["model_folder"]  # a fixture
 HERE = "tests.rollout.vllm.test_ahead"
 CONNECTIONS = 4
 
 
-def remembering(model: Path) -> Remembering:
-    plain = fake_of(model)
-    return Remembering(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+class Holding(Remembering):
+    """Keeps one response that has a token until weights are exchanged, of a batch that is trained after that."""
+
+    held: int | None = None  # its seed
+
+    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
+        if drawn == 1 and self.held is None and self._pauses == pauses and self.version.isdigit():
+            later = range(int(self.version) + 2, 5)
+            if body["seed"] in {seed_of(batch, number) for batch in later for number in range(SAMPLES)}:
+                self.held = body["seed"]
+                wait_until(lambda: self._pauses != pauses)
 
 
 @pytest.fixture
@@ -60,8 +68,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list
 
 def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Path, taken: Any) -> None:
     """Responses that an exchange has cut go on by the new weights; log-probabilities are those of each version."""
-    fake = remembering(model_folder)
-    fake.token_seconds = 0.03
+    plain = fake_of(model_folder)
+    fake = Holding(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
     with serving(fake) as (url,):
         train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=4))
     found = lines(tmp_path / "run")
@@ -97,30 +105,35 @@ def check_versions(taken: Mapping[int, Any], weights: Mapping[int, Any], model_f
     return mixed
 
 
-overlaps: list[tuple[str, float, float]] = []
+begun: list[str] = []
+"""The thread of each reward."""
 
 
-def slow_reward(response: str, row: Mapping[str, Any]) -> float:
-    begin = time.monotonic()
-    time.sleep(0.3)
-    overlaps.append((threading.current_thread().name, begin, time.monotonic()))
-    return sum(letter.isdigit() for letter in response) / 6
+def together(response: str, row: Mapping[str, Any]) -> float:
+    """A reward that is done when another one has begun."""
+    begun.append(threading.current_thread().name)
+    wait_until(lambda: len(begun) > 1)
+    return digits(response, row)
 
 
-def test_rewards_run_beside_each_other_and_beside_training(model_folder: Path, tmp_path: Path) -> None:
-    overlaps.clear()
-    steps: list[float] = []
+def test_rewards_run_beside_each_other_and_beside_training(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is trained before a reward of the second batch has begun, and no reward is done before another."""
+    begun.clear()
+    begin = Engine.begin
+
+    def late(engine: Engine, *arguments: Any, **settings: Any) -> Any:
+        wait_until(lambda: len(begun) > SAMPLES)
+        return begin(engine, *arguments, **settings)
+
+    monkeypatch.setattr(Engine, "begin", late)
     with serving(fake_of(model_folder)) as (url,):
-        config = make_config(
-            tmp_path / "run", model_folder, servers=[url], staleness=2, steps=3, reward=f"{HERE}:slow_reward"
+        train(
+            make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, steps=3, reward=f"{HERE}:together")
         )
-        train(config, on_step=lambda metrics: steps.append(time.monotonic()))
-    assert len(overlaps) == 3 * SAMPLES, "batches that would not be trained are not sampled"
-    at_once = [sum(begin <= other < end for _, other, _ in overlaps) for _, begin, end in overlaps]
-    assert max(at_once) > 1
-    assert {name.split("_")[0] for name, _, _ in overlaps} == {"reward"}
-    firsts = sorted(begin for _, begin, _ in overlaps)
-    assert firsts[SAMPLES] < steps[0], "the second batch is rewarded before the first has been trained"
+    assert len(begun) == 3 * SAMPLES, "batches that would not be trained are not sampled"
+    assert {name.split("_")[0] for name in begun} == {"reward"}
 
 
 def test_without_staleness_a_run_is_the_plain_one(tmp_path: Path) -> None:
@@ -149,17 +162,22 @@ class StopError(Exception):
     pass
 
 
-def stop_after(step: int, *, idle: FakeVllm | None = None) -> Any:
-    """Break the run off in this step; before the checkpoint of the one before it the server is to be `idle`."""
+def stop_after(step: int, *, rewards: int = 0) -> Any:
+    """Break the run off in this step; before the checkpoint of the one before it so many of `noted` have begun."""
+    begun.clear()
 
     def on_step(metrics: Mapping[str, Any]) -> None:
-        if metrics["step"] == step - 1 and idle is not None:
-            wait_until(lambda: idle.at_once == 0)
-            time.sleep(0.3)  # the last rewards
+        if metrics["step"] == step - 1:
+            wait_until(lambda: len(begun) >= rewards)
         if metrics["step"] == step:
             raise StopError
 
     return on_step
+
+
+def noted(response: str, row: Mapping[str, Any]) -> float:
+    begun.append(threading.current_thread().name)
+    return digits(response, row)
 
 
 def asked_of(fake: FakeVllm) -> Counter[int]:
@@ -194,13 +212,13 @@ def test_a_resumed_run_goes_on_with_its_queue(
 ) -> None:
     """Broken off after three steps, with a checkpoint after each: nothing the checkpoint has is sampled again."""
     fake = fake_of(model_folder)
-    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 5}
+    settings: dict[str, Any] = {"staleness": 2, "filter": filtered, "steps": 5, "reward": f"{HERE}:noted"}
     with serving(fake) as (url,):
         config = make_config(
             tmp_path / "run", model_folder, servers=[url], checkpoint={"every": 1, "export": False}, **settings
         )
         with pytest.raises(StopError):
-            train(config, on_step=stop_after(3, idle=fake if filtered == "none" else None))
+            train(config, on_step=stop_after(3, rewards=5 * SAMPLES if filtered == "none" else 0))
         assert restored == []
         fake.completed.clear()
         train(config)
@@ -313,9 +331,17 @@ def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Pat
     fake = fake_of(model_folder)
     checkpoint = {"every": 1, "export": False}
     with serving(fake) as (url,):
-        settings: dict[str, Any] = {"servers": [url], "checkpoint": checkpoint, "steps": 4}
+        settings: dict[str, Any] = {
+            "servers": [url],
+            "checkpoint": checkpoint,
+            "steps": 4,
+            "reward": f"{HERE}:noted",
+        }
         with pytest.raises(StopError):
-            train(make_config(tmp_path / "run", model_folder, staleness=3, **settings), on_step=stop_after(2))
+            train(
+                make_config(tmp_path / "run", model_folder, staleness=3, **settings),
+                on_step=stop_after(2, rewards=4 * SAMPLES),
+            )
         taken.clear()
         notes: list[str] = []
         train(make_config(tmp_path / "run", model_folder, staleness=1, **settings), on_note=notes.append)

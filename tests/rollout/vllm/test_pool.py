@@ -14,8 +14,8 @@ import pytest
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.vllm.http import Drawing, RestartedError, Server, ServerLostError
 from padfree.rollout.vllm.pool import Gate, Pool, Round
-from tests.rollout.vllm.test_keeper import wait_until
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
+from tests.waiting import wait_until
 
 DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
 REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), room=3, key=1 + number) for number in range(40)]

@@ -38,8 +38,9 @@ from padfree.train.training_data import load_tokenizer, load_training_data, make
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.vllm import vllm_cases
-from tests.rollout.vllm.test_keeper import alive, wait_until
+from tests.rollout.vllm.test_keeper import alive
 from tests.rollout.vllm.vllm_cases import FakeVllm, launch_of, serving
+from tests.waiting import wait_until
 
 HERE = "tests.rollout.vllm.test_run"
 ROOT = Path(__file__).parents[3]

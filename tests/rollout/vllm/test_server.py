@@ -46,8 +46,9 @@ from tests.rollout.vllm.test_ahead import (
     stop_after,
     taken,
 )
-from tests.rollout.vllm.test_keeper import alive, wait_until
+from tests.rollout.vllm.test_keeper import alive
 from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
+from tests.waiting import wait_until
 
 __all__ = ["taken"]  # a fixture
 ROOT = Path(__file__).parents[3]

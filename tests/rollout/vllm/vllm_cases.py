@@ -199,8 +199,8 @@ class FakeVllm:
             with torch.no_grad(), self._compute:
                 scores = torch.log_softmax(self._logits(tokens), -1)
             given = [scores[place, token].item() for place, token in enumerate(tokens[1:])]
-        for _ in range(body["max_tokens"]):
-            time.sleep(self.token_seconds)
+        for drawn in range(body["max_tokens"]):
+            self._before_token(body, drawn, pauses)
             with torch.no_grad(), self._compute:
                 if self._pauses != pauses:
                     reason = "abort"
@@ -222,6 +222,10 @@ class FakeVllm:
             "prompt_logprobs": [None, *({str(t): {"logprob": v}} for t, v in zip(prompt[1:], given, strict=False))],
         }
 
+    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
+        """A response has `drawn` tokens, and began after so many pauses."""
+        time.sleep(self.token_seconds)
+
     def _logits(self, tokens: list[int]) -> torch.Tensor:
         """[n, V] in float32; without a model all tokens are alike."""
         if self.model is None:
@@ -242,6 +246,7 @@ class Remembering(FakeVllm):
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeVllm
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or what follows the headers waits 40 ms for the other side
 
     def do_GET(self) -> None:
         self._reply({})
