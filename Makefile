@@ -41,12 +41,13 @@ demo: $(STAMP)
 # Each process runs whole files, slow ones first, with one thread of torch; JOBS=0 runs all in one process with torch's own
 # number of threads. A test that hangs ends its process after a quarter of an hour, with a line that names the test.
 # Tests on hosts are left out unless ARGS names their folder: they keep several processes busy each, and run alone.
+# Bytecode is written even where the environment says not to: tests start hundreds of processes, which would compile it again.
 SHARED  := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LIMITED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 HOSTS   := tests/hosts
 
 test: $(DEV)
-	$(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(LIMITED) $(if $(filter-out 0,$(JOBS)),$(SHARED)) \
+	PYTHONDONTWRITEBYTECODE= $(if $(filter-out 0,$(JOBS)),OMP_NUM_THREADS=1 )$(PY) -m pytest $(LIMITED) $(if $(filter-out 0,$(JOBS)),$(SHARED)) \
 	  $(if $(findstring $(HOSTS),$(ARGS)),,--ignore=$(HOSTS)) $(ARGS)
 
 # Where network namespaces cannot be made, all of them are skipped, with the reason.
