@@ -23,9 +23,14 @@ from padfree.batch import Copies
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
     """The copies that `index` [m] takes of `count` rows."""
+    return copies_on(device, index, *places_of(index, count))
+
+
+def places_of(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[m] where the copies of each of `count` rows lie, row by row, and [count + 1] where those of each begin."""
     begins = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(np.bincount(index, minlength=count), out=begins[1:])
-    return copies_on(device, index, np.argsort(index, kind="stable"), begins)
+    return np.argsort(index, kind="stable"), begins
 
 
 def copies_on(

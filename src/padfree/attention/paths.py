@@ -34,7 +34,7 @@ from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
 from padfree.attention.backend import AttentionBackend
-from padfree.attention.copies import sum_copies
+from padfree.attention.copies import places_of, sum_copies
 from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
@@ -107,10 +107,8 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
     if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so that none sees more
         return [cu_seqlens, *[np.zeros(0, dtype=np.int64)] * 3], longest
     index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
-    if not without:
-        return [cu_seqlens, index, *readers(parents, offsets)], longest
-    begins = np.concatenate([[0], np.cumsum(np.bincount(index, minlength=int(offsets[-1])))])
-    return [cu_seqlens, index, np.argsort(index, kind="stable"), begins], longest
+    found = places_of(index, int(offsets[-1])) if without else readers(parents, offsets)
+    return [cu_seqlens, index, *found], longest
 
 
 ALIGNED = 32
