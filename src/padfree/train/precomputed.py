@@ -10,7 +10,6 @@ there the reference is not needed any more, and its memory is free for training.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ class ReferencedSamples(Sequence[Sample]):
 
     def __getitem__(self, index: Any) -> Any:
         sample, start = self._samples[index], self._starts[index]
-        return replace(sample, ref_logprobs=np.array(self._logprobs[start : start + len(sample)]))
+        return sample.with_numbers(ref_logprobs=np.array(self._logprobs[start : start + len(sample)]))
 
 
 def with_reference(
