@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,8 @@ class Host:
     def signal(self, number: signal.Signals) -> None:
         """To all of its processes at once."""
         for process in self.processes():
-            try:
+            with suppress(ProcessLookupError):  # it ended after it was listed
                 os.kill(process, number)
-            except ProcessLookupError:
-                continue
 
     def cut_off(self) -> None:
         _ip("link", "set", self.link, "down")
@@ -161,10 +159,9 @@ def connected_hosts(count: int) -> Iterator[list[Host]]:
         yield hosts
     finally:
         for host in hosts:
-            for arguments in (("netns", "pids", host.namespace), ("netns", "del", host.namespace)):
-                done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-                for process in done.stdout.split():
-                    os.kill(int(process), signal.SIGKILL)
+            with suppress(AssertionError):  # it has not been made
+                host.signal(signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
             # now, and not whenever the kernel takes the namespace down: the next test makes a link of this name
             subprocess.run(["ip", "link", "del", host.link], capture_output=True, check=False)
             shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)

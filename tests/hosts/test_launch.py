@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,9 @@ def workers(host: Host) -> list[int]:
     """Processes of the run on a host."""
     found = []
     for process in host.processes():
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0") if Path(f"/proc/{process}").exists() else []
+        words: list[bytes] = []
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended after it was listed
+            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
         if b"padfree" in words and b"sft" in words and b"launch" not in words:
             found.append(process)
     return found
