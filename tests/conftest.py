@@ -2,6 +2,8 @@
 
 A test marked `gpu` needs a CUDA device and is skipped where there is none. Every other test means the CPU: on a machine
 with a GPU it does not see it, and neither do the processes that it starts.
+
+torch is imported where tests are collected, not in a process that only hands them out: others would wait 5 s for it.
 """
 
 from __future__ import annotations
@@ -10,15 +12,13 @@ import gc
 import json
 import os
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import hypothesis
 import numpy as np
 import pytest
-import torch
-
-import tests.compiler_settings  # noqa: F401
 
 hypothesis.settings.register_profile(
     "default",
@@ -31,17 +31,24 @@ hypothesis.settings.load_profile("default")
 
 GSM8K = Path(os.environ.get("PADFREE_GSM8K", Path(__file__).parents[2] / "shared" / "data" / "gsm8k"))
 
-HAS_GPU = torch.cuda.is_available()  # asked before it is hidden: CUDA looks at CUDA_VISIBLE_DEVICES only once
+
+@cache
+def has_gpu() -> bool:
+    """Asked before it is hidden: CUDA looks at CUDA_VISIBLE_DEVICES only once."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that processes which share the files end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
+    can_run = has_gpu()
     for item in items:
         if item.get_closest_marker("gpu") is None:
             continue
-        if not HAS_GPU:
+        if not can_run:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         # Which of torch's C++ warnings appear in the name of our code depends on the device and its driver.
         item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning"))
@@ -49,7 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the garbage collector need not look at it."""
+    """Compilers are set up. What has been imported stays: the garbage collector need not look at it."""
+    import tests.compiler_settings  # noqa: F401
+
     gc.collect()
     gc.freeze()
 
@@ -65,6 +74,8 @@ def _no_gpu() -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Around the fixtures as well, those of a module among them."""
+    import torch
+
     if item.get_closest_marker("gpu") is not None:
         return (yield)
     with mock.patch.object(torch.cuda, "is_available", _no_gpu), mock.patch.dict(os.environ):
@@ -74,7 +85,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    if HAS_GPU:
+    import torch
+
+    if has_gpu():
         torch.manual_seed(0)
     else:
         torch.default_generator.manual_seed(0)  # the other way writes down the stack, for a GPU that may still come

@@ -53,7 +53,7 @@ def test_with_the_mark_it_sees_one() -> None:
 
 def test_the_mark_is_a_skip_with_a_reason_without_a_gpu(request: pytest.FixtureRequest) -> None:
     others = [item for item in request.session.items if item.get_closest_marker("gpu") is not None]
-    assert all((item.get_closest_marker("skip") is None) == conftest.HAS_GPU for item in others)
+    assert all((item.get_closest_marker("skip") is None) == conftest.has_gpu() for item in others)
 
 
 def test_the_command_fails_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

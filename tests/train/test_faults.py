@@ -293,7 +293,7 @@ def test_torchrun_starts_again_after_a_kill_and_passes_a_signal_on(tmp_path: Pat
     output = output_file.read_text()
     assert not launched.is_alive(), output
     assert (tmp_path / "killed").exists()
-    assert "rank 0: rank 1 is gone, stuck or cut off" in output, output
+    assert "(exitcode: -9) local_rank: 1" in output, output  # rank 0 may be ended before it can name the other
     assert "stopped by a signal after" in output, output
     step = int(output.split("stopped by a signal after ")[1].split()[0])
     assert 4 <= step < 8
