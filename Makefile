@@ -4,14 +4,14 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
-JOBS   ?= 2
+JOBS   ?= 3
 VLLM   ?= .venv-vllm
 
 .PHONY: help demo test test-hosts test-gpu test-vllm memcheck check docs format bench install clean
 
 help:
 	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
-	@echo "make test       run the tests in two processes (JOBS=2); ARGS='-m \"not slow\"' for a quick round"
+	@echo "make test       run the tests in three processes (JOBS=3); ARGS='-m \"not slow\"' for a quick round"
 	@echo "make test-hosts run the tests on hosts made of network namespaces and no others; needs root and ip"
 	@echo "make test-gpu   run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
 	@echo "make test-vllm  set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
@@ -39,7 +39,8 @@ demo: $(STAMP)
 	@$(PY) -m padfree demo
 
 # Each process runs whole files, slow ones first, with one thread of torch; JOBS=0 runs all in one process with torch's own
-# number of threads. A test that hangs ends its process after a quarter of an hour, with a line that names the test.
+# number of threads. Three for two cores, since some tests wait. A test that hangs ends its process after a quarter of an
+# hour, with a line that names the test.
 # Tests on hosts are left out unless ARGS names their folder: they keep several processes busy each, and run alone.
 # Bytecode is written even where the environment says not to: tests start hundreds of processes, which would compile it again.
 SHARED  := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from padfree.model import attach
 from tests.models import build
 
 get_checkpoint_conversion_mapping("qwen3")  # it makes a table of all architectures first, of 800 regular expressions
 for name in ("llama", "qwen3"):
-    build(name)
+    attach(build(name))  # tries how its architecture behaves in packed rows

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from padfree.losses import DPOSettings, LossInputs, dpo_loss
 
-trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed", exc_type=ImportError)
-
 LENGTHS = [(5, 3), (2, 7), (6, 6)]  # tokens of the chosen and of the rejected answer
 PROMPT = 4
 
@@ -30,6 +28,7 @@ def answers() -> tuple[Tensor, Tensor, Tensor]:
 
 def theirs(loss_type: str, beta: float, label_smoothing: float) -> tuple[float, Tensor]:
     """TRL's method with just what it reads, and the gradient of the log-probabilities."""
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed", exc_type=ImportError)
     policy, reference, mask = answers()
     policy.requires_grad_()
     nothing = torch.zeros_like(mask[:, 1:], dtype=torch.float64)

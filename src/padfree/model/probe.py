@@ -30,7 +30,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -181,13 +181,14 @@ def _module_classes(model: nn.Module) -> set[str]:
 def undisturbed() -> Iterator[None]:
     """Work on the CPU in float32 with gradients, quietly, and leave no trace in the caller's state."""
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
+    elsewhere = torch.get_default_device().type != "cpu"
     hf_logging.set_verbosity(logging.ERROR)
     torch.set_default_dtype(torch.float32)
     try:
         with (
             warnings.catch_warnings(),
             torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
+            torch.device("cpu") if elsewhere else nullcontext(),  # it costs a little in every call of torch
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
