@@ -2,6 +2,7 @@
 
     python bench/shared_prefixes.py                                   a small model on the CPU
     python bench/shared_prefixes.py --device cuda                     the 4B shape, G = 16, bf16, compiled
+    python bench/shared_prefixes.py --device cuda --lengths 4096,1024 --groups 8        of one prompt and response
     python bench/shared_prefixes.py --gsm8k /path/to/gsm8k            groups of 4: solutions of its questions, by bytes
     python bench/shared_prefixes.py --calculator FOLDER               the same as episodes with a calculator, and trees
     python bench/shared_prefixes.py --device cuda --attention         one layer's keys gathered, and by a trunk
@@ -19,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
-LENGTHS = {
+Lengths = tuple[int, int]
+"""Tokens of a prompt and of a response."""
+
+LENGTHS: dict[str, list[Lengths]] = {
     "cpu": [(512, 64), (256, 64), (64, 64), (32, 128), (8, 128)],
     "cuda": [(8192, 1024), (4096, 1024), (1024, 1024), (512, 2048), (128, 2048)],
 }
@@ -289,11 +293,11 @@ def both_passes(attend: Callable[[], torch.Tensor], dout: torch.Tensor) -> None:
     torch.autograd.backward(attend(), dout)
 
 
-def compare_attention(device: torch.device, size: int, repeats: int) -> None:
+def compare_attention(device: torch.device, lengths: Sequence[Lengths], size: int, repeats: int) -> None:
     """One layer's attention, forward alone and with backward: the prompt's keys gathered, and the prompt a trunk."""
     heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for prompt, response in LENGTHS[device.type]:
+    for prompt, response in lengths:
         row = collate(group(prompt, response, size, 1000), share_prefixes=True).to(device)
         q, k, v, dout = (
             torch.randn(row.num_tokens, h, dim, device=device, dtype=dtype)
@@ -311,6 +315,11 @@ def compare_attention(device: torch.device, size: int, repeats: int) -> None:
         shown(f"P {prompt} R {response} G {size}", found)
 
 
+def pair(text: str) -> Lengths:
+    prompt, response = map(int, text.split(","))
+    return prompt, response
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -322,6 +331,7 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, default=None)
     parser.add_argument("--calculator", type=Path, default=None)
     parser.add_argument("--groups", type=int, default=3, help="of an update and of a scoring pass")
+    parser.add_argument("--lengths", type=pair, nargs="+", default=None, metavar="P,R", help="of prompt and response")
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--attention", action="store_true", help="one layer's attention, keys gathered and by a trunk")
     args = parser.parse_args()
@@ -335,8 +345,9 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, device: torch.device) -> None:
     shape = args.shape or ("4b" if args.device == "cuda" else "tiny")
+    lengths = args.lengths or LENGTHS[args.device]
     if args.attention:
-        compare_attention(device, args.group, args.repeats)
+        compare_attention(device, lengths, args.group, args.repeats)
         return
     if args.context is not None:
         play_context(args.context, device, args.repeats)
@@ -358,7 +369,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
             print(f"{len(samples)} samples of {args.groups} groups, {sum(map(len, samples))} tokens")
             shown(name, compare(engine, samples, args.repeats))
         return
-    for prompt, response in LENGTHS[args.device]:
+    for prompt, response in lengths:
         vocabulary = SHAPES[shape]["vocab_size"]
         groups = [group(prompt, response, args.group, vocabulary, number) for number in range(args.groups)]
         title = f"P {prompt} R {response} G {args.group}"
