@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 
+import torch
 import torch._dynamo.config as dynamo
 import torch._dynamo.guards as guards
 import torch._inductor.config as inductor
 
 inductor.cpp.simdlen = 1  # the same code on every processor, which g++ translates a quarter faster
 
-inductor.compile_threads = 1  # others would be processes that import torch first, for few and small kernels
+if torch.version.cuda is None:
+    inductor.compile_threads = 1  # others are processes that import torch first: too much for small kernels of g++
 
 # It measures, for a log, how long the guards of a graph take, and empties the processor's caches before.
 guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
