@@ -17,7 +17,8 @@ import pytest
 from padfree.page import COLOURS, Page, plain
 from padfree.page.page import BEGINNING, TEMPLATES
 from padfree.page.theme import THEMES
-from tests.browser import Browser, executable
+from tests.browser import Browser, View, executable
+from tests.waiting import wait_until
 
 EVIL = '</script><img src="http://example.invalid/x.png" onerror="document.title=\'broken\'"> & <b>bold</b>'
 FIGURES = 3
@@ -142,11 +143,17 @@ def test_the_browser_tells_of_errors_and_requests(browser: Browser, tmp_path: Pa
         "<html data-drawn><body><script>console.error('first')</script><script>throw new Error('second')</script>"
         "<img src='http://127.0.0.1:9/third.png'></body></html>"
     )
-    errors = browser.open(path).errors
-    assert all(any(word in error for error in errors) for word in ("first", "second", "third"))
+    view = browser.open(path)
+    wait_until(lambda: all(tells_of(view, word) for word in ("first", "second", "third")))
     policy = BEGINNING[BEGINNING.index('<meta http-equiv="Content-Security-Policy"') :]
     path.write_text(path.read_text().replace("<body>", f"<head>{policy}</head><body>"))
-    assert any("Content Security Policy" in error for error in browser.open(path).errors)
+    view = browser.open(path)
+    wait_until(lambda: tells_of(view, "Content Security Policy"))
+
+
+def tells_of(view: View, word: str) -> bool:
+    view.evaluate("0")  # brings what has happened since
+    return any(word in error for error in view.errors)
 
 
 def test_a_page_without_figures_has_no_library(browser: Browser, tmp_path: Path) -> None:
