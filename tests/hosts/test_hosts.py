@@ -124,7 +124,7 @@ def steps_of(folder: Path) -> int:
 
 def endless(folder: Path, model: Path) -> dict[str, Any]:
     """A run that only a fault ends: it notices one soon, and does not take a busy machine for one."""
-    return {"settings": settings(folder, model, "sft", run={"steps": 100_000, "timeout": 15.0}), "pause": 0.2}
+    return {"settings": settings(folder, model, "sft", run={"steps": 100_000, "timeout": 30.0}), "pause": 0.2}
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -191,7 +191,7 @@ def two_hosts(hosts: list[Host], model_folder: Path, tmp_path_factory: pytest.Te
             )  # fmt: skip
             runs.append({"settings": run})
     counted = counted_runs(folder)
-    runs += [{"settings": run, "pause": 0.5} for run in counted]
+    runs += [{"settings": run, "counted": True} for run in counted]
     own = folder / "own"
     own.mkdir()
     refused = settings(own / "run", model_folder, "sft")

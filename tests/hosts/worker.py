@@ -4,6 +4,7 @@ tests/hosts/worker.py FILE            goes through the runs of a JSON file, one 
 
     settings    of the run, its timeout among them
     pause       seconds that each step takes longer
+    counted     whether what hosts send is counted after each step
     refused     whether a ValueError is what it should end with; the next run follows then
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from padfree.config import config_from_dict
@@ -62,12 +64,13 @@ def say(text: str) -> None:
 
 def run_one(run: dict[str, Any]) -> None:
     counts: list[dict[str, tuple[int, int]]] = []
-    pause = run.get("pause", 0.0)
 
     def on_step(_: Any) -> None:
-        time.sleep(pause / 2)  # all ranks are here, and nothing is on its way any more
-        counts.append(sent())
-        time.sleep(pause / 2)
+        if run.get("counted"):
+            dist.barrier()  # all ranks are here, and nothing is on its way any more
+            counts.append(sent())
+            dist.barrier()
+        time.sleep(run.get("pause", 0.0))
 
     if run.get("refused"):
         with mock.patch.object(run_folder, "SHOWN_SECONDS", 2.0):  # its folder is not going to be shared
@@ -77,7 +80,7 @@ def run_one(run: dict[str, Any]) -> None:
                 say(f"refused: {error}")
         return
     train(config_from_dict(run["settings"]), on_step=on_step)
-    if os.environ["LOCAL_RANK"] == "0":
+    if run.get("counted") and os.environ["LOCAL_RANK"] == "0":
         folder = Path(run["settings"]["run"]["folder"])
         (folder / f"sent-{socket.gethostname()}.json").write_text(json.dumps(counts))
 
