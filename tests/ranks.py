@@ -160,6 +160,9 @@ def _main(
                 timeout=timedelta(seconds=300),  # to find each other, whatever the test's own
             )
             _set_pg_timeout(timedelta(seconds=group_timeout))
+            (folder / f"met{rank}").touch()
+            while someone_dies and not all((folder / f"met{other}").exists() for other in range(world)):
+                time.sleep(0.001)  # one that ends while another still connects is a failure to connect, there
             result = function(rank, world, *args)
             (folder / f"result{rank}").write_bytes(pickle.dumps(result))
             if not someone_dies:
