@@ -10,8 +10,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+import time
 from importlib.metadata import version
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import padfree
 import padfree.cli.launch as launch_module
 from padfree.cli import on_host
-from padfree.cli.launch import PORT, Launch, equal_gpus
+from padfree.cli.launch import LOOK, PORT, Ended, Events, Launch, Signalled, equal_gpus, next_event, signals_as
 from padfree.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +165,35 @@ def test_a_signal_stops_all(ssh: str, number: signal.Signals) -> None:
     rest = launched.communicate(timeout=60)[0]
     assert launched.returncode == 128 + number
     assert sorted(rest.splitlines()) == ["stays-1: was told stop", "stays-2: was told stop"]
+
+
+def test_a_signal_that_another_thread_gets_is_seen() -> None:
+    """A process that was stopped for a while often has it so; here the thread sends it to itself."""
+    events = Events()
+
+    def disturb() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        if not seen.wait(20.0):
+            events.put(Ended("late", 0))
+
+    seen = threading.Event()
+    with signals_as(events):
+        thread = threading.Timer(0.2, disturb)
+        thread.start()
+        try:
+            assert next_event(events) == Signalled(signal.SIGTERM)
+        finally:
+            seen.set()
+            thread.join()
+
+
+def test_waiting_for_an_event_has_an_end() -> None:
+    begun = time.monotonic()
+    with pytest.raises(Empty):
+        next_event(Events(), deadline=begun + LOOK + 0.2)
+    assert time.monotonic() >= begun + LOOK + 0.2
+    with pytest.raises(Empty):
+        next_event(Events(), deadline=begun)
 
 
 def test_processes_are_gpus_and_as_many_on_each_host() -> None:

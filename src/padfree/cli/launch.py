@@ -56,6 +56,9 @@ ENVIRONMENT = (
 LINGER = 8.0
 """Seconds after a failure in which the other hosts may end by themselves, and say what they have to."""
 
+LOOK = 0.5
+"""Seconds after which whoever waits runs again, if only to find that there was a signal."""
+
 NOT_FOUND, CONNECTION = (126, 127), 255
 """Exit codes of a shell that finds no such program, and of ssh itself."""
 
@@ -174,7 +177,23 @@ class Signalled:
     number: int
 
 
-Events = SimpleQueue[Answered | Ended | Signalled]
+Event = Answered | Ended | Signalled
+Events = SimpleQueue[Event]
+
+
+def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
+    """Wait for one; `Empty` after the deadline.
+
+    The system may give a signal to a thread that reads a host's lines, and often does so after this process was
+    stopped for a while. Python handles it in the main thread, which must not sleep on.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return events.get(timeout=max(min(left, LOOK), 0.0))
+        except Empty:
+            if left <= LOOK:
+                raise
 
 
 class Connection:
@@ -301,7 +320,7 @@ def gathered(connections: Sequence[Connection], events: Events, launch: Launch) 
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
     while len(answers) < len(connections):
-        event = events.get()
+        event = next_event(events)
         if isinstance(event, Signalled):
             raise SystemExit(128 + event.number)
         if isinstance(event, Ended):
@@ -370,8 +389,7 @@ def supervised(connections: Sequence[Connection], events: Events) -> int:
 
     while running:
         try:
-            left = deadline - time.monotonic()
-            event = events.get(timeout=None if left == float("inf") else max(left, 0.0))
+            event = next_event(events, deadline=deadline)
         except Empty:
             if stopped:
                 say(f"no word from {', '.join(sorted(running))} that it has ended; look there")
