@@ -31,6 +31,8 @@ import torch.distributed.run
 import torch.multiprocessing as multiprocessing
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from tests.waiting import wait_until
+
 PRELOAD = [
     "torch",
     "torch.distributed",
@@ -160,9 +162,9 @@ def _main(
                 timeout=timedelta(seconds=300),  # to find each other, whatever the test's own
             )
             _set_pg_timeout(timedelta(seconds=group_timeout))
-            (folder / f"met{rank}").touch()
-            while someone_dies and not all((folder / f"met{other}").exists() for other in range(world)):
-                time.sleep(0.001)  # one that ends while another still connects is a failure to connect, there
+            if someone_dies:  # not while another still connects, for which that would be a failure
+                (folder / f"met{rank}").touch()
+                wait_until(lambda: all((folder / f"met{other}").exists() for other in range(world)), timeout)
             result = function(rank, world, *args)
             (folder / f"result{rank}").write_bytes(pickle.dumps(result))
             if not someone_dies:
