@@ -93,6 +93,42 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
     return concatenated_ranges(offsets[index], offsets[index + 1] - offsets[index])
 
 
+class PathPages(NamedTuple):
+    """The keys of all paths in pages of one size. What is before a node in whole pages is read, the rest copied.
+
+    nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2        table   0 1 2    0 1 3 4    0 1 5 6
+    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2      the end of a path fills its last page
+    """
+
+    tokens: Indices  # [pages * size] the token of the row at each place
+    table: Indices  # [S, m] the pages of each path; any behind its last
+
+
+def page_counts(parents: Indices, offsets: Indices, size: int) -> Indices:
+    """[S] how many pages each node adds: from the last whole page before it to its own end."""
+    lengths = np.diff(offsets)
+    counts: Indices = -(-(first_positions(parents, lengths) % size + lengths) // size)
+    return counts
+
+
+def path_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
+    lengths = np.diff(offsets)
+    first = first_positions(parents, lengths)
+    counts = page_counts(parents, offsets, size)
+    begins = np.cumsum(counts) - counts
+    tokens = np.repeat(offsets[1:] - 1, counts * size)
+    tokens[concatenated_ranges(begins * size + first % size, lengths)] = np.arange(offsets[-1])
+    whole = first // size
+    table = np.zeros((len(parents), int((whole + counts).max(initial=0))), dtype=np.int64)
+    for node, (parent, shared) in enumerate(zip(parents.tolist(), whole.tolist(), strict=True)):
+        table[node, :shared] = table[parent, :shared]
+        table[node, shared : shared + counts[node]] = begins[node] + np.arange(counts[node])
+        if rest := int(first[node]) % size:
+            source, target = (int(page) * size for page in (table[parent, shared], begins[node]))
+            tokens[target : target + rest] = tokens[source : source + rest]
+    return PathPages(tokens, table)
+
+
 def readers(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
     """The transpose of `path_ranges`: where the copies of each token lie if all paths are laid end to end.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from padfree.attention import varlen_attention
 from padfree.attention.copies import copies_of, sum_copies, sum_copies_reference, take_copies
-from padfree.attention.paths import COSTS, MOST_TRUNKS, choose_trunks, path_attention, prepare_path_keys
+from padfree.attention.paths import COSTS, MOST_TRUNKS, choose_trunks, pages_pay, path_attention, prepare_path_keys
 from padfree.batch import Segments
 from padfree.nodes import Indices, path_tokens
 from tests.interpreter import DEVICE, needs_kernels
@@ -84,6 +84,22 @@ def test_a_path_is_a_sample(name: str, backend: str, trunks: Indices) -> None:
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 150])
+def test_keys_in_pages_are_the_keys(window: int | None) -> None:
+    """Branches inside a page and at its end, a page that two levels fill, and a node of one token."""
+    lengths = [300, 84, 130, 300, 1, 190]
+    parents = np.array([-1, 0, 1, 1, 0, -1])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), h, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
+    segments = Segments.from_lengths(lengths, parents=parents)
+    found = []
+    for paged in (True, False):
+        keys = prepare_path_keys(segments, paged=paged)
+        assert keys is not None
+        found.append(path_attention(q, k, v, segments, keys, window=window, backend="reference"))
+    assert torch.equal(*found)
+
+
 def test_a_changed_leaf_changes_no_other_bitwise(trunks: Indices) -> None:
     q, k, v = inputs(torch.float32)
     segments = Segments.from_lengths(LENGTHS, parents=PARENTS)
@@ -141,6 +157,20 @@ def test_trunks_are_few_and_long() -> None:
     sizes = np.concatenate([[4096 + number, *[64] * 8] for number in range(20)])
     chosen = choose_trunks(groups, Segments.from_lengths(sizes).offsets, *COSTS["cuda"])
     assert chosen.tolist() == [9 * number for number in range(20 - MOST_TRUNKS, 20)]
+
+
+def test_pages_are_for_prompts_that_many_read() -> None:
+    """Not where filling pages up costs what the copies did."""
+
+    def pay(prompt: int, response: int, size: int) -> bool:
+        offsets = Segments.from_lengths([prompt, *[response] * size]).offsets
+        return pages_pay(np.array([-1, *[0] * size]), offsets)
+
+    assert pay(8192, 1024, 16)
+    assert pay(1000, 1000, 16)
+    assert pay(2000, 1, 8)
+    assert not pay(512, 2048, 16)
+    assert not pay(100, 150, 4)
 
 
 def test_a_row_that_shares_nothing_has_no_path_keys() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padfree.batch import IGNORE, Sample
-from padfree.nodes import check_parents, first_positions, path_ranges, readers, subtree_ends
+from padfree.nodes import check_parents, first_positions, path_pages, path_ranges, path_tokens, readers, subtree_ends
 from padfree.packing import CostModel, collate, find_prefixes, plan_shared_step
 from padfree.packing.prefixes import FREE, SharingCost
 
@@ -119,6 +119,29 @@ def test_readers_are_the_transpose_of_paths(lists: list[list[int]]) -> None:
     assert (places == np.argsort(index, kind="stable")).all()
     assert (np.diff(begins) == np.bincount(index, minlength=tree.num_tokens)).all()
     assert (subtree_ends(tree.parents) > np.arange(len(tree.parents))).all()
+
+
+@given(LISTS, st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_the_pages_of_a_path_hold_its_tokens(lists: list[list[int]], size: int) -> None:
+    tokens = [np.array(each, dtype=np.int64) for each in lists]
+    tree = find_prefixes(tokens, [0] * len(lists), overhead=FREE)
+    offsets = np.concatenate([[0], np.cumsum(tree.lengths)])
+    found = path_pages(tree.parents, offsets, size)
+    pages = found.tokens.reshape(-1, size)
+    first = first_positions(tree.parents, tree.lengths)
+    used = set()
+    for node, parent in enumerate(tree.parents.tolist()):
+        path = path_tokens(tree.parents, offsets, node)
+        own = found.table[node, : -(-len(path) // size)]
+        taken = pages[own].ravel()
+        assert taken[: len(path)].tolist() == path.tolist()
+        assert set(taken[len(path) :].tolist()) <= {path[-1]}  # no token of another sample
+        shared = first[node] // size
+        assert own[:shared].tolist() == found.table[parent, :shared].tolist()
+        assert not used & set(own[shared:].tolist())
+        used |= set(own[shared:].tolist())
+    assert used == set(range(len(pages)))
 
 
 @given(LISTS, st.integers(1, 3), st.integers(6, 30))

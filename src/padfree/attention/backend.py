@@ -8,6 +8,8 @@ applied outside (`padfree.attention.sinks`). In what else they can do backends d
 
 A raw backward may be given the `out` and `lse` of a larger softmax of which k and v are one block, as ring attention
 needs it. A backend without one is differentiated by autograd: its forward records a graph, its backward is not called.
+
+Some read keys in pages of `PAGE_SIZE`, by a table of each segment's pages, so that segments may have pages in common.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +30,15 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 FLOAT_TYPES = (*HALF_TYPES, torch.float32, torch.float64)
 ANY_HEAD_DIM = range(1, 1 << 16)
 MULTIPLES_OF_8 = range(8, 257, 8)
+PAGE_SIZE = 128
+
+
+class Pages(NamedTuple):
+    """Which pages the queries of each segment see, in order."""
+
+    table: Tensor  # [S, m] int32; any page behind a segment's last
+    lengths: Tensor  # [S] int32, keys of each segment, of which its queries are the last
+    longest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +129,20 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, in the shapes and types of q, k, v; `out` and `lse` may be those of a larger softmax."""
         ...
+
+    def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
+        """Whether to call `paged_forward` for such queries."""
+        return False
+
+    def paged_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` with k and v in pages [n, PAGE_SIZE, Hkv, d]. This one takes the keys out of them again."""
+        lengths = pages.lengths.tolist()
+        places = pages.table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=q.device)
+        index = torch.cat([row[:length] for row, length in zip(places.flatten(1), lengths, strict=True)])
+        k, v = (tensor.flatten(0, 1)[index] for tensor in (k, v))
+        return self.forward(q, k, v, segments_q, Segments.from_lengths(lengths, device=q.device), spec)
 
 
 @functools.cache

@@ -16,6 +16,12 @@ queries of all nodes below, which lie side by side, get its part in a call of th
 
 Trunks are for layers without a window and for kernels that have a backward for a part of a softmax.
 
+Forward, kernels that read keys by a table of pages need a copy of each key, and of what a branch leaves of a page
+another for every node there; whole pages above it are read where they are. Pages are for layers without a window.
+
+    nodes      p0 p1 p2 | a0 a1 | b0 b1 b2
+    pages      p0 p1   p2 p2   p2 a0   a1 a1   p2 b0   b1 b2           of 2, read as   0 1 | 0 2 3 | 0 4 5
+
 `path_attention` is an operator, so that a compiled layer stays one graph: all that it must know of the row comes in
 tensors, whose sizes may change from row to row. The copies are made again in backward, not kept.
 """
@@ -33,14 +39,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges
-from padfree.attention.backend import AttentionBackend
+from padfree.attention.backend import PAGE_SIZE, AttentionBackend, Pages
 from padfree.attention.copies import places_of, sum_copies
 from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import PathKeys, Segments
-from padfree.nodes import Indices, path_ranges, readers, subtree_ends
+from padfree.nodes import Indices, first_positions, page_counts, path_pages, path_ranges, readers, subtree_ends
 
 PATH_ATTENTION = "padfree::path_attention"
 BACKWARD = "padfree::path_attention_backward"
@@ -49,8 +55,14 @@ COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
 """Of a trunk, in copies of a key: for each query below it, whose dq is a sum of two then, and for the call."""
 MOST_TRUNKS = 8
 
-# The arrays of `PathKeys`: cu_seqlens, index, places, begins of the keys with and without trunks; cu_seqlens of trunks
-WHOLE, BELOW, TRUNKS, NUM_ARRAYS = 0, 4, 8, 9
+PAGES_PAY = 1.5
+"""How many times the keys in pages the copies must be that they replace."""
+
+# The arrays of `PathKeys`: cu_seqlens, index, places, begins of the keys with and without trunks; cu_seqlens of trunks;
+# tokens, table and lengths of pages
+WHOLE, BELOW, TRUNKS, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
+
+_NOTHING: Indices = np.zeros(0, dtype=np.int64)
 
 _OPTIONS = (
     "Tensor cu_seqlens, Tensor max_seqlen, Tensor numbers, Tensor sizes, float scale, int? window, float? softcap, "
@@ -66,16 +78,19 @@ torch.library.define(
 )
 
 
-def prepare_path_keys(segments: Segments, trunks: Indices | None = None) -> PathKeys | None:
+def prepare_path_keys(
+    segments: Segments, trunks: Indices | None = None, *, paged: bool | None = None
+) -> PathKeys | None:
     """Which keys the nodes of a row see, on the device of `segments`; None where nothing is shared.
 
-    `trunks` are nodes, at most `MOST_TRUNKS`, ascending; `choose_trunks` chooses them if they are not given.
+    `trunks` are nodes, at most `MOST_TRUNKS`, ascending; `choose_trunks` chooses them if they are not given. `paged`
+    says whether there are pages for kernels that read them; None: where they pay.
     """
     if segments.parents is None:
         return None
-    parents, offsets = segments.parents, segments.offsets
+    parents, offsets, device = segments.parents, segments.offsets, segments.cu_seqlens.device
     if trunks is None:
-        trunks = choose_trunks(parents, offsets, *COSTS[segments.cu_seqlens.device.type])
+        trunks = choose_trunks(parents, offsets, *COSTS[device.type])
     whole, longest = _key_arrays(parents, offsets)
     below, longest_below = _key_arrays(parents, offsets, trunks.tolist()) if len(trunks) else ([], 0)
     ends = subtree_ends(parents)[trunks]
@@ -83,9 +98,12 @@ def prepare_path_keys(segments: Segments, trunks: Indices | None = None) -> Path
     ranges[: len(trunks)] = np.stack([offsets[trunks + 1], offsets[ends], offsets[trunks], offsets[trunks + 1]], axis=1)
     bounds = np.zeros((MOST_TRUNKS, 2, 2), dtype=np.int64)
     bounds[:, :, 1] = ranges[:, 1::2] - ranges[:, ::2]
-    arrays = [*whole, *(below or [np.zeros(0, np.int64)] * len(whole)), bounds.ravel()]
+    if paged is None:
+        paged = device.type == "cuda" and pages_pay(parents, offsets)
+    pages = [*path_pages(parents, offsets, PAGE_SIZE), np.diff(whole[0])] if paged else [_NOTHING] * 3
+    arrays = [*whole, *(below or [_NOTHING] * len(whole)), bounds.ravel(), *(array.ravel() for array in pages)]
     sizes = [*(len(array) for array in arrays), longest, longest_below, *ranges.ravel().tolist()]
-    return PathKeys(numbers=_laid_out(arrays, segments.cu_seqlens.device), sizes=torch.tensor(sizes))
+    return PathKeys(numbers=_laid_out(arrays, device), sizes=torch.tensor(sizes))
 
 
 def choose_trunks(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
@@ -98,6 +116,12 @@ def choose_trunks(parents: Indices, offsets: Indices, query_cost: float, call_co
     return chosen
 
 
+def pages_pay(parents: Indices, offsets: Indices) -> bool:
+    lengths = np.diff(offsets)
+    copies = int((first_positions(parents, lengths) + lengths).sum())
+    return copies >= PAGES_PAY * PAGE_SIZE * int(page_counts(parents, offsets, PAGE_SIZE).sum())
+
+
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
     """cu_seqlens of the paths and their tokens as `Copies`, empty where they are the row itself; the longest path."""
     ranges = path_ranges(parents, offsets, without)
@@ -105,7 +129,7 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     longest = int(lengths.max(initial=0))
     if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so that none sees more
-        return [cu_seqlens, *[np.zeros(0, dtype=np.int64)] * 3], longest
+        return [cu_seqlens, *[_NOTHING] * 3], longest
     index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
     found = places_of(index, int(offsets[-1])) if without else readers(parents, offsets)
     return [cu_seqlens, index, *found], longest
@@ -171,6 +195,7 @@ class _Row(NamedTuple):
     keys: Segments
     copies: tuple[Tensor, ...]  # of the row's tokens, as in `Copies`; none: each is there once
     trunks: tuple[_Trunk, ...]
+    pages: tuple[Tensor, Pages] | None  # which tokens of the row lie in them, and who sees which
     spec: AttentionSpec
 
     def take(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,13 +203,20 @@ class _Row(NamedTuple):
             return k, v
         return k.index_select(0, self.copies[0]), v.index_select(0, self.copies[0])
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pages is None:
+            return self.backend.forward(q, *self.take(k, v), self.queries, self.keys, self.spec)
+        tokens, pages = self.pages
+        k, v = (tensor.index_select(0, tokens).view(-1, PAGE_SIZE, *tensor.shape[1:]) for tensor in (k, v))
+        return self.backend.paged_forward(q, k, v, self.queries, pages, self.spec)
+
     def sum(self, gradient: Tensor) -> Tensor:
         return sum_copies(gradient.contiguous(), *self.copies) if self.copies else gradient
 
 
 def _row(
     q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float,
-    window: int | None, softcap: float | None, backend: str, *, with_trunks: bool,
+    window: int | None, softcap: float | None, backend: str, *, backward: bool,
 ) -> _Row:  # fmt: skip
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
@@ -206,7 +238,7 @@ def _row(
 
     if window is not None and window >= longest[0]:
         window = None  # no query has as many keys
-    with_trunks = with_trunks and window is None and chosen.capabilities.raw_backward and bool(lengths[BELOW])
+    with_trunks = backward and window is None and chosen.capabilities.raw_backward and bool(lengths[BELOW])
     first = BELOW if with_trunks else WHOLE
     copies = tuple(array(first + number) for number in (1, 2, 3)) if lengths[first + 1] else ()
     queries = segments(cu_seqlens, int(max_seqlen))
@@ -218,18 +250,24 @@ def _row(
             if k1 > k0:
                 parts = segments(cu_trunk[0], q1 - q0), segments(cu_trunk[1], k1 - k0)
                 trunks.append(_Trunk(slice(q0, q1), slice(k0, k1), *parts))
+    spec = AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap)
+    pages = None
+    if not backward and lengths[PAGES] and chosen.reads_pages(q, spec):
+        table = array(PAGES + 1).view(int(lengths[PAGES + 2]), -1)
+        pages = array(PAGES), Pages(table, array(PAGES + 2), int(longest[0]))
     return _Row(
         backend=chosen,
         queries=queries,
         keys=segments(array(first), int(longest[int(with_trunks)])) if copies else queries,
         copies=copies,
         trunks=tuple(trunks),
-        spec=AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap),
+        pages=pages,
+        spec=spec,
     )
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, row: _Row) -> tuple[Tensor, Tensor]:
-    out, lse = row.backend.forward(q, *row.take(k, v), row.queries, row.keys, row.spec)
+    out, lse = row.forward(q, k, v)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -239,7 +277,7 @@ def _forward(
     sizes: Tensor, scale: float, window: int | None, softcap: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     row = _row(
-        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, with_trunks=False
+        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=False
     )  # fmt: skip
     out, lse = _attended(q, k, v, sinks, row)
     return out.contiguous(), lse.T.contiguous()
@@ -252,7 +290,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     row = _row(
-        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, with_trunks=True
+        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=True
     )  # fmt: skip
     dout, lse = dout.contiguous(), lse.T
     if not row.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again

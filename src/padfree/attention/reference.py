@@ -59,6 +59,9 @@ class Reference(AttentionBackend):
             out[queries], lse[queries] = block_forward(q[queries], k[keys], v[keys], visible, spec)
         return out, lse
 
+    def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
+        return True
+
     def backward(
         self,
         dout: Tensor,
