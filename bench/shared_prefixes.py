@@ -84,8 +84,8 @@ def group(prompt: int, response: int, size: int, vocabulary: int, number: int = 
     ]
 
 
-def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    return median_seconds(function, device, repeats=repeats, warmup=1)
+def seconds(function: Callable[[], Any], device: torch.device, repeats: int, warmup: int = 1) -> float:
+    return median_seconds(function, device, repeats=repeats, warmup=warmup)
 
 
 def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens: int) -> Engine:
@@ -103,17 +103,22 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
     return Engine(scorer, make_optimizer(model, lr=0.0), loss)
 
 
-def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, float]:
+def compare(
+    engine: Engine, samples: list[Sample], repeats: int, *, first: list[Sample] | None = None
+) -> dict[str, float]:
+    """`first` are samples whose rows are like those of `samples`, to compile and to take memory for; default: all."""
+    first = samples if first is None else first
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
     for name, share in shares.items():
         engine.scorer.rows = RowSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        found[f"update {name}"], report = update_seconds(engine, samples, repeats)
+        found[f"update {name}"], report = update_seconds(engine, samples, repeats, first)
         if device.type == "cuda":
             found[f"GiB {name}"] = torch.cuda.max_memory_allocated() / 2**30
-        found[f"scoring {name}"] = seconds(partial(engine.scorer.logprobs, samples), device, repeats)
+        engine.scorer.logprobs(first)
+        found[f"scoring {name}"] = seconds(partial(engine.scorer.logprobs, samples), device, repeats, warmup=0)
         found[f"head {name}"] = head_seconds(engine, samples, repeats)
         found[f"TFLOP {name}"] = tera_flops(engine, report)
     plan = engine.scorer.plan(samples)
@@ -123,10 +128,12 @@ def compare(engine: Engine, samples: list[Sample], repeats: int) -> dict[str, fl
     return found
 
 
-def update_seconds(engine: Engine, samples: list[Sample], repeats: int) -> tuple[float, StepReport]:
-    """The mean of updates in a row, the first of them not counted: it compiles, and takes memory."""
+def update_seconds(
+    engine: Engine, samples: list[Sample], repeats: int, first: list[Sample]
+) -> tuple[float, StepReport]:
+    """The mean of updates in a row, behind one of `first` that is not counted."""
     steps: list[Step] = [(samples, None)] * repeats
-    make_updates(engine, steps[:1], lr=0.0)
+    make_updates(engine, [(first, None)], lr=0.0)
     with Stopwatch(engine.mesh.device) as watch:
         report = make_updates(engine, steps, lr=0.0)
     return watch.seconds / repeats, report
@@ -373,7 +380,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
         vocabulary = SHAPES[shape]["vocab_size"]
         groups = [group(prompt, response, args.group, vocabulary, number) for number in range(args.groups)]
         title = f"P {prompt} R {response} G {args.group}"
-        shown(title, compare(engine, [sample for samples in groups for sample in samples], args.repeats))
+        samples = [sample for samples in groups for sample in samples]
+        shown(title, compare(engine, samples, args.repeats, first=groups[0]))
 
 
 if __name__ == "__main__":

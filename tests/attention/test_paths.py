@@ -160,17 +160,18 @@ def test_trunks_are_few_and_long() -> None:
 
 
 def test_pages_are_for_prompts_that_many_read() -> None:
-    """Not where filling pages up costs what the copies did."""
+    """Not where filling pages up costs what the copies did, and not for a few copies."""
 
     def pay(prompt: int, response: int, size: int) -> bool:
         offsets = Segments.from_lengths([prompt, *[response] * size]).offsets
         return pages_pay(np.array([-1, *[0] * size]), offsets)
 
     assert pay(8192, 1024, 16)
-    assert pay(1000, 1000, 16)
-    assert pay(2000, 1, 8)
+    assert pay(1024, 1024, 16)
+    assert pay(4000, 1, 8)
     assert not pay(512, 2048, 16)
-    assert not pay(100, 150, 4)
+    assert not pay(1000, 100, 8)
+    assert not pay(127, 1, 200)
 
 
 def test_a_row_that_shares_nothing_has_no_path_keys() -> None:
