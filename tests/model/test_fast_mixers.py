@@ -133,6 +133,16 @@ def test_versions_whose_gradients_are_wrong_are_named(
     assert unavailable("cuda") is None
 
 
+@pytest.mark.parametrize("error", [ImportError("No module named 'fla'"), OSError("libz3.so.4.15: cannot open")])
+def test_a_package_that_is_not_there_or_broken_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(fla_kernels, "import_module", failing)
+    reason = fla_kernels.unavailable.__wrapped__("cuda")
+    assert reason == f"flash-linear-attention cannot be imported ({error}); install padfree[fla]"
+
+
 def test_kernels_of_a_package_are_not_called_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where flash-linear-attention is installed transformers calls it, which the small copies of the probe must not."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling

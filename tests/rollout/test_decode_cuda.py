@@ -98,6 +98,7 @@ def test_weights_that_move_are_captured_again() -> None:
     requests = group_requests()
     sampler.update_weights(model, 0)
     first = sampler.sample(requests)
+    held = in_the_pool(sampler)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.clone() * 1.1
@@ -107,6 +108,17 @@ def test_weights_that_move_are_captured_again() -> None:
     fresh = make_decoder(model, num_lanes=16).sample(requests)
     assert [one.tokens.tolist() for one in second] == [one.tokens.tolist() for one in fresh]
     assert [one.tokens.tolist() for one in second] != [one.tokens.tolist() for one in first]
+    assert held.tolist() == [0.0] * 8
+
+
+def in_the_pool(sampler: InProcessSampler) -> torch.Tensor:
+    """Memory of the graphs' pool that outlives them, as cuBLAS has some there for its workspace."""
+    assert sampler._decoder is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=sampler._decoder._pool):
+        held = torch.zeros(8, device=CUDA)
+    graph.replay()
+    return held
 
 
 def trainer_logprobs(model: PreTrainedModel, request: SamplingRequest, response: Response) -> np.ndarray[Any, Any]:

@@ -56,7 +56,7 @@ COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
 MOST_TRUNKS = 8
 
 PAGES_PAY = 16_384
-"""Copies of keys that pages must save. Their call takes the host longer: 0.2 ms a layer."""
+"""Copies of keys that pages must save: 0.03 ms of a layer with 8 key heads of 128 on an H200. Fewer make no odds."""
 
 # The arrays of `PathKeys`: cu_seqlens, index, places, begins of the keys with and without trunks; cu_seqlens of trunks;
 # tokens, table and lengths of pages

@@ -151,13 +151,18 @@ class Decoder:
         self._pool: Any = None
 
     def forget_graphs(self) -> None:
-        """Steps will be captured anew: weights have moved to other addresses."""
+        """Steps will be captured anew: weights have moved to other addresses.
+
+        Their memory pool goes with them. A library may hold a part of it for good, and PyTorch takes no capture into a
+        pool that no graph uses any more.
+        """
         self._graphs.clear()
+        self._pool = None
 
     def free(self) -> None:
         """Give the memory back."""
-        self._graphs.clear()
-        self._buffers = self._pool = None
+        self.forget_graphs()
+        self._buffers = None
 
     @torch.no_grad()
     def sample(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,7 +37,7 @@ def unavailable(device_type: str) -> str | None:
     try:
         import_module("fla.ops.gated_delta_rule")
         triton = TorchVersion(version("triton"))
-    except (ImportError, PackageNotFoundError) as error:
+    except (ImportError, OSError) as error:  # of the package, of one that it needs, or of a library of theirs
         return f"flash-linear-attention cannot be imported ({error}); install padfree[fla]"
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     if on_hopper and triton >= NO_GRADIENTS[0] and triton < NO_GRADIENTS[1] and find_spec("tilelang") is None:
