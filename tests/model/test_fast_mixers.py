@@ -133,7 +133,10 @@ def test_versions_whose_gradients_are_wrong_are_named(
     assert unavailable("cuda") is None
 
 
-@pytest.mark.parametrize("error", [ImportError("No module named 'fla'"), OSError("libz3.so.4.15: cannot open")])
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("No module named 'fla'"), OSError("libz3.so.4.15: cannot open"), RuntimeError("no enum at 'NONE'")],
+)
 def test_a_package_that_is_not_there_or_broken_is_a_reason(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(name: str) -> None:
         raise error

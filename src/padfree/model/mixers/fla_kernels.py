@@ -37,7 +37,7 @@ def unavailable(device_type: str) -> str | None:
     try:
         import_module("fla.ops.gated_delta_rule")
         triton = TorchVersion(version("triton"))
-    except (ImportError, OSError) as error:  # of the package, of one that it needs, or of a library of theirs
+    except Exception as error:  # what it needs may be there in a version or without a library that it cannot use
         return f"flash-linear-attention cannot be imported ({error}); install padfree[fla]"
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     if on_hopper and triton >= NO_GRADIENTS[0] and triton < NO_GRADIENTS[1] and find_spec("tilelang") is None:
