@@ -22,6 +22,7 @@ from padfree.attention import (
     selection,
     varlen_attention,
 )
+from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
 from padfree.warning import PadfreeWarning
 
@@ -206,3 +207,15 @@ def test_flash_attention_2_does_not_pass_for_4(monkeypatch: pytest.MonkeyPatch, 
     (package / "cute" / "interface.py").touch()
     (tmp_path / "cutlass.py").touch()
     assert flash4._is_installed.__wrapped__()
+
+
+def test_a_flash_attention_4_that_is_broken_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(name: str) -> None:
+        raise OSError("libtvm_ffi.so: cannot open shared object file\n  in two lines")
+
+    monkeypatch.setattr(flash4, "import_module", failing)
+    q, segments = torch.zeros(3, 2, 64), Segments.from_lengths([3])
+    with pytest.raises(ValueError, match="backend: 'fa4' cannot serve: flash-attn-4 cannot be imported") as caught:
+        flash4.BACKEND.forward(q, q, q, segments, segments, AttentionSpec(scale=1.0))
+    assert "libtvm_ffi.so" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,10 +63,8 @@ class FlashAttention4(AttentionBackend):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
         left, right = _window(spec, segments_k)
-        out, lse = _flash_attn_fwd(
+        out, lse = _kernels()._flash_attn_fwd(
             q,
             k,
             v,
@@ -88,9 +88,7 @@ class FlashAttention4(AttentionBackend):
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        out, lse = _flash_attn_fwd(
+        out, lse = _kernels()._flash_attn_fwd(
             q,
             k,
             v,
@@ -119,10 +117,8 @@ class FlashAttention4(AttentionBackend):
         segments_k: Segments,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from flash_attn.cute.interface import _flash_attn_bwd
-
         left, right = _window(spec, segments_k)
-        dq, dk, dv = _flash_attn_bwd(
+        dq, dk, dv = _kernels()._flash_attn_bwd(
             q,
             k,
             v,
@@ -150,6 +146,18 @@ def _is_installed() -> bool:
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     there = any(Path(folder, "cute", "interface.py").is_file() for folder in folders)
     return there and find_spec("cutlass") is not None
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        return import_module("flash_attn.cute.interface")
+    except Exception as error:  # what it needs may be there in a version that it cannot use
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"backend: 'fa4' cannot serve: flash-attn-4 cannot be imported ({type(error).__name__}: {reason}); install "
+            "it anew with pip install 'padfree[fa4]', or use 'torch'"
+        ) from error
 
 
 def _packed(q: Tensor, segments_q: Segments) -> bool | None:

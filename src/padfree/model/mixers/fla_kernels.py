@@ -23,6 +23,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from padfree.batch import Segments
+from padfree.model.files import one_line
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
@@ -38,7 +39,7 @@ def unavailable(device_type: str) -> str | None:
         import_module("fla.ops.gated_delta_rule")
         triton = TorchVersion(version("triton"))
     except Exception as error:  # what it needs may be there in a version or without a library that it cannot use
-        return f"flash-linear-attention cannot be imported ({error}); install padfree[fla]"
+        return f"flash-linear-attention cannot be imported ({one_line(error)}); install padfree[fla]"
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     if on_hopper and triton >= NO_GRADIENTS[0] and triton < NO_GRADIENTS[1] and find_spec("tilelang") is None:
         return (
