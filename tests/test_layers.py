@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"batch", "config", "lazy"},
     "packing": {"arrays", "batch", "config", "nodes", "sizes"},
     "distributed": set(),
-    "attention": {"arrays", "batch", "nodes", "warning"},
+    "attention": {"arrays", "batch", "config", "nodes", "warning"},
     "cp": {"arrays", "attention", "batch", "config", "distributed", "nodes"},
     "model": {"attention", "batch", "config", "cp", "distributed", "warning"},
     "layers": {"config", "warning"},

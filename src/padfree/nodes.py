@@ -104,17 +104,16 @@ class PathPages(NamedTuple):
     table: Indices  # [S, m] the pages of each path; any behind its last
 
 
-def page_counts(parents: Indices, offsets: Indices, size: int) -> Indices:
-    """[S] how many pages each node adds: from the last whole page before it to its own end."""
-    lengths = np.diff(offsets)
-    counts: Indices = -(-(first_positions(parents, lengths) % size + lengths) // size)
+def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
+    """[S] how many pages each node adds: from the last whole page before its first position to its own end."""
+    counts: Indices = -(-(first % size + lengths) // size)
     return counts
 
 
 def path_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
     lengths = np.diff(offsets)
     first = first_positions(parents, lengths)
-    counts = page_counts(parents, offsets, size)
+    counts = page_counts(first, lengths, size)
     begins = np.cumsum(counts) - counts
     tokens = np.repeat(offsets[1:] - 1, counts * size)
     tokens[concatenated_ranges(begins * size + first % size, lengths)] = np.arange(offsets[-1])

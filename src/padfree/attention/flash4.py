@@ -24,13 +24,12 @@ from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities
 from padfree.attention.flash import fill_blind_queries, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
+from padfree.config.rules import shown_error
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Others compile, but on an H200 with 4.0.0b36 the gradient of q was wrong for head sizes 16, 40 and 80."""
-
-
 PAGED_HEAD_DIMS = (64, 96, 128)
 """Those whose key tiles are `PAGE_SIZE` long on Hopper, so that a page is one load."""
 UNPACKED_FROM = 1024
@@ -64,23 +63,18 @@ class FlashAttention4(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         left, right = _window(spec, segments_k)
-        out, lse = _kernels()._flash_attn_fwd(
+        out, lse = _forward(
             q,
             k,
             v,
-            cu_seqlens_q=segments_q.cu_seqlens,
+            segments_q,
+            spec,
             cu_seqlens_k=segments_k.cu_seqlens,
-            max_seqlen_q=segments_q.max_seqlen,
             max_seqlen_k=segments_k.max_seqlen,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            softcap=spec.softcap,
             window_size_left=left,
             window_size_right=right,
-            pack_gqa=_packed(q, segments_q),
-            return_lse=True,
-        )[:2]
-        return fill_blind_queries(out, lse.T, segments_q, segments_k, spec)
+        )
+        return fill_blind_queries(out, lse, segments_q, segments_k, spec)
 
     def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
         return spec.window is None and q.shape[2] in PAGED_HEAD_DIMS and _is_hopper(q.device)
@@ -88,22 +82,8 @@ class FlashAttention4(AttentionBackend):
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _kernels()._flash_attn_fwd(
-            q,
-            k,
-            v,
-            cu_seqlens_q=segments_q.cu_seqlens,
-            seqused_k=pages.lengths,
-            page_table=pages.table,
-            max_seqlen_q=segments_q.max_seqlen,
-            max_seqlen_k=pages.longest,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            softcap=spec.softcap,
-            pack_gqa=_packed(q, segments_q),
-            return_lse=True,
-        )[:2]
-        return out, lse.T
+        keys = {"seqused_k": pages.lengths, "page_table": pages.table, "max_seqlen_k": pages.longest}
+        return _forward(q, k, v, segments_q, spec, **keys)
 
     def backward(
         self,
@@ -148,15 +128,34 @@ def _is_installed() -> bool:
     return there and find_spec("cutlass") is not None
 
 
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
+) -> tuple[Tensor, Tensor]:
+    """`keys` say which of k and v each segment sees."""
+    out, lse = _kernels()._flash_attn_fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=segments_q.cu_seqlens,
+        max_seqlen_q=segments_q.max_seqlen,
+        softmax_scale=spec.scale,
+        causal=spec.causal,
+        softcap=spec.softcap,
+        pack_gqa=_packed(q, segments_q),
+        return_lse=True,
+        **keys,
+    )[:2]
+    return out, lse.T
+
+
 @functools.cache
 def _kernels() -> Any:
     try:
         return import_module("flash_attn.cute.interface")
     except Exception as error:  # what it needs may be there in a version that it cannot use
-        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"backend: 'fa4' cannot serve: flash-attn-4 cannot be imported ({type(error).__name__}: {reason}); install "
-            "it anew with pip install 'padfree[fa4]', or use 'torch'"
+            f"backend: 'fa4' cannot serve: flash-attn-4 cannot be imported ({shown_error(error)}); install it anew "
+            "with pip install 'padfree[fa4]', or use 'torch'"
         ) from error
 
 

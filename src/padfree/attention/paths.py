@@ -118,8 +118,9 @@ def choose_trunks(parents: Indices, offsets: Indices, query_cost: float, call_co
 
 def pages_pay(parents: Indices, offsets: Indices) -> bool:
     lengths = np.diff(offsets)
-    copies = int((first_positions(parents, lengths) + lengths).sum())
-    return copies - PAGE_SIZE * int(page_counts(parents, offsets, PAGE_SIZE).sum()) >= PAGES_PAY
+    first = first_positions(parents, lengths)
+    in_pages = PAGE_SIZE * page_counts(first, lengths, PAGE_SIZE)
+    return int((first + lengths - in_pages).sum()) >= PAGES_PAY
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
