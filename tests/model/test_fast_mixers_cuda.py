@@ -29,10 +29,11 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = [150, 1, 77, 129, 64, 3]
 _DELTA: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_LATENT = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 32)
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {**_DELTA, "head_dim": 64},
     "olmo_hybrid": _DELTA,
-    "kimi_linear": {"linear_head_dim": 64, "mlp_layer_types": ["dense", "dense"]},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 64, "mlp_layer_types": ["dense", "dense"]},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_d_ssm": 512, "head_dim": 64},
     "lfm2": {},
