@@ -123,14 +123,13 @@ class AdapterReference(Reference):
     @torch.no_grad()
     def begin_logprobs(self, samples: Sequence[Sample]) -> PendingScores:
         adapters = _adapters(self.scorer.model)
-        trained = {name: local_part(tensor).clone() for name, tensor in adapters.items()}
-        for name, tensor in adapters.items():
-            local_part(tensor).copy_(local_part(self._own[name]))
+        present = [local_part(tensor) for tensor in adapters.values()]
+        trained = [tensor.clone() for tensor in present]
+        torch._foreach_copy_(present, [local_part(self._own[name]) for name in adapters])
         try:
             return self.scorer.begin_logprobs(samples)
         finally:
-            for name, tensor in adapters.items():
-                local_part(tensor).copy_(trained[name])
+            torch._foreach_copy_(present, trained)
 
     @torch.no_grad()
     def refresh(self, model: PreTrainedModel) -> None:
