@@ -20,7 +20,6 @@ from padfree.data.settings import SFTDataSettings
 from padfree.distributed import Mesh
 from padfree.train.loop import Loop
 from padfree.train.run import train
-from padfree.train.scorer import PendingScores
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
@@ -146,37 +145,13 @@ def test_a_precomputed_reference_gives_the_same_run_and_is_asked_once(
     train(make_config(folder, tmp_path / "asked", **sections))
     precomputed = {**sections, "reference": {"precompute": True}}
     train(make_config(folder, tmp_path / "first", **precomputed))
-    monkeypatch.setattr("padfree.train.scorer.Scorer.begin_logprobs", None)  # nothing is scored any more
+    monkeypatch.setattr("padfree.train.scorer.Scorer.logprobs", None)  # nothing is scored any more
     train(make_config(folder, tmp_path / "second", **precomputed))
     for name in ("first", "second"):
         for line, other in zip(lines(tmp_path / name), lines(tmp_path / "asked"), strict=True):
             assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("first", "second")]
     assert models[0] == models[1]
-
-
-def test_the_reference_is_asked_before_an_update_and_answers_after_it_has_begun(
-    mesh: Mesh, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the device has work all the time: the host waits for an answer while an update is ahead of it."""
-    loop = make_loop(make_config(folder, tmp_path / "run"), mesh)
-    assert loop.batches.reference is not None
-    said: list[str] = []
-
-    def noted(place: Any, name: str, word: str) -> None:
-        plain = getattr(place, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            said.append(word)
-            return plain(*args, **kwargs)
-
-        monkeypatch.setattr(place, name, call)
-
-    noted(loop.batches.reference, "begin_logprobs", "ask")
-    noted(PendingScores, "finish", "answer")
-    noted(loop.engine, "begin", "update")
-    loop.run()
-    assert said == ["ask", "answer", *["ask", "update", "answer"] * 3, "update"]
 
 
 def test_a_run_is_evaluated_on_held_out_pairs(folder: Path, tmp_path: Path) -> None:

@@ -37,19 +37,16 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bo
         mesh = make_mesh(device)
         model = small_model(head_dim=64).to(device)
         engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile, reshard=reshard)
-        scored = engine.scorer.logprobs(samples)
-        old = None if name == "sft" else scored
+        old = None if name == "sft" else engine.scorer.logprobs(samples)
         for _ in range(2):  # kernels are loaded and compiled
             engine.step(samples, lr=1e-3, old_logprobs=old)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            pending = engine.scorer.begin_logprobs(samples)
             first = engine.begin(engine.prepare(samples, old), lr=1e-3)
             second = engine.begin(engine.prepare(samples, old), lr=1e-3, after=first)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert not np.array_equal(np.concatenate(pending.finish()), np.concatenate(scored)), "of other weights"
         assert first.finish().num_samples == second.finish().num_samples == len(samples)
 
 

@@ -23,7 +23,7 @@ from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import Reference
 from padfree.train.rl.update_batch import RolloutBatch, update_parts
-from padfree.train.scorer import PendingScores, Scorer
+from padfree.train.scorer import Scorer
 from padfree.train.training_data import Batcher
 
 MakeSamples = Callable[[Sequence[Any]], list[Sample]]
@@ -31,28 +31,6 @@ MakeSamples = Callable[[Sequence[Any]], list[Sample]]
 
 It may have `timings`, see `padfree.train.rl.batch_times`.
 """
-
-
-class ScoredSamples(Sequence[Sample]):
-    """Samples with the reference's log-probabilities of their tokens, waited for when a sample is first read."""
-
-    def __init__(self, samples: Sequence[Sample], pending: PendingScores) -> None:
-        self._samples, self._pending = samples, pending
-        self._found: list[Sample] | None = None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.finish()[index]
-
-    def finish(self) -> list[Sample]:
-        if self._found is None:
-            found = self._pending.finish()
-            self._found = [
-                sample.with_numbers(ref_logprobs=values) for sample, values in zip(self._samples, found, strict=True)
-            ]
-        return self._found
 
 
 class Batches:
@@ -120,9 +98,11 @@ class Batches:
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
+            if self.reference is not None:
+                batch = self._with_reference(batch, times)
             sampled = self.sampled
             return RolloutBatch(
-                samples=batch if self.reference is None else ScoredSamples(batch, self.reference.begin_logprobs(batch)),
+                samples=batch,
                 parts=parts,
                 metrics={**reward_metrics(batch, end_tokens=self.end_tokens), **self.rollout_metrics()}
                 if sampled
@@ -147,19 +127,23 @@ class Batches:
                 taught = self.teacher.logprobs(batch)
             batch = teacher_advantages(batch, taught, old)
             metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
-        samples: Sequence[Sample] = batch
         if self.reference is not None:
-            with times.measure("reference"):
-                samples = ScoredSamples(batch, self.reference.begin_logprobs(batch))
-                samples.finish()
+            batch = self._with_reference(batch, times)
         return RolloutBatch(
-            samples=samples,
+            samples=batch,
             parts=parts,
             epochs=self.config.loss.epochs,
             old_logprobs=old if needs_old_logprobs(settings) else None,
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
+
+    def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
+        """The same samples with the reference's log-probabilities of their tokens."""
+        assert self.reference is not None
+        with times.measure("reference"):
+            found = self.reference.logprobs(batch)
+        return [sample.with_numbers(ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
         """What decides which samples of the batch with this number are in which of its updates."""

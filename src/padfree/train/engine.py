@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,6 @@ from padfree.losses import (
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
-from padfree.train.host_copy import HostCopy
 from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
@@ -300,12 +299,19 @@ class PendingStep:
         self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
         self._marks = marks
         self.finite = finite  # [] whether the optimizer has done it
-        self._numbers = HostCopy(numbers)  # begun now: `finish` does not wait for steps that were begun after this one
-        self._before: Any = None if after is None else after._numbers.arrived  # the end of that step on the device
+        # The copy to the host begins now, so that `finish` does not wait for steps that were begun after this one.
+        self._numbers, self._arrived = numbers, cast(Any, None)
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+        self._before: Any = None if after is None else after._arrived  # the end of that step on the device
 
     def finish(self) -> StepReport:
         """Wait, and report. Raises `NonFiniteError` if the loss or the gradient norm was not finite."""
-        loss, num_labels, votes, *rest, norm = self._numbers.wait().tolist()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, num_labels, votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._nonfinite_error(loss, norm)
         names = sorted(self._sums.statistics)
@@ -329,9 +335,9 @@ class PendingStep:
 
         After `finish`. The host cannot tell: it learns of the end of a step when it has begun the next.
         """
-        if self._numbers.arrived is None or self._before is None:
+        if self._arrived is None or self._before is None:
             return None
-        return float(self._before.elapsed_time(self._numbers.arrived)) / 1e3
+        return float(self._before.elapsed_time(self._arrived)) / 1e3
 
     def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
         clock = self._engine.clock

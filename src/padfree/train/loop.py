@@ -288,30 +288,24 @@ class Loop:
 
     # Updates
 
-    def _take_following(self, batch: RolloutBatch) -> None:
-        """Take the batch behind this one before its last update, if it needs nothing that this update may change.
-
-        A batch of RL may do: its responses, or their old log-probabilities, come from the updated model. What a
-        reference thinks of the samples is asked for now, so that the device has answered before it begins the update.
-        """
-        if self._is_last_step() or batch.done + 1 < len(batch.parts) or self.batches.waits_for_updates:
-            return
-        cursor = self.batches.batcher.state_dict()
-        self._following = self.batches.next(self.step)
-        if self._following is not None:
-            self._cursor = cursor
-
     def _look_ahead(self, batch: RolloutBatch) -> None:
-        """Lay the next update out, if its samples are known."""
-        part = batch.done + 1
-        within = part < len(batch.parts)
-        following = batch if within else self._following
-        self._ahead = None
-        if following is not None and not self._is_last_step():
-            self._ahead = self.engine.prepare(*following.samples_of(part if within else 0))
+        """Lay the next update out, if it needs nothing that the present one may change.
 
-    def _is_last_step(self) -> bool:
-        return self.config.run.steps is not None and self.step + 1 >= self.config.run.steps
+        The next batch of RL may do: its responses, or their old log-probabilities, come from the updated model.
+        """
+        self._ahead = None
+        if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
+            return
+        following, part = batch, batch.done + 1
+        if part == len(batch.parts):
+            if self.batches.waits_for_updates:
+                return
+            cursor = self.batches.batcher.state_dict()
+            self._following = self.batches.next(self.step)
+            if self._following is None:
+                return
+            following, part, self._cursor = self._following, 0, cursor
+        self._ahead = self.engine.prepare(*following.samples_of(part))
 
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
@@ -331,7 +325,6 @@ class Loop:
             metrics |= self.batches.critic.step(batch.samples_of(batch.done)[0], lr=own, step=self.step)
             apply = self.step >= settings.warmup
         prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
-        self._take_following(batch)
         self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote, apply=apply)
         self._look_ahead(batch)
         self.updates.finish(keep=1)

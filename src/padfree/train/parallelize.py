@@ -11,9 +11,9 @@
 Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
 bfloat16 in forward and backward: FSDP2 converts them where it shards, `masters` in a single process. Frozen weights are
 kept in bfloat16, to which they would be rounded at every use. With `reshard` only the layers that compute have a
-bfloat16 copy (in a single process FSDP2 sees to that, too, unless the weights are frozen); without it all layers do,
-which takes two bytes a weight and no time. With `offload` shards, gradients and optimizer state are on the CPU, and a
-unit's weights are on the device while it computes.
+bfloat16 copy (in a single process FSDP2 sees to that, too); without it all layers do, which takes two bytes a weight
+and no time. With `offload` shards, gradients and optimizer state are on the CPU, and a unit's weights are on the device
+while it computes.
 
 Embeddings, last norm and head belong to the root unit. They are whole while `inside(model, function)` runs, so that
 `function` can score hidden states with the head's own weight. Every gradient of that weight, also that of a fused loss,
@@ -85,8 +85,7 @@ def transformations(
         steps.append(partial(_compile, backend=compile, kept=kept, operators=operators))
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(_recompute, mode=checkpointing))
-    stays = frozen or not reshard  # frozen weights are bfloat16 as they are: there is no copy that could go
-    if mesh.loss.size == 1 and dtype != torch.float32 and stays and not offload:
+    if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_masters, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
         steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload))

@@ -87,7 +87,7 @@ class ScalarScorer(Scorer):
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; 0 where a token is not scored."""
-        return self._of_tokens(samples, row_scores).finish()
+        return self._of_tokens(samples, row_scores)
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:

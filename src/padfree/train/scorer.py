@@ -31,7 +31,6 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of
-from padfree.train.host_copy import HostCopy
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
@@ -39,19 +38,6 @@ from padfree.warning import PadfreeWarning
 
 RowScores = Callable[[PreTrainedModel, MicroBatch], Tensor]
 """[T/cp] numbers of this rank's tokens, exactly 0 where there is no label; or [e] of its entries."""
-
-
-class PendingScores:
-    """Numbers of samples that the device may still be busy with."""
-
-    def __init__(self, found: Tensor, starts: NDArray[np.int64]) -> None:
-        """`found` [Σn] of all samples; `starts` is where each begins, and where the last ends."""
-        self._found, self._starts = HostCopy(found), starts
-
-    def finish(self) -> list[NDArray[np.float32]]:
-        """Wait: [n] for each sample, on every rank."""
-        host = self._found.wait().numpy()
-        return [host[start:end] for start, end in pairwise(self._starts)]
 
 
 class Scorer:
@@ -115,16 +101,12 @@ class Scorer:
                 warnings.warn(message, PadfreeWarning, stacklevel=2)
         return None
 
+    @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
-        return self.begin_logprobs(samples, temperature).finish()
-
-    @torch.no_grad()
-    def begin_logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> PendingScores:
-        """The same, without waiting for the device."""
         return self._of_tokens(samples, partial(self._scores, self.temperature if temperature is None else temperature))
 
-    def _of_tokens(self, samples: Sequence[Sample], scores: RowScores) -> PendingScores:
+    def _of_tokens(self, samples: Sequence[Sample], scores: RowScores) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank, of what `scores` gives for the entries of a row."""
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
@@ -147,7 +129,8 @@ class Scorer:
                     found[starts[i] : starts[i + 1]] = values
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
-        return PendingScores(found, starts)
+        host = found.cpu().numpy()
+        return [host[start:end] for start, end in pairwise(starts)]
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[T/cp]"""

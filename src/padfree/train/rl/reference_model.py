@@ -30,7 +30,7 @@ from padfree.batch import Sample
 from padfree.model.export import whole_tensors
 from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.lora import is_adapter
-from padfree.train.scorer import PendingScores, Scorer
+from padfree.train.scorer import Scorer
 
 
 class Reference(ABC):
@@ -41,13 +41,9 @@ class Reference(ABC):
         self.batches = 0
         self.refreshed = False
 
+    @abstractmethod
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank, as `Scorer.logprobs` gives them."""
-        return self.begin_logprobs(samples).finish()
-
-    @abstractmethod
-    def begin_logprobs(self, samples: Sequence[Sample]) -> PendingScores:
-        """The same, without waiting for the device."""
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
@@ -78,8 +74,8 @@ class Reference(ABC):
 class ModelReference(Reference):
     """The scorer's own model."""
 
-    def begin_logprobs(self, samples: Sequence[Sample]) -> PendingScores:
-        return self.scorer.begin_logprobs(samples)
+    def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        return self.scorer.logprobs(samples)
 
     @torch.no_grad()
     def refresh(self, model: PreTrainedModel) -> None:
@@ -121,15 +117,16 @@ class AdapterReference(Reference):
         assert self._own, "without adapters the reference would be the trained model"
 
     @torch.no_grad()
-    def begin_logprobs(self, samples: Sequence[Sample]) -> PendingScores:
+    def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         adapters = _adapters(self.scorer.model)
-        present = [local_part(tensor) for tensor in adapters.values()]
-        trained = [tensor.clone() for tensor in present]
-        torch._foreach_copy_(present, [local_part(self._own[name]) for name in adapters])
+        trained = {name: local_part(tensor).clone() for name, tensor in adapters.items()}
+        for name, tensor in adapters.items():
+            local_part(tensor).copy_(local_part(self._own[name]))
         try:
-            return self.scorer.begin_logprobs(samples)
+            return self.scorer.logprobs(samples)
         finally:
-            torch._foreach_copy_(present, trained)
+            for name, tensor in adapters.items():
+                local_part(tensor).copy_(trained[name])
 
     @torch.no_grad()
     def refresh(self, model: PreTrainedModel) -> None:
