@@ -84,18 +84,19 @@ def text_settings(data: DataConfig) -> dict[str, Any]:
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in names}
     if data.chat_template is not None:
-        chosen["chat_template"] = _read_template(data.chat_template)
+        chosen["chat_template"] = read_template(data.chat_template)
     return chosen
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str, setting: str = "data.chat_template") -> str:
+    """The text of a file with a chat template."""
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
         reason = None if text.strip() else "it is empty"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
     if reason is not None:
-        raise ValueError(f"data.chat_template: {name} cannot be used ({reason}); give a file with a template")
+        raise ValueError(f"{setting}: {name} cannot be used ({reason}); give a file with a template")
     return text
 
 
