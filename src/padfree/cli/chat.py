@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.speaking import Output, add_options, one_line_help, read_lines, speaker_of
+from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
 
 if TYPE_CHECKING:
     from padfree.talk.conversation import Conversation
@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help=text,
         usage="padfree chat MODEL [options]",
         description="Chats with a model on the terminal. From a pipe every line is a turn. /help lists the commands.",
-        formatter_class=one_line_help,
+        formatter_class=OneLineHelp,
         epilog='example: padfree chat runs/sft --system "Answer in one sentence."',
     )
     add_options(command)

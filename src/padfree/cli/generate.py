@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.speaking import Output, add_options, one_line_help, read_lines, speaker_of
+from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
 
 if TYPE_CHECKING:
     from padfree.talk.speaker import Answer, Speaker
@@ -30,7 +30,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help=text,
         usage="padfree generate MODEL [PROMPT ...] [options]",
         description="Writes the answer of a model to each prompt.",
-        formatter_class=one_line_help,
+        formatter_class=OneLineHelp,
         epilog='example: padfree generate runs/sft "What is the capital of France?"',
     )
     add_options(command)

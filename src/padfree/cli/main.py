@@ -24,7 +24,7 @@ COMMANDS = {
     "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
-    "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
+    "dpo": ("padfree.cli.train", "train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO"),
     "reward": ("padfree.cli.train", "train a reward model on pairs of answers"),
     "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
     "distill": ("padfree.cli.train", "learn the distributions of a teacher"),
@@ -38,7 +38,7 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
-        epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path='[\"train.jsonl\"]'",
+        epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path=rows.jsonl",
     )
     added = commands.add_subparsers(dest="command", metavar="COMMAND", required=True)
     modules = {COMMANDS[name][0] for name in loaded if name in COMMANDS}

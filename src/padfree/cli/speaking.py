@@ -18,9 +18,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def one_line_help(program: str) -> argparse.HelpFormatter:
+class OneLineHelp(argparse.HelpFormatter):
     """A column for the options that is wide enough for the longest of them."""
-    return argparse.HelpFormatter(program, max_help_position=30)
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
