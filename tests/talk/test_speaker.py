@@ -55,11 +55,11 @@ def test_a_folder_of_adapters_answers_as_the_model_with_adapters(tmp_path: Path)
     found = [answer.tokens.tolist() for answer in speaker.answer(prompts, max_new_tokens=ROOM)]
     assert found == [greedy(model, prompt, speaker.stops) for prompt in prompts]
     assert found != [answer.tokens.tolist() for answer in plain.answer(prompts, max_new_tokens=ROOM)]
+    other = save_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(ValueError, match=r"do not fit .*; give the base that they were trained on with --base"):
-        other = save_model(tmp_path / "other", hidden_size=32)
         open_speaker(find_model(str(folder), base=str(other)), device="cpu")
+    deeper = save_model(tmp_path / "deeper", num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"is not both in .*adapter_model.safetensors"):
-        deeper = save_model(tmp_path / "deeper", num_hidden_layers=3)
         open_speaker(find_model(str(folder), base=str(deeper)), device="cpu")
 
 

@@ -42,7 +42,7 @@ End = Literal["stop", "length", "context", "interrupted"]
 """Why an answer ended: a token that ends it, `max_new_tokens`, the model's context, or the user."""
 
 OnText = Callable[[int, str], None]
-"""Called with the index of a prompt and the next piece of the answer's text, which may be "". May raise `StopAnswer`."""
+"""Called with the index of a prompt and the next piece of its answer, which may be "". May raise `StopAnswer`."""
 
 
 class StopAnswer(Exception):  # noqa: N818  not an error
