@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "check",
         "collector",
         "config",
+        "data",
         "distributed",
         "estimate",
         "model",

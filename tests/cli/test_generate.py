@@ -70,6 +70,15 @@ def test_system_plain_and_arguments(model: str, capsys: pytest.CaptureFixture[st
     assert generated(capsys, model, "Hello", "--plain") != plain
 
 
+def test_flags_may_stand_before_the_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = generated(capsys, model, "Hello", "a=b", "--json")
+    assert main(["generate", model, "--json", "--device", "cpu", "--max-new-tokens", "12", "Hello", "a=b"]) == 0
+    assert capsys.readouterr().out == expected
+    for wrong in (["--temprature", "1", "Hello"], ["Hello", "--jsonn"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["generate", model, *wrong])
+
+
 def test_a_run_folder_and_an_adapter_folder(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     save_adapters(tmp_path / "run" / "model", Path(model))

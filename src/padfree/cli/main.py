@@ -54,6 +54,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The words of a command line, understood; argparse exits with 2 if they cannot be."""
     commands = parser(words[:1])
     settings, rest = commands.parse_known_args(words)
+    if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
+        settings.prompt = [*settings.prompt, *rest]  # prompts behind a flag, where argparse no longer takes them
+        return settings
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or not hasattr(settings, "overrides")):
         commands.error(f"unrecognized arguments: {' '.join(rest)}")
