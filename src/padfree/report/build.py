@@ -17,7 +17,17 @@ from padfree.config.outputs import check_output
 from padfree.page import Cell, Page
 from padfree.record.files import FAILURES, ROLLOUTS
 from padfree.report.panels import figures, panels
-from padfree.report.responses import MOST_LETTERS, MOST_LETTERS_OF_TEXT, MOST_ROWS, TEXTS, shown_lines, table_of
+from padfree.report.responses import (
+    MOST_LETTERS,
+    MOST_LETTERS_OF_TEXT,
+    MOST_ROWS,
+    TEXTS,
+    common_beginning,
+    shown_lines,
+    table_of,
+    without_beginning,
+    without_middle,
+)
 from padfree.report.runs import Record, Run, read_runs
 from padfree.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window
 
@@ -198,7 +208,13 @@ def _add_responses(page: Page, runs: Sequence[Run]) -> None:
         left_out = found.total - found.broken - len(rows)
         if left_out:
             caption += f", {len(rows):,} of {found.total:,}; the other {left_out:,} are in {file}"
-        page.add_records(caption, *table_of(rows, letters))
+        beginning = common_beginning(rows)
+        page.add_records(caption, *table_of(without_beginning(rows, beginning), letters))
+        if beginning:
+            page.add_details(
+                "All these prompts begin with the same lines, which the table leaves out",
+                without_middle(beginning, letters),
+            )
 
 
 # Events

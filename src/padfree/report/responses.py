@@ -83,6 +83,24 @@ def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list
     return columns, [[_cell(name, row.get(name), letters) for name in columns] for row in rows]
 
 
+def common_beginning(rows: Sequence[Record]) -> str:
+    """Whole lines with which every prompt begins: a chat template's header and system message, say."""
+    prompts = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
+    if len(set(prompts)) < 2:
+        return ""
+    least, greatest = min(prompts), max(prompts)  # what these two share, all share
+    same = next((i for i, pair in enumerate(zip(least, greatest, strict=False)) if pair[0] != pair[1]), len(least))
+    return least[: least.rfind("\n", 0, same) + 1]
+
+
+def without_beginning(rows: Sequence[Record], beginning: str) -> list[Record]:
+    """Rows whose prompts leave this out."""
+    return [
+        {**row, "prompt": row["prompt"].removeprefix(beginning)} if isinstance(row.get("prompt"), str) else row
+        for row in rows
+    ]
+
+
 def _cell(name: str, value: Any, letters: int) -> Any:
     if value is None:
         return None
