@@ -59,10 +59,10 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     for events, state in (
         ([("start", {}), ("end", {})], "finished"),
         ([("start", {}), ("stop", {})], "stopped by a signal"),
-        ([("start", {}), ("failed", {"reason": "data.path: gone"})], "failed: data.path: gone"),
+        ([("start", {}), ("failed", {"error": "data.path: gone"})], "failed: data.path: gone"),
         ([("start", {}), ("failed", {})], "failed"),
-        ([("start", {}), ("failed", {"reason": "x" * 9999})], f"failed: {'x' * 300}"),
-        ([("start", {}), ("nonfinite", {}), ("failed", {"reason": "loss"})], "stopped: a number was not finite"),
+        ([("start", {}), ("failed", {"error": "x" * 9999})], f"failed: {'x' * 300}"),
+        ([("start", {}), ("nonfinite", {}), ("failed", {"error": "loss"})], "stopped: a number was not finite"),
         ([("start", {}), ("failed", {}), ("start", {}), ("end", {})], "finished"),
     ):
         write_lines(folder / "events.jsonl", [{"kind": kind, "step": 0, **more} for kind, more in events])

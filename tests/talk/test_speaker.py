@@ -181,3 +181,18 @@ def test_weights_that_are_not_finite_are_said() -> None:
         next(iter(speaker._sampler.policy.model.parameters())).fill_(float("nan"))
     with pytest.raises(ValueError, match="its log-probabilities are not finite; check the weights"):
         speaker.answer(ids_of(speaker, "x"), max_new_tokens=2)
+
+
+@pytest.mark.gpu
+def test_streaming_on_a_gpu_draws_the_same(tmp_path: Path) -> None:
+    """Steps are CUDA graphs there; tokens are told after every burst."""
+    files = find_model(str(save_model(tmp_path)))
+    cpu, gpu = (open_speaker(files, temperature=0.8, dtype="float32", device=device) for device in ("cpu", "cuda"))
+    prompts = ids_of(cpu)
+    pieces: list[str] = []
+    (streamed,) = gpu.answer(prompts[:1], max_new_tokens=ROOM, on_text=lambda _, text: pieces.append(text))
+    assert "".join(pieces) == streamed.text
+    expected = cpu.answer(prompts, max_new_tokens=ROOM)
+    found = gpu.answer(prompts, max_new_tokens=ROOM)
+    assert [texts_of(one) for one in found] == [texts_of(one) for one in expected]
+    assert texts_of(streamed) == texts_of(expected[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,8 @@ def run(settings: argparse.Namespace) -> None:
         chat = _Chat(conversation, output, settings)
         if is_terminal:
             output.write(f"{settings.model}; /help lists the commands, Ctrl-D ends\n")
-            _on_terminal(chat)
+            with _on_interrupt(signal.default_int_handler):
+                _on_terminal(chat)
         else:
             for line in read_lines(sys.stdin, "standard input"):
                 chat.take(line)
@@ -82,7 +83,7 @@ def _on_terminal(chat: _Chat) -> None:
             chat.output.write("that is not UTF-8 text\n")
             continue
         try:
-            with _stops_answer(chat):
+            with _on_interrupt(chat.interrupt):
                 chat.take(line)
         except ValueError as error:  # a full context, say: the chat goes on
             chat.output.write(f"{error}\n")
@@ -95,6 +96,12 @@ class _Chat:
         self.conversation, self.output = conversation, output
         self._max_new_tokens, self._json = settings.max_new_tokens, settings.json
         self.stop = False  # set by Ctrl-C
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        """The first Ctrl-C ends the answer at its next token, another one the program."""
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
 
     def take(self, line: str) -> None:
         """A message, or a command."""
@@ -141,15 +148,9 @@ class _Chat:
 
 
 @contextmanager
-def _stops_answer(chat: _Chat) -> Iterator[None]:
-    """The first Ctrl-C ends the answer at its next token, another one the program."""
-
-    def received(number: int, frame: Any) -> None:
-        if chat.stop:
-            raise KeyboardInterrupt
-        chat.stop = True
-
-    before = signal.signal(signal.SIGINT, received)
+def _on_interrupt(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """What Ctrl-C does in a block."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:

@@ -10,7 +10,6 @@
     start       versions, device, processes and their layout      compile     layers were compiled in this step
     settled     what each `auto` became, and why                  nonfinite   the file with the samples of that step
     resume      the checkpoint, and settings that have changed    stop, end   by a signal; because all steps are done
-    failed      the run ended with an error: its reason
 
 `step` is the number of optimizer steps done before the event. `metrics.jsonl` reads as if a run had never been stopped;
 this file says when it was.
@@ -32,7 +31,7 @@ from padfree.distributed import Mesh
 from padfree.record.files import EVENTS
 from padfree.record.run_folder import writing
 
-Kind = Literal["start", "settled", "resume", "compile", "stop", "end", "nonfinite", "failed"]
+Kind = Literal["start", "settled", "resume", "compile", "stop", "end", "nonfinite"]
 
 
 class Events:

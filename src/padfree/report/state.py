@@ -50,7 +50,7 @@ def _ended(marks: Sequence[Mapping[str, Any]], held: bool | None) -> str:
     if kinds[-1] == "failed":
         if kinds[-2:-1] == ["nonfinite"]:
             return ENDS["nonfinite"]
-        reason = str(marks[-1].get("reason", ""))[:REASON_LETTERS]
+        reason = str(marks[-1].get("error", ""))[:REASON_LETTERS]
         return f"{ENDS['failed']}: {reason}" if reason else ENDS["failed"]
     return "all steps are done; it writes its model" if kinds[-1] == "end" and held else ENDS[kinds[-1]]
 

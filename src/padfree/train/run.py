@@ -9,8 +9,8 @@ settings -> decide      what cannot be run is refused, before anything is writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
-from padfree.config.rules import first_line, shown_error
 from padfree.data import RolloutDataSettings, TokenizedDataset
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
@@ -150,8 +149,7 @@ def _train(
         if mesh.loss.rank == 0:
             with writing(loop.folder):
                 source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
-        with _failure_recorded(loop):
-            result = loop.run()
+        result = loop.run()
     if config.checkpoint.export and not result.stopped:
         export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
         if loop.best is not None:
@@ -186,18 +184,6 @@ def evaluate(
             measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference)
             assert measure is not None
             return measure(0)
-
-
-@contextmanager
-def _failure_recorded(loop: Loop) -> Iterator[None]:
-    """Write an error that ends the run to its events, so that the folder tells a failed run from a killed one."""
-    try:
-        yield
-    except Exception as error:
-        reason = first_line(error) if isinstance(error, ValueError) else shown_error(error)
-        with suppress(ValueError):  # a full disk may be the error itself
-            loop.events.write("failed", step=loop.step, reason=reason)
-        raise
 
 
 def _pair_reference(config: Config, reference: Reference | None) -> Reference | None:
