@@ -85,7 +85,7 @@ def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list
 
 def common_beginning(rows: Sequence[Record]) -> str:
     """Whole lines with which every prompt begins: a chat template's header and system message, say."""
-    prompts = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
+    prompts: list[str] = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
     if len(set(prompts)) < 2:
         return ""
     least, greatest = min(prompts), max(prompts)  # what these two share, all share
