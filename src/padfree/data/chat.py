@@ -16,20 +16,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from padfree.config.choices import LossOn
+from padfree.config.choices import LossOn, Turns
 from padfree.config.rules import shown_error
-from padfree.data.records import RowError, check_encodable, shown, string
+from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.records import RowError, string
 from padfree.data.settings import TextSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderedSample:
+    """The text of one sample. `spans` are the trained characters: sorted, apart, none empty. `messages`: the index of
+    a message and where its text stands.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    messages: tuple[tuple[int, Span], ...]
 
 
 class ChatRenderer:
@@ -57,27 +69,64 @@ class ChatRenderer:
     ) -> str:
         return self._rendered(messages, tools, generation_prompt, spans=False)[0]
 
-    def trained_spans(
-        self, messages: Sequence[Message], tools: list[Any] | None, loss_on: LossOn
-    ) -> tuple[str, list[Span]]:
-        """The whole conversation as text, and the spans of it that are trained on: sorted, apart, none empty."""
+    def prompt(self, conversation: Conversation) -> str:
+        """What the model sees when it is to answer."""
+        return self.render(conversation.messages, conversation.tools, generation_prompt=True)
+
+    def samples(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[RenderedSample]:
+        """The samples that a conversation makes, in the order of its turns."""
+        messages, tools = conversation.messages, conversation.tools
         if loss_on == "all":
             text = self.render(messages, tools)
-            return text, [(0, len(text))]
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            return [self._sample(messages, text, [(0, len(text))])]
+        trained = self._trained(conversation, loss_on)
+        if turns != "apart":
+            try:
+                return [self._together(messages, tools, trained)]
+            except RowError:
+                if turns == "together":
+                    raise
+        return [self._apart(messages[: turn + 1], tools) for turn in trained]
+
+    def _trained(self, conversation: Conversation, loss_on: LossOn) -> list[int]:
+        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         if not turns:
             raise RowError(
                 "no message with role 'assistant'; expected one to train on (data.loss_on=all trains on every token)"
             )
+        trained = [turn for turn in turns if turn not in conversation.untrained]
+        if loss_on == "last":
+            trained = [turn for turn in trained if turn == turns[-1]]
+        if not trained:
+            which = "the last assistant message has" if loss_on == "last" else "all assistant messages have"
+            raise RowError(f"{which} weight 0; expected one to train on")
+        return trained
+
+    def _together(self, messages: Sequence[Message], tools: list[Any] | None, trained: list[int]) -> RenderedSample:
         if self._has_markers(tools):
             text, spans = self._rendered(messages, tools, False, spans=True)
-            if loss_on == "last" and len(turns) > 1:
-                start = len(self._before(messages, tools, turns[-1], text))
+            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            if trained != turns:
+                start = len(self._before(messages, tools, trained[-1], text))
                 spans = [span for span in spans if span[0] >= start]
         else:
             text = self.render(messages, tools)
-            spans = [self._turn(messages, tools, turn, text) for turn in (turns[-1:] if loss_on == "last" else turns)]
-        return text, _merged(spans)
+            spans = [self._turn(messages, tools, turn, text) for turn in trained]
+        return self._sample(messages, text, spans)
+
+    def _apart(self, messages: Sequence[Message], tools: list[Any] | None) -> RenderedSample:
+        return self._together(messages, tools, [len(messages) - 1])
+
+    def _sample(self, messages: Sequence[Message], text: str, spans: Sequence[Span]) -> RenderedSample:
+        places: list[tuple[int, Span]] = []
+        done = 0
+        for index, message in enumerate(messages):
+            content = message["content"].strip()
+            start = text.find(content, done)
+            if content and start >= 0:
+                done = start + len(content)
+                places.append((index, (start, done)))
+        return RenderedSample(text=text, spans=tuple(_merged(spans)), messages=tuple(places))
 
     def _has_markers(self, tools: list[Any] | None) -> bool:
         return _MARKER.search(self._tokenizer.get_chat_template(self._template, tools)) is not None
@@ -143,29 +192,6 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
-def check_messages(messages: list[Any], column: str) -> list[Message]:
-    """The messages of a row, checked. Keys whose value is null are left out: Parquet has them in every message."""
-    if not messages:
-        raise RowError(f"{column!r} is empty; expected a list of messages")
-    checked: list[Message] = []
-    for index, message in enumerate(messages):
-        name = f"{column}[{index}]"
-        if not isinstance(message, dict):
-            raise RowError(f"{name} is {shown(message)}; expected an object with role and content")
-        kept: Message = {key: value for key, value in message.items() if value is not None}
-        if not isinstance(kept.get("role"), str):
-            raise RowError(f"{name}.role is {shown(message.get('role'))}; expected a string such as 'user'")
-        if kept.get("tool_calls"):
-            kept.setdefault("content", "")
-        content = kept.get("content")
-        if isinstance(content, str):
-            check_encodable(content, f"{name}.content")
-        elif not isinstance(content, list):
-            raise RowError(f"{name}.content is {shown(content)}; expected a string (or a list of parts)")
-        checked.append(kept)
-    return checked
-
-
 def chat_renderer(tokenizer: PreTrainedTokenizerBase, settings: TextSettings) -> ChatRenderer | None:
     """What renders prompts; None where they stand as they are."""
     plain = settings.prompt_format == "plain"
@@ -174,7 +200,11 @@ def chat_renderer(tokenizer: PreTrainedTokenizerBase, settings: TextSettings) ->
     return ChatRenderer(tokenizer, settings.chat_template, settings.template_arguments)
 
 
-def prompt_messages(row: dict[str, Any], column: str) -> list[Message]:
+def prompt_conversation(
+    row: dict[str, Any], column: str, *, tools: object = None, tools_column: str = "tools"
+) -> Conversation:
+    """A prompt is a text, which the user says, or a list of messages."""
     if isinstance(row.get(column), list):
-        return check_messages(row[column], column)
-    return [{"role": "user", "content": string(row, column)}]
+        return read_conversation(row[column], column, tools=tools, tools_column=tools_column)
+    said = [{"role": "user", "content": string(row, column)}]
+    return read_conversation(said, column, tools=tools, tools_column=tools_column)

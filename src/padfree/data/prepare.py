@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.chat import chat_renderer, check_messages, prompt_messages
+from padfree.data.chat import chat_renderer, prompt_conversation
+from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.dataset import PairDataset, TokenizedDataset
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, Fields, Schema, check_mapping, resolve
@@ -128,20 +129,24 @@ class RowTokenizer:
         loss_on = self._settings.loss_on
         if fields.kind == "text":
             return Passage(pieces=(Piece(string(row, fields["text"]), True),))
-        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
+        tools, tools_column = row.get(fields["tools"]), fields["tools"]
         if fields.kind == "messages":
             column = fields["messages"]
-            messages = check_messages(items(row, column, "a list of messages"), column)
+            given = items(row, column, "a list of messages")
+            conversation = read_conversation(given, column, tools=tools, tools_column=tools_column)
         else:
             response = string(row, fields["response"])
             if self._chat is None:
-                prompt = string(row, fields["prompt"])
-                return Passage(pieces=(Piece(prompt, loss_on == "all"), Piece(response, True)))
-            messages = [*prompt_messages(row, fields["prompt"]), {"role": "assistant", "content": response}]
+                plain = string(row, fields["prompt"])
+                return Passage(pieces=(Piece(plain, loss_on == "all"), Piece(response, True)))
+            prompt = prompt_conversation(row, fields["prompt"], tools=tools, tools_column=tools_column)
+            messages = (*prompt.messages, {"role": "assistant", "content": response})
+            conversation = Conversation(messages=messages, tools=prompt.tools)
             # Only the response is trained on, whatever the assistant has said before it.
             loss_on = "all" if loss_on == "all" else "last"
         assert self._chat is not None
-        return Passage.of_spans(*self._chat.trained_spans(messages, tools, loss_on))
+        (sample,) = self._chat.samples(conversation, loss_on=loss_on, turns="together")
+        return Passage.of_spans(sample.text, sample.spans)
 
 
 def _problem(encoded: Encoded | RowError) -> str | None:
@@ -168,17 +173,19 @@ class PairTokenizer(RowTokenizer):
         column = fields[answer]
         if self._chat is None:
             return Passage(pieces=(Piece(string(row, fields["prompt"]), False), Piece(string(row, column), True)))
-        prompt = prompt_messages(row, fields["prompt"])
+        asked = prompt_conversation(row, fields["prompt"], tools=row.get(fields["tools"]), tools_column=fields["tools"])
+        prompt = asked.messages
         if isinstance(row.get(column), list):
-            follow = check_messages(row[column], column)
+            follow = read_conversation(row[column], column).messages
             if follow[: len(prompt)] == prompt and len(follow) > len(prompt):
                 follow = follow[len(prompt) :]  # whole conversations, the prompt among them
         else:
-            follow = [{"role": "assistant", "content": string(row, column)}]
+            follow = ({"role": "assistant", "content": string(row, column)},)
         if follow[-1]["role"] != "assistant":
             raise RowError(f"{column}[{len(follow) - 1}].role is not 'assistant'; expected the answer to end with it")
-        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
-        return Passage.of_spans(*self._chat.trained_spans([*prompt, *follow], tools, "last"))
+        conversation = Conversation(messages=(*prompt, *follow), tools=asked.tools)
+        (sample,) = self._chat.samples(conversation, loss_on="last", turns="auto")
+        return Passage.of_spans(sample.text, sample.spans)
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
         """Prompts, texts or messages, each with an answer to it, as `__call__` makes samples of those of pairs."""

@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import TOKEN_ARRAYS, Sample
-from padfree.data.chat import ChatRenderer, chat_renderer, prompt_messages
+from padfree.data.chat import ChatRenderer, chat_renderer, prompt_conversation
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, Schema, check_mapping, resolve
 from padfree.data.records import (
@@ -141,7 +141,7 @@ class _RolloutReader:
         if self._chat is None:
             prompt = string(row, fields["prompt"])
         else:
-            prompt = self._chat.render(prompt_messages(row, fields["prompt"]), generation_prompt=True)
+            prompt = self._chat.prompt(prompt_conversation(row, fields["prompt"]))
         return Passage(pieces=(Piece(prompt, False), Piece(response, True)), begun=self._chat is not None)
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.chat import ChatRenderer, Message, chat_renderer, check_messages, prompt_messages
+from padfree.data.chat import ChatRenderer, chat_renderer, prompt_conversation
+from padfree.data.conversation import Message, read_conversation
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, Schema, check_mapping, resolve
 from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row, items, string
@@ -128,13 +129,14 @@ class _Reader:
         column = fields[fields.kind]
         if self._chat is None:
             return string(row, column)
+        tools, tools_column = row.get(fields["tools"]), fields["tools"]
         if fields.kind == "messages":
-            messages = check_messages(items(row, column, "a list of messages"), column)
+            given = items(row, column, "a list of messages")
+            conversation = read_conversation(given, column, tools=tools, tools_column=tools_column)
         else:
-            messages = prompt_messages(row, column)
-        _check_last(messages, column)
-        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) else None
-        return self._chat.render(messages, tools, generation_prompt=True)
+            conversation = prompt_conversation(row, column, tools=tools, tools_column=tools_column)
+        _check_last(conversation.messages, column)
+        return self._chat.prompt(conversation)
 
 
 def _check_last(messages: Sequence[Message], column: str) -> None:
