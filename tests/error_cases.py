@@ -590,8 +590,20 @@ CASES["data"] = [
     ),
     (
         "data.columns",
-        sft({"question": "1", "answer": "2"}),
-        sft({"question": "1", "answer": "2"}, columns={"question": "prompt", "answer": "response"}),
+        sft({"asked": "1", "told": "2"}),
+        sft({"asked": "1", "told": "2"}, columns={"asked": "prompt", "told": "response"}),
+    ),
+    (
+        "data.columns",
+        sft({**PAIR, "label": False}),
+        sft({**PAIR, "label": False}, columns={"label": "unused"}),
+    ),
+    ("data.system", sft(PAIR, system="Add."), sft(PAIR, system="Add.", prompt_format="chat", chat_template=TEMPLATE)),
+    ("data.prompt_template", sft(PAIR, prompt_template="{promt}"), sft(PAIR, prompt_template="{prompt} ")),
+    (
+        "data.prompt_template",
+        lambda folder: SFTDataSettings(prompt_template="Answer."),
+        lambda folder: SFTDataSettings(prompt_template="{prompt} Answer."),
     ),
     ("data.columns", sft({**PAIR, "text": "1"}), sft({**PAIR, "text": "1"}, columns={"prompt": "prompt"})),
     ("data.columns", sft(PAIR, columns={"prompt": "promt"}), sft(PAIR, columns={"prompt": "prompt"})),

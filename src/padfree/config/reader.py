@@ -67,7 +67,9 @@ def _override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
-        raise ValueError(f"override: {override!r}; write section.name=value, such as optimizer.lr=1e-5")
+        raise ValueError(
+            f"override: {override!r}; write section.name=value without spaces, or in quotes, such as optimizer.lr=1e-5"
+        )
     place = values
     for part in parts[:-1]:
         place = place.setdefault(part, {})
@@ -126,6 +128,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{name}: {value!r}; give it without the zero character")
+    if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
+        raise ValueError(f"{name}: {value!r} is what a shell leaves of a table without quotes; {_table_cure(name, value)}")
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"
@@ -133,6 +137,16 @@ def _value(hint: Any, value: Any, name: str) -> Any:
             cure = f"did you mean {near!r}? {cure}"
         raise ValueError(f"{name}: {value!r}; {cure}")
     return converted
+
+
+def _table_cure(name: str, value: str) -> str:
+    """How to write a table on a command line: bash takes braces with a comma apart, and quotes away."""
+    pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
+    named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
+    entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]
+    apart = " ".join(f"{name}.{key}={text}" for key, text in entries)
+    together = ",".join(f'{key}="{text}"' for key, text in entries)
+    return f"write {apart}, or quote it: {name}='{{{together}}}'"
 
 
 _WRONG = object()

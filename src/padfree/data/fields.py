@@ -75,7 +75,9 @@ class Schema:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """How the rows of a file are read. `columns` has the column of every field, its own name if the file lacks it."""
+    """How the rows of a file are read. `columns` has the column of every field that the format takes: the field's own
+    name if the first row has no column for it.
+    """
 
     kind: str
     columns: Mapping[str, str]
@@ -83,6 +85,11 @@ class Fields:
     unused: tuple[str, ...] = ()  # and those that are not
     watched: Mapping[str, str] = field(default_factory=dict)  # columns, in lower case, in which no row may have a value
     settled: frozenset[str] = frozenset()  # columns that need no look, in any row
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Columns of a table that are read or looked at."""
+        return (*self.used, *(column for column in self.unused if column not in self.settled))
 
     def __getitem__(self, name: str) -> str:
         return self.columns[name]
@@ -147,7 +154,7 @@ def resolve(
     if not readings:
         raise ValueError(f"data.columns: {file} has {sorted(first)}; expected {schema.expected()}; {_cure(first, schema)}")
     if len(readings) > 1:
-        ways = [_choice(reading, mapping) for reading in readings[:MOST_CHOICES]]
+        ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
         raise ValueError(f"data.columns: {file} can be read in {len(readings)} ways; set {', or '.join(ways)}")
     (found,) = readings
     return _fields(found, first, mapping, schema, file, also)
@@ -217,10 +224,16 @@ def _fields(
     file: str,
     also: Sequence[str],
 ) -> Fields:
+    also = also if "prompt" in reading.columns else ()
     unknown = [name for name in also if name not in first and name not in reading.columns]
     if unknown:
         raise ValueError(
             f"data.prompt_template: {{{unknown[0]}}} is not a column of {file}, which has {sorted(first)}; correct it"
+        )
+    if also and not {"prompt", reading.columns["prompt"]} & set(also):
+        raise ValueError(
+            f"data.prompt_template: it has no {{prompt}}, so that {reading.columns['prompt']!r} of {file} would be "
+            "lost; write where it goes"
         )
     used = {*reading.columns.values(), *(name for name in also if name in first)}
     ignored = {column for column, name in mapping.items() if name == UNUSED}
@@ -234,10 +247,11 @@ def _fields(
             raise ValueError(f"data.columns: {file} has {column!r}, {why}; set {follow}{ignore}")
     # Later rows may have the optional fields of the format. Other columns that mean something were not foreseen.
     optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
+    taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))
     unforeseen = dict.fromkeys(_all_names(schema), "which the first row of the file does not have")
     return Fields(
         kind=reading.format.kind,
-        columns={name: reading.columns.get(name, name) for name in schema.known},
+        columns={name: reading.columns.get(name, name) for name in taken},
         used=tuple(column for column in first if column in used),
         unused=tuple(left),
         watched={**unforeseen, **schema.guarded},
@@ -263,10 +277,13 @@ def _all_names(schema: Schema) -> set[str]:
     return {name for format in schema.formats for needed in format.needs for name in schema.names_of(needed)}
 
 
-def _choice(reading: _Reading, mapping: Mapping[str, str]) -> str:
-    """A way to read a file, as a setting: the columns that are needed."""
+def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
+    """A way to read a file, as a setting: the columns that are needed, and those that must be called unused."""
     needed = {reading.columns[name]: name for name in reading.format.needs}
-    return added(mapping, {column: name for column, name in needed.items() if mapping.get(column) != name} or needed)
+    lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]
+    unused = dict.fromkeys((name for name in lost if name not in reading.columns.values()), UNUSED)
+    chosen = {**needed, **unused}
+    return added(mapping, {column: name for column, name in chosen.items() if mapping.get(column) != name} or chosen)
 
 
 def _cure(first: Mapping[str, Any], schema: Schema) -> str:
@@ -299,4 +316,5 @@ def _hinted(name: str, first: Mapping[str, Any], schema: Schema) -> str | None:
     """The column that is probably this field."""
     names = (*schema.names_of(name), *schema.hints.get(name, ()))
     columns = {column.lower(): column for column in reversed(list(first))}
-    return next((columns[each] for each in names if each in columns), None)
+    found = (columns[each] for each in names if each in columns)
+    return next((column for column in found if name != "messages" or isinstance(first[column], list)), None)

@@ -119,15 +119,15 @@ TITLES = {
 }
 
 
-def described(fields: Fields, first: Mapping[str, Any], schema: Schema, how: str = "") -> str:
-    """How a file is read: `Alpaca (instruction, input, output), through the chat template; not used: id`."""
-    title = TITLES.get(fields.kind, fields.kind)
-    if "prompt" in fields.columns and fields["prompt"].lower() == "instruction" and fields["prompt"] in fields.used:
-        title = f"Alpaca {title}" if fields.kind != "pair" else "Alpaca"
-    elif fields.kind in ("messages", "continued") and _is_sharegpt(first.get(fields["messages"])):
-        title = f"ShareGPT {title}" if fields.kind != "messages" else "ShareGPT"
+def described(fields: Fields, first: Mapping[str, Any], schema: Schema, title: str | None = None) -> str:
+    """How a file is read: `Alpaca (instruction, input, output); not used: id`."""
+    title = title or TITLES[fields.kind]
+    if fields.columns.get("prompt", "").lower() == "instruction":
+        title = "Alpaca" if fields.kind == "pair" else f"Alpaca {title}"
+    elif "messages" in fields.columns and _is_sharegpt(first.get(fields["messages"])):
+        title = "ShareGPT" if fields.kind == "messages" else f"ShareGPT {title}"
     rest = f"; {schema.rest}: {', '.join(fields.unused)}" if fields.unused else ""
-    return f"{title} ({', '.join(fields.used)}){how}{rest}"
+    return f"{title} ({', '.join(fields.used)}){rest}"
 
 
 def _is_sharegpt(messages: object) -> bool:

@@ -10,7 +10,7 @@ The order comes from `run.seed` as it does in training; a test compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,12 @@ def load_steps(
     lengths: str | Path | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here."""
+    """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here.
+
+    `on_note` is called with how the files are read.
+    """
     if lengths is not None:
         return sft_steps(read_lengths(lengths), config)
     # The devices that are planned for need not be here.
@@ -58,6 +62,9 @@ def load_steps(
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
     found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples = found.source.samples
+    if on_note is not None:
+        for note in found.source.notes:
+            on_note(note)
     if config.rollout.source is not None:
         return prompt_steps(samples, config)
     alike = config.loss.command in ("sft", "distill")

@@ -130,7 +130,7 @@ def _decided(
     held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
     if held_out is not None:
         check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
-    notes = [*_notes(config, source, limits, dry)]
+    notes = [*source.notes, *(() if held_out is None else held_out.notes), *_notes(config, source, limits, dry)]
     if not planned:
         check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:
@@ -274,7 +274,8 @@ def check_source(
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
     # Text can hold no token that its tokenizer does not have, so that only a larger one makes it worth looking.
-    looked_at = not isinstance(source.samples, TokenizedDataset) or _largest_id(tokenizer) >= limits.vocabulary
+    text = isinstance(source.samples, TokenizedDataset) and not source.given_ids
+    looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
         source.samples,
         limits,

@@ -175,7 +175,7 @@ def evaluate(
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
         settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples), mesh.loss.size))
         if on_note is not None:
-            for line in settled.lines():
+            for line in (*decided.source.notes, *settled.lines()):
                 on_note(line)
         engine = build_engine(settled.config, mesh, decided.tokenizer)
         writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source.samples)

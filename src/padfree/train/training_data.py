@@ -29,7 +29,10 @@ from padfree.data import (
     load_sft,
     read_rollouts,
 )
+from padfree.data.formats import reading_notes
 from padfree.data.prepare import Progress
+from padfree.data.sources import check_regular
+from padfree.data.store import read_metadata
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
 from padfree.rollout.environment import load_episode
@@ -47,6 +50,8 @@ class TrainingData:
     samples: Samples
     report: DataReport
     place: Callable[[int], str]  # the file and line of a sample
+    notes: tuple[str, ...] = ()  # how the files are read
+    given_ids: bool = False  # token ids that no tokenizer of ours made
 
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
@@ -82,15 +87,17 @@ def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> 
 def text_settings(data: DataConfig) -> dict[str, Any]:
     """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
-    chosen: dict[str, Any] = {name: getattr(data, name) for name in names}
+    chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
     if data.chat_template is not None:
         chosen["chat_template"] = _read_template(data.chat_template)
     return chosen
 
 
 def _read_template(name: str) -> str:
+    path = Path(name).expanduser()
+    check_regular(path, "data.chat_template")
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         reason = None if text.strip() else "it is empty"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
@@ -113,7 +120,7 @@ def load_training_data(
 def _read_sft(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
     settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data))
     found = load_sft(list(config.data.path), tokenizer, settings, progress=progress)
-    return TrainingData(samples=found, report=found.report, place=found.place)
+    return _of_store(found)
 
 
 def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
@@ -126,13 +133,18 @@ def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, impor
         room = config.rollout.max_new_tokens
         prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
         return TrainingData(
-            samples=prompts.prompts, report=prompts.report, place=lambda index: prompts.prompts[index].uid
+            samples=prompts.prompts,
+            report=prompts.report,
+            place=lambda index: prompts.prompts[index].uid,
+            notes=prompts.notes,
         )
     rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=read)
     return TrainingData(
         samples=rollouts.samples,
         report=rollouts.report,
         place=lambda index: f"{rollouts.samples[index].source}:{rollouts.lines[index]}",
+        notes=rollouts.notes,
+        given_ids=True,
     )
 
 
@@ -140,7 +152,18 @@ def _read_pairs(config: Config, tokenizer: Any, *, progress: bool | Progress, im
     settings = SFTDataSettings(**text_settings(config.data))
     margins = config.loss.command == "reward"
     found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=margins)
-    return TrainingData(samples=found, report=found.report, place=found.place)
+    return _of_store(found)
+
+
+def _of_store(found: TokenizedDataset) -> TrainingData:
+    about = read_metadata(found.folder)
+    return TrainingData(
+        samples=found,
+        report=found.report,
+        place=found.place,
+        notes=reading_notes(about["files"]),
+        given_ids=bool(about.get("given_ids")),
+    )
 
 
 Reader = Callable[..., TrainingData]
@@ -173,6 +196,7 @@ def load_held_out(
         found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward)
     except ValueError as error:
         raise ValueError(_of_held_out(error)) from error
+    found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))
     return found if settings.samples is None else replace(found, samples=_first(found.samples, settings.samples))
 
 
