@@ -211,8 +211,9 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing import CostModel, plan_step
     from padfree.packing.context_sizes import context_sizes
     from padfree.train.decide import decide
+    from padfree.train.rows import GROUP_SIZES, source_shares
     from padfree.train.settle import device_memory, settle
-    from padfree.train.training_data import GROUP_SIZES, make_batcher
+    from padfree.train.training_data import make_batcher
 
     processes, replicate = int(os.environ.get("WORLD_SIZE", "1")), config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context
@@ -234,7 +235,7 @@ def description(config: Config) -> Iterator[str]:
             contexts=contexts,
             groups=[number for number, group in enumerate(groups) for _ in group] if in_pairs else None,
         )
-        for groups in islice(make_batcher(config, source.samples), SHOWN_STEPS if processes > 1 else 1)
+        for groups in islice(make_batcher(config, source.samples, source.parts), SHOWN_STEPS if processes > 1 else 1)
     ]
     if not plans:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
@@ -275,7 +276,11 @@ def description(config: Config) -> Iterator[str]:
     yield from memory_lines(memory, config)
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
-    yield f"data: {len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
+    used, several = source.report.num_used, source.report.num_used < source.report.num_samples
+    rows = f"{used:,} rows, " if several else ""
+    yield f"data: {rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
+    for each in source_shares(config, source.samples, source.parts):
+        yield f"  {each.line()}"
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
         f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
@@ -328,6 +333,9 @@ def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()) + " }"
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) for entry in value):
+        given = [{name: each for name, each in entry.items() if each is not None} for entry in value]
+        return f"[{', '.join(map(_toml, given))}]"
     return json.dumps(value, ensure_ascii=False)  # strings, numbers, true and false, and lists read the same in TOML
 
 

@@ -165,7 +165,9 @@ class TokenizedDataset(StoredSamples):
             else:
                 first = int(places[self.lengths[places] > self.max_length][0])
                 gone = ", ".join(str(place - places[0] + 1) for place in lost.tolist())
-                truncated.append(self._note(first, f"; left out, with nothing to train on: turn {gone}" if gone else ""))
+                truncated.append(
+                    self._note(first, f"; left out, with nothing to train on: turn {gone}" if gone else "")
+                )
         self._kept = np.flatnonzero(keep)
         if len(over) and not len(self._kept):
             longest = self.lengths.max()

@@ -25,8 +25,8 @@ from padfree.packing import TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
 from padfree.packing.epochs import shuffled
 from padfree.train.decide import decide
-from padfree.train.limits import lengths_of
 from padfree.train.rl.update_batch import update_parts
+from padfree.train.rows import lengths_of
 from padfree.train.training_data import make_batcher
 
 Lengths = NDArray[np.int64]

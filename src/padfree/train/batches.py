@@ -161,13 +161,18 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 
 
 def _distinct(samples: list[Sample]) -> list[Sample]:
-    """The same samples; one that a batch has twice (small data, several epochs) gets a uid of its own."""
+    """The same samples; one that a batch has twice (small data, several epochs) gets a uid and a group of its own.
+
+    The second time a row, a pair or a group of rollouts is there, it is another unit, weighed and compared by itself.
+    """
     seen: dict[str | int, int] = {}
     found = []
     for sample in samples:
         if sample.uid is not None:
             seen[sample.uid] = seen.get(sample.uid, 0) + 1
             if seen[sample.uid] > 1:
-                sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
+                time = f"(time {seen[sample.uid]})"
+                group = None if sample.group is None else f"{sample.group} {time}"
+                sample = replace(sample, uid=f"{sample.uid} {time}", group=group)
         found.append(sample)
     return found

@@ -21,7 +21,7 @@ from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
-from padfree.data import RolloutDataSettings, TokenizedDataset
+from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
@@ -46,6 +46,7 @@ from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
+from padfree.train.rows import Samples
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
@@ -57,7 +58,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import held_out_config, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnStep
 
 
@@ -120,7 +121,7 @@ def _train(
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
-        batcher = make_batcher(config, samples)
+        batcher = make_batcher(config, samples, source.parts)
         sampling, ahead = None, None
         if isinstance(writer, AheadWriter | AheadEpisodeWriter):
             ahead = BatchesAhead(config, batcher, writer, engine)
@@ -193,7 +194,7 @@ def _pair_reference(config: Config, reference: Reference | None) -> Reference | 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:
     """The samples with the log-probabilities of the reference, which is not needed from then on."""
-    assert isinstance(samples, TokenizedDataset)
+    assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
     fingerprint = Checkpointer(Path(config.run.folder) / CHECKPOINTS).fingerprint(tensors)
