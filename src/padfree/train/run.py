@@ -46,6 +46,7 @@ from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
+from padfree.train.row_sharing import copied_keys
 from padfree.train.rows import Samples
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
@@ -100,7 +101,7 @@ def _train(
     on_sampling: OnSampling | None,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
-    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples), mesh.loss.size))
+    settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
     config = settled.config
     if on_note is not None:
         for line in (*decided.notes, *settled.lines()):
@@ -174,7 +175,7 @@ def evaluate(
     ):
         mesh = mesh_of(config, device)
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples), mesh.loss.size))
+        settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
         if on_note is not None:
             for line in settled.lines():
                 on_note(line)
@@ -258,8 +259,16 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
     )
 
 
-def _longest(config: Config, longest: int, processes: int) -> dict[str, int]:
-    """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
+def _memory_facts(config: Config, decided: Decided, processes: int) -> dict[str, Any]:
+    """Of the data, for the memory estimate.
+
+    Tokens of the longest prompt; or of a device in the micro-batch with the longest sample, and keys that are copied.
+    """
+    samples = decided.source.samples
+    longest = longest_of(samples)
     if config.rollout.source is not None:
         return {"prompt_tokens": longest}
-    return {"longest": -(-longest // config.parallel.most_context(processes))}
+    return {
+        "longest": -(-longest // config.parallel.most_context(processes)),
+        "copied_keys": copied_keys(config, samples, decided.model),
+    }
