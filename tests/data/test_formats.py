@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from padfree.batch import Sample
@@ -482,9 +481,5 @@ def test_samples_of_a_row_are_neighbours_with_its_line(load: Load) -> None:
     thought = "<think>x</think>"
     messages = [user("A"), assistant(f"{thought}B"), user("C"), assistant(f"{thought}D")]
     data = load({"messages": messages}, {"messages": messages[:2]}, tokenizer=tiny_tokenizer("forgetful"))
-    assert [sample.uid.partition("#")[0].split()[0] for sample in data if isinstance(sample.uid, str)][:3] == [
-        "a.jsonl:1",
-        "a.jsonl:1",
-        "a.jsonl:2",
-    ]
-    assert np.all(data.lengths > 0)
+    assert [sample.uid for sample in data] == ["a.jsonl:1 turn 1", "a.jsonl:1 turn 2", "a.jsonl:2"]
+    assert data.report.num_rows == 2
