@@ -14,6 +14,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,10 @@ def _tokenised(
     sources = open_sources(data, split=settings.split, subset=settings.subset)
     folder = Path(cache) if cache is not None else default_cache_folder()
     identity = _identity(sources, tokenizer, settings, folder)
+    chat = chat_renderer(tokenizer, settings, day=settings.day)
+    if chat is not None and chat.depends_on_day:
+        identity["day"] = chat.day.isoformat()
+        settings = replace(settings, day=chat.day)  # midnight may come before the last row
     if schema is not SFT_SCHEMA:
         identity["kinds"] = [format.kind for format in schema.formats]
     if "margin" in schema.known:

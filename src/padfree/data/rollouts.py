@@ -116,7 +116,9 @@ class _RolloutReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos) if tokenizer is not None else None
-        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings) if tokenizer is not None else None
+        self._chat: ChatRenderer | None = None
+        if tokenizer is not None:
+            self._chat = chat_renderer(tokenizer, settings, day=settings.day)
         self._rows = RowReader(settings, renders_chat=self._chat is not None) if tokenizer is not None else None
 
     @property

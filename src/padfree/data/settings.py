@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ class TextSettings:
     `columns` maps a column of the file to its field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
     `prompt_format`: a prompt goes through the chat template (`chat`) or is used as it is (`plain`). `auto` is `chat` if
     there is a template. `chat_template` replaces the tokenizer's own, and `template_arguments` are handed to it
-    (`{"enable_thinking": False}`). `day` is what a template that writes the date takes for today, in ISO format.
+    (`{"enable_thinking": False}`). `day` is what a template that writes the date takes for today.
     `turns`: whether the assistant turns of a conversation are trained in one sample (`together`) or in one sample each
     (`apart`). `auto` is `together` if the template shows earlier turns as they were written.
     `system`: the system prompt of conversations that have none. `prompt_template`: how a text prompt is made of columns.
@@ -37,7 +38,7 @@ class TextSettings:
     prompt_format: PromptFormat = "auto"
     chat_template: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    day: str | None = None
+    day: datetime.date | None = None
     turns: Turns = "auto"
     system: str | None = None
     prompt_template: str | None = None

@@ -52,7 +52,7 @@ class RowTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings) -> None:
         self._settings = settings
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos)
-        self._chat = chat_renderer(tokenizer, settings)
+        self._chat = chat_renderer(tokenizer, settings, day=settings.day)
         self.reader = RowReader(settings, renders_chat=self._chat is not None)
 
     @property

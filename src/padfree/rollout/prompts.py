@@ -107,7 +107,7 @@ class _Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=False)
-        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings)
+        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings, day=settings.day)
         self._rows = RowReader(settings, renders_chat=self.renders_chat)
 
     @property

@@ -11,6 +11,7 @@ settings alone can tell is refused still earlier, by `padfree.config`.
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ from padfree.rollout.engines import check_engine_name
 from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits, check_fits
-from padfree.train.resume import check_newest
+from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.rows import (
     GROUP_SIZES,
@@ -101,11 +102,14 @@ def decide(
     `dry`: nothing of the user's is imported, and the device need not be here. `planned`: nothing will be written, and
     samples over the cap are for the plan to count.
     """
+    day = data_day(config)
     if not dist.is_initialized():
-        return _decided(config, processes, device_type, dry, planned, progress)
+        return _decided(config, processes, device_type, dry, planned, progress, day)
+    days: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(days, day)  # midnight may come between two ranks
     found, error = None, None
     try:
-        found = _decided(config, processes, device_type, dry, planned, progress)
+        found = _decided(config, processes, device_type, dry, planned, progress, days[0])
     except ValueError as caught:
         error = str(caught)
     raise_together(error)
@@ -122,7 +126,13 @@ def check_free(config: Config) -> None:
 
 
 def _decided(
-    config: Config, processes: int, device_type: str, dry: bool, planned: bool, progress: Progress | None
+    config: Config,
+    processes: int,
+    device_type: str,
+    dry: bool,
+    planned: bool,
+    progress: Progress | None,
+    day: datetime.date,
 ) -> Decided:
     check_settings(config, processes=processes, device_type=device_type)
     if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
@@ -135,11 +145,11 @@ def _decided(
     tokenizer = load_tokenizer(config)
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
-    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
+    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     check_source(config, source, limits, tokenizer)
     if config.data.sources:
         check_shown(config, groups_of(config, source.samples, source.parts)[1])
-    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
+    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     if held_out is not None:
         check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
     notes = [*source.notes, *(() if held_out is None else held_out.notes), *_notes(config, source, limits, dry)]

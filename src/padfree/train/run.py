@@ -59,7 +59,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnStep
 
 
@@ -112,7 +112,7 @@ def _train(
     if config.critic.path is not None:
         critic_dtype = export_dtype(config, config.critic.path)
     reference = build_reference(config, mesh, engine)
-    writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
+    writer = _rollout_writer(config, mesh, engine, tokenizer, source)
     with nullcontext() if writer is None else closing(writer):
         journal = None
         if isinstance(writer, RolloutWriter):  # episodes are played again
@@ -140,7 +140,7 @@ def _train(
             on_step=on_step,
             on_note=on_note,
             evaluate=evaluation,
-            data=data_record(source.samples),
+            data=data_record(source.samples, source.day),
             journal=journal,
         )
         if settled.reasons:
@@ -180,7 +180,7 @@ def evaluate(
             for line in (*decided.source.notes, *settled.lines()):
                 on_note(line)
         engine = build_engine(settled.config, mesh, decided.tokenizer)
-        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source.samples)
+        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source)
         with nullcontext() if writer is None else closing(writer):
             reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
             measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference)
@@ -221,15 +221,15 @@ class _Sampling:
 
 
 def _rollout_writer(
-    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, samples: Samples
+    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData
 ) -> RolloutWriter | EpisodeWriter | None:
     """What makes samples of prompts; None where the run's data are samples already."""
     if config.rollout.source is None:
         return None
-    prompts = [prompt for prompt in samples if isinstance(prompt, Prompt)]
+    prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
     chat = None
     if config.rollout.has_episodes:
-        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
     made = make_ahead_sampler if config.rollout.staleness else make_sampler
     sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:

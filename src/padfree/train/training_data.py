@@ -7,6 +7,7 @@ Config -> load_tokenizer
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from padfree.data import (
     of_source,
     read_rollouts,
 )
+from padfree.data.chat import chat_renderer
 from padfree.data.formats import reading_notes
 from padfree.data.prepare import Progress
 from padfree.data.sources import check_regular
@@ -57,6 +59,7 @@ class TrainingData:
     place: Callable[[int], str]  # the file and line of a sample
     parts: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()  # how the files are read
+    day: datetime.date | None = None  # that a chat template has written; None: it writes none
     given_ids: bool = False  # token ids that no tokenizer of ours made
 
 
@@ -90,10 +93,11 @@ def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> 
         ) from error
 
 
-def text_settings(data: DataConfig) -> dict[str, Any]:
+def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
     """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
+    chosen["day"] = day
     if data.chat_template is not None:
         chosen["chat_template"] = _read_template(data.chat_template)
     return chosen
@@ -113,15 +117,30 @@ def _read_template(name: str) -> str:
 
 
 def load_training_data(
-    config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
+    config: Config,
+    tokenizer: Any,
+    *,
+    progress: Progress | None = None,
+    import_reward: bool = True,
+    day: datetime.date | None = None,
 ) -> TrainingData:
     """The samples, or the prompts, of `data.path` or of all `data.sources`, and what became of their rows.
 
     `progress` is of the tokenising. With prompts the reward is imported first, unless that is not wanted: it is refused
-    here rather than later.
+    here rather than later. `day` is what a chat template takes for today; None: today.
     """
+    found = _loaded(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
+    chat = None
+    if tokenizer is not None:
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)
+    if chat is None or not chat.depends_on_day:
+        return found
+    note = f"data: the chat template writes the date; this run writes {chat.day.isoformat()}, also when it is resumed"
+    return replace(found, day=chat.day, notes=(*found.notes, note))
+
+
+def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = READERS[config.loss.command]
-    options: dict[str, Any] = {"progress": progress or False, "import_reward": import_reward}
     if not config.data.sources:
         return read(config, tokenizer, **options)
     found: dict[str, TrainingData] = {}
@@ -176,14 +195,18 @@ def _named(name: str, sample: Sample | Prompt) -> Sample | Prompt:
     return of_source(name, sample)
 
 
-def _read_sft(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
-    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data))
+def _read_sft(
+    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
+) -> TrainingData:
+    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data, day))
     found = load_sft(list(config.data.path), tokenizer, settings, progress=progress)
     return _of_store(found)
 
 
-def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
-    data, read = config.data, RolloutDataSettings(**text_settings(config.data))
+def _read_rl(
+    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
+) -> TrainingData:
+    data, read = config.data, RolloutDataSettings(**text_settings(config.data, day))
     if config.rollout.source is not None:
         if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
             load_reward(config.rollout.reward)
@@ -207,8 +230,10 @@ def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, impor
     )
 
 
-def _read_pairs(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
-    settings = SFTDataSettings(**text_settings(config.data))
+def _read_pairs(
+    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
+) -> TrainingData:
+    settings = SFTDataSettings(**text_settings(config.data, day))
     margins = config.loss.command == "reward"
     found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=margins)
     return _of_store(found)
@@ -240,11 +265,16 @@ READERS: dict[str, Reader] = {
     "dpo": _read_pairs,
     "reward": _read_pairs,
 }
-"""What reads the data of each command: (config, tokenizer, progress=, import_reward=) -> TrainingData."""
+"""What reads the data of each command: (config, tokenizer, progress=, import_reward=, day=) -> TrainingData."""
 
 
 def load_held_out(
-    config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
+    config: Config,
+    tokenizer: Any,
+    *,
+    progress: Progress | None = None,
+    import_reward: bool = True,
+    day: datetime.date | None = None,
 ) -> TrainingData | None:
     """What `eval.path` holds, read as the run's own data are; None: nothing."""
     settings = config.eval
@@ -252,7 +282,7 @@ def load_held_out(
         return None
     there = held_out_config(config)
     try:
-        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward)
+        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward, day=day)
     except ValueError as error:
         raise ValueError(_of_held_out(error)) from error
     found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))
