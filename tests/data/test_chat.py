@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from padfree.data.chat import ChatRenderer, check_messages
+from padfree.config.choices import LossOn, Turns
+from padfree.data.chat import ChatRenderer, RenderedSample
+from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.encode import Encoded, Encoder, Passage
 from padfree.data.records import RowError
-from padfree.data.settings import LossOn
 from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 TURNS = [
@@ -26,15 +28,29 @@ PLAIN = tiny_tokenizer("chatml")
 MARKED = tiny_tokenizer("chatml_marked")
 
 
+def samples(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[dict[str, Any]],
+    loss_on: LossOn = "assistant",
+    turns: Turns = "together",
+) -> list[RenderedSample]:
+    return ChatRenderer(tokenizer).samples(Conversation(messages=tuple(messages)), loss_on=loss_on, turns=turns)
+
+
+def trained(sample: RenderedSample) -> list[str]:
+    return [sample.text[start:end] for start, end in sample.spans]
+
+
 def trained_texts(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], loss_on: LossOn = "assistant"
 ) -> list[str]:
-    text, spans = ChatRenderer(tokenizer).trained_spans(messages, None, loss_on)
-    return [text[start:end] for start, end in spans]
+    (sample,) = samples(tokenizer, messages, loss_on)
+    return trained(sample)
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> Encoded:
-    passage = Passage.of_spans(*ChatRenderer(tokenizer).trained_spans(messages, None, "assistant"))
+    (sample,) = samples(tokenizer, messages)
+    passage = Passage.of_spans(sample.text, sample.spans)
     (result,) = Encoder(tokenizer).encode([passage])
     assert not isinstance(result, RowError)
     return result
@@ -147,9 +163,10 @@ def test_conversations_without_a_turn_to_train_on() -> None:
 def test_arguments_tools_and_another_template_reach_the_template() -> None:
     template = "{{ bos_token }}{{ date }}{% for tool in tools %}[{{ tool['name'] }}]{% endfor %}" + TEMPLATES["chatml"]
     renderer = ChatRenderer(PLAIN, template, {"date": "today"})
-    text, spans = renderer.trained_spans(TURNS, [{"name": "add"}], "assistant")
-    assert text.startswith("<s>today[add]<|im_start|>system")
-    assert [text[start:end] for start, end in spans][-1] == "Four<|im_end|>"
+    conversation = Conversation(messages=tuple(TURNS), tools=[{"name": "add"}])
+    (sample,) = renderer.samples(conversation, loss_on="assistant", turns="auto")
+    assert sample.text.startswith("<s>today[add]<|im_start|>system")
+    assert trained(sample)[-1] == "Four<|im_end|>"
 
 
 def test_no_template_is_refused() -> None:
@@ -171,11 +188,4 @@ def test_no_template_is_refused() -> None:
 )
 def test_malformed_messages_are_named(messages: list[Any], words: str) -> None:
     with pytest.raises(RowError, match=words):
-        check_messages(messages, "chat")
-
-
-def test_null_keys_are_left_out_and_a_tool_call_needs_no_content() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "name": None}
-    assert check_messages([call], "messages") == [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    assert check_messages(parts, "messages") == parts
+        read_conversation(messages, "chat")
