@@ -162,9 +162,9 @@ def test_the_dry_run_and_the_plan_show_every_source(way: str, folder: Path) -> N
     (first,) = [line for line in shown if line.startswith(f"  {kind}.jsonl: ")]
     (second,) = [line for line in shown if line.startswith("  more: ")]
     assert "weight 0.5: " in first
-    assert first.endswith("each row 1 times")
+    assert first.endswith("each row once in 2 epochs")
     assert "weight 2: " in second
-    assert second.endswith("each row 4 times")
+    assert second.endswith("each row 4 times in 2 epochs")
     steps = load_steps(config)
     assert [source.name for source in steps.sources] == [f"{kind}.jsonl", "more"]
     once = replace(config, data=replace(config.data, epochs=1))
