@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "page": set(),
     "report": {"config", "page", "record"},
     "planner": {
+        "arrays",
         "batch",
         "config",
         "cp",

@@ -205,16 +205,14 @@ def description(config: Config) -> Iterator[str]:
     """The settings as a recipe, the layout, the memory a device needs, and the plan of the first step."""
     import torch
 
-    from padfree.estimate.cost_file import read_cost
     from padfree.estimate.memory import estimate_memory
     from padfree.model.sharing import sharing_obstacle
     from padfree.model.structure import skeleton
-    from padfree.packing import CostModel
     from padfree.packing.collate import prefixes_of
     from padfree.packing.context_sizes import context_sizes
     from padfree.train.batches import distinct
     from padfree.train.decide import decide
-    from padfree.train.row_sharing import copied_keys
+    from padfree.train.row_sharing import copied_keys, run_cost
     from padfree.train.rows import GROUP_SIZES, source_shares
     from padfree.train.scorer import plan_samples
     from padfree.train.settle import device_memory, settle
@@ -228,7 +226,7 @@ def description(config: Config) -> Iterator[str]:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     decided = decide(config, processes=processes, device_type=device_type, dry=True)
     source, model, data = decided.source, decided.model, processes // context
-    cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
+    cost = run_cost(config, model)
     in_pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
     sampled = config.rollout.source is not None
     # Of prompts only the lengths are known. Samples are compared as the run will compare them.

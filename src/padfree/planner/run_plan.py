@@ -145,8 +145,9 @@ class RunPlan:
         length = found["length"]
         rows = "" if self.rows is None else f"{self.rows:,} rows, "
         yield (
-            f"data        {rows}{found['samples']:,} samples, {found['tokens']:,} tokens; lengths "
-            f"{length['shortest']:,} to {length['longest']:,}, median {length['median']:,.0f}, mean {length['mean']:,.1f}"
+            f"data        {rows}{found['samples']:,} samples, {found['tokens']:,} tokens; "
+            f"lengths {length['shortest']:,} to {length['longest']:,}, median {length['median']:,.0f}, mean "
+            f"{length['mean']:,.1f}"
         )
         for source in self.sources:
             yield f"            {source.line()}"

@@ -32,7 +32,7 @@ from padfree.packing.collate import prefixes_of
 from padfree.train.batches import distinct
 from padfree.train.decide import decide
 from padfree.train.rl.update_batch import update_parts
-from padfree.train.row_sharing import copied_keys, rows_with_several, tree_of_row
+from padfree.train.row_sharing import copied_keys, rows_with_several, run_cost, tree_of_row
 from padfree.train.rows import (
     SourceShare,
     epoch_order,
@@ -165,13 +165,16 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
     if not len(several) or sharing_obstacle(model) is not None:
         return found
 
+    cost = run_cost(config, model)
+
     def prefixes(step: int) -> PrefixTree:
-        return prefixes_of(distinct([samples[index] for index in steps[step].tolist()]), config.batch.share_prefixes)
+        found = distinct([samples[index] for index in steps[step].tolist()])
+        return prefixes_of(found, config.batch.share_prefixes, cost)
 
     # Of many rows, evenly spread ones tell what all share.
     times = np.bincount(np.concatenate(rows), minlength=len(first))[several]
     chosen = spread(len(several), MOST_COMPARED)
-    saved = [tokens[row] - tree_of_row(config, samples, row).num_tokens for row in several[chosen].tolist()]
+    saved = [tokens[row] - tree_of_row(config, samples, row, cost).num_tokens for row in several[chosen].tolist()]
     shared = float((np.array(saved) * times[chosen]).sum()) * float(times.sum()) / max(float(times[chosen].sum()), 1.0)
     copies = copied_keys(config, samples, model)
     return replace(found, shared_tokens=round(shared), prefixes=prefixes, copied_keys=copies)

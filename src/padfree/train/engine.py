@@ -81,6 +81,7 @@ class StepReport:
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
     votes: int  # ranks whose `vote` was true when the step began
+    num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
 
@@ -325,6 +326,7 @@ class PendingStep:
             gradient_norm=norm,
             statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
             num_samples=len(self._prepared.samples),
+            num_rows=self._num_rows(),
             num_tokens=num_tokens,
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
@@ -332,6 +334,11 @@ class PendingStep:
             votes=int(votes),
             busy_seconds=() if self._marks is None else self._seconds(self._marks),
         )
+
+    def _num_rows(self) -> int | None:
+        if not self._engine.settings.groups_are_rows:
+            return None
+        return len({sample.group or index for index, sample in enumerate(self._prepared.samples)})
 
     def device_seconds(self) -> float | None:
         """From the end of the step before to the end of this one, on the device; None where that is not known.

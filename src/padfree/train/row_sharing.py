@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.data import StoredSamples
+from padfree.estimate.cost_file import read_cost
 from padfree.model.sharing import sharing_obstacle
-from padfree.packing import PrefixTree
+from padfree.packing import CostModel, PrefixTree
 from padfree.packing.collate import prefixes_of
 from padfree.packing.fill import Indices
 from padfree.train.rows import GROUP_SIZES, Samples, in_rows
@@ -34,10 +35,15 @@ def rows_with_several(config: Config, samples: Samples) -> Indices:
     return np.flatnonzero(np.diff(samples.row_starts) > 1)
 
 
-def tree_of_row(config: Config, samples: StoredSamples, row: int) -> PrefixTree:
+def run_cost(config: Config, model: PreTrainedModel) -> CostModel:
+    """The cost model of the run, which decides what is worth sharing."""
+    return CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
+
+
+def tree_of_row(config: Config, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
     """What the samples of this row share."""
     first, end = samples.row_starts[row : row + 2].tolist()
-    return prefixes_of([samples[index] for index in range(first, end)], config.batch.share_prefixes)
+    return prefixes_of([samples[index] for index in range(first, end)], config.batch.share_prefixes, cost)
 
 
 def copied_keys(config: Config, samples: Samples, model: PreTrainedModel) -> float:
@@ -52,5 +58,6 @@ def copied_keys(config: Config, samples: Samples, model: PreTrainedModel) -> flo
     starts = samples.row_starts[:-1]
     tokens, longest = np.add.reduceat(samples.lengths, starts), np.maximum.reduceat(samples.lengths, starts)
     order = np.argsort(-(tokens / np.maximum(longest, 1))[several], kind="stable")
-    trees = [tree_of_row(config, samples, row) for row in several[order[:MOST_ROWS]].tolist()]
+    cost = run_cost(config, model)
+    trees = [tree_of_row(config, samples, row, cost) for row in several[order[:MOST_ROWS]].tolist()]
     return max((float(tree.end.sum()) / tree.num_tokens for tree in trees if tree.is_shared), default=0.0)

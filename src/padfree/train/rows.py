@@ -86,7 +86,10 @@ class SourceShare:
     epochs: float | None  # how many times the run shows each row; None: until run.steps
 
     def line(self) -> str:
-        times = "" if self.epochs is None else f", each row {self.epochs:g} times"
+        times = ""
+        if self.epochs is not None:
+            shown = "once" if self.epochs == 1 else f"{self.epochs:g} times"
+            times = f", each row {shown} in {self.epochs / self.weight:g} epochs"
         return (
             f"{self.name}: {self.rows:,} rows, {self.samples:,} samples, {self.tokens:,} tokens, weight "
             f"{self.weight:g}: {self.share:.1%} of the tokens{times}"
