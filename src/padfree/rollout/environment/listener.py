@@ -124,7 +124,7 @@ class Listener:
                 self._busy.discard(writer)
                 self._idle[writer] = None
             writer.close()
-        except (_EndedError, OSError):
+        except (_EndedError, OSError, asyncio.CancelledError):  # cancelled: its episode, or the run, has ended
             pass
         finally:
             self._strangers.pop(writer, None)
