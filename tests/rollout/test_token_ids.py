@@ -79,7 +79,7 @@ def test_right_ids_are_integers_of_python(which: str) -> None:
 
 def test_rows_that_no_token_has_are_allowed() -> None:
     """An embedding matrix is often padded: the policy can sample these rows, and programs send back what it sampled."""
-    assert vocabulary_of(build("Qwen3", vocab_size=128)) == 128
+    assert vocabulary_of(build("qwen3", vocab_size=128)) == 128
     words = Words(tokenizer(), None, SIZE + 10)
     assert words.checked([SIZE + 9], "door") == [SIZE + 9]
     with pytest.raises(ValueError, match=f"token id {SIZE + 10} at index 0; give ids from 0 to {SIZE + 9}"):
@@ -161,7 +161,7 @@ class Engine:
 
 def engine(given: Any) -> str | None:
     sampler = CheckedSampler(Engine(given if isinstance(given, Response) else _response(given)), "mine:engine")
-    sampler.update_weights(build("Qwen3", vocab_size=SIZE), 0)
+    sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
     finished: list[Any] = []
     try:
         sampler.sample([REQUEST], on_finished=finished.extend)
@@ -174,7 +174,7 @@ def engine(given: Any) -> str | None:
 
 def engine_ahead(given: Any) -> str | None:
     sampler = CheckedAheadSampler(Engine(given if isinstance(given, Response) else _response(given)), "mine:engine")
-    sampler.update_weights(build("Qwen3", vocab_size=SIZE), 0)
+    sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
     seen: list[Any] = []
     sampler.begin([REQUEST], lambda *one: seen.append(one))
     assert bool(seen) == (sampler.failure is None)
@@ -244,7 +244,7 @@ def test_text_is_a_door_too() -> None:
 )
 def test_other_things_that_an_engine_must_not_return(response: Any, line: str) -> None:
     sampler = CheckedSampler(Engine(response), "mine:engine")
-    sampler.update_weights(build("Qwen3", vocab_size=SIZE), 0)
+    sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
     with pytest.raises(ValueError, match=rf"^rollout.engine: 'mine:engine' .*{line}"):
         sampler.sample([REQUEST])
 

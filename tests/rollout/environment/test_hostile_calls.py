@@ -56,9 +56,9 @@ def test_every_body_is_followed_or_refused() -> None:
         parts = urlsplit(url)
         connection = http.client.HTTPConnection(parts.netloc, timeout=60)
         found = {}
-        for name, route, body, due in bodies():
+        for index, (name, route, body, due) in enumerate(bodies()):
             status, answer = post(connection, f"{parts.path}/{route}", body)
-            found[f"{route} {name}"] = outcome(status, due), answer[:200].decode("latin-1")
+            found[f"{index} {route} {name}"] = outcome(status, due), answer.decode("latin-1")
         connection.close()
         return found
 
@@ -72,7 +72,7 @@ def test_every_body_is_followed_or_refused() -> None:
     assert played.counts["refused"] == counts["refused"]
     for kind, answer in found.values():
         if kind == "refused":
-            assert json.loads(answer + '"}}' if not answer.endswith("}}") else answer)["error"]["message"]
+            assert 0 < len(json.loads(answer)["error"]["message"]) < 400
 
 
 def test_every_head_is_answered_or_closed() -> None:
