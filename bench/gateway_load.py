@@ -26,6 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,7 +80,7 @@ def run(folder: Path, name: str, steps: int) -> None:
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     found = {
         "steps": len(lines),
-        "seconds": [later - sooner for sooner, later in zip(ended[1:], ended[2:], strict=False)],
+        "seconds": [later - sooner for sooner, later in pairwise(ended[1:])],
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "trained": [[line["loss"], line["reward"], line["gradient_norm"]] for line in lines],
     }
@@ -98,7 +99,8 @@ BODIES = (
     b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"prompt": [1, 2, 999999]}', b'{"prompt": [-1]}', b'{"prompt": [true]}',
     b'{"prompt": "\\ud800"}', b'{"prompt": ' + b"[" * 50_000, b'{"prompt": "a", "n": 100000}', b'{"messages": 5}',
     b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": "a", "temperature": NaN}',
-    b'{"prompt": "a", "min_p": 0.5}', b'{"prompt": "a", "what": 1}', b'{"prompt": [[1]]}', b'{"prompt": "a", "prompt": "b"}',
+    b'{"prompt": "a", "min_p": 0.5}', b'{"prompt": "a", "what": 1}', b'{"prompt": [[1]]}',
+    b'{"prompt": "a", "prompt": "b"}',
     b'{"prompt": "' + b"a" * 100_000 + b'"}',
 )  # fmt: skip
 

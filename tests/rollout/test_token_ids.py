@@ -116,8 +116,7 @@ def gateway(given: Any) -> str | None:
         try:
             urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=60).close()
         except urllib.error.HTTPError as error:
-            assert error.code == 400
-            return str(json.loads(error.read())["error"]["message"])
+            return str(json.loads(error.read())["error"]["message"]) if error.code == 400 else None
         return None
 
     async def episode(task: Prompt, policy: Policy) -> Trajectory:

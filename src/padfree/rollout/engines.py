@@ -1,8 +1,8 @@
 """Which code samples for a `rollout.engine`, imported when it is asked for.
 
 in_process, vllm     padfree's own
-module:function      the user's: the function takes what `make_sampler` takes, and returns a `Sampler`. What that returns
-                     is checked (`CheckedSampler`)
+module:function      the user's: the function takes what `make_sampler` takes, and returns a `Sampler`, whose responses
+                     are checked (`CheckedSampler`)
 """
 
 from __future__ import annotations

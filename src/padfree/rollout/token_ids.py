@@ -92,5 +92,3 @@ def _need_array(what: str, name: str, array: Any, kinds: str, length: int | None
         number = "" if length is None else f" of {length}"
         expected = "integers" if kinds == "iu" else "floating-point numbers"
         raise ValueError(f"{what} returned {name} as {kind}; return a flat numpy array{number} {expected}")
-
-

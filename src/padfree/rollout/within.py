@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from padfree.config.rules import shown_error
+
 Result = TypeVar("Result")
 
 AGAIN = 1.0
@@ -50,8 +52,10 @@ def _with_alarm(seconds: float, line: str, function: Callable[..., Result], *arg
             found.append(function(*args))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except _AlarmError:
+    except BaseException:  # the alarm, or what the function has made of it
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if not late:
+            raise
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
         if other:  # somebody else's alarm was set
@@ -79,6 +83,14 @@ def _in_thread(seconds: float, line: str, function: Callable[..., Result], *args
     if errors:
         raise errors[0]
     return found[0]
+
+
+def shown_safely(error: BaseException) -> str:
+    """As `shown_error`; the class alone for an error whose message cannot be had."""
+    try:
+        return shown_error(error)  # type: ignore[arg-type]
+    except Exception:
+        return type(error).__name__
 
 
 class DaemonPool:

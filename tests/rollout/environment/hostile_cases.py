@@ -1,7 +1,7 @@
 """Requests of a program that means no good, or is broken: bytes on a socket, and what must come back.
 
-An outcome is `right` (200, where the request can be followed), `refused` (4xx with a reason), `closed` (without an answer,
-where none is due), and never `failed` (5xx), `hangs` or `wrong` (200, where it cannot be followed).
+An outcome is `right` (200, where the request can be followed), `refused` (4xx with a reason), `closed` (without an
+answer, where none is due), and never `failed` (5xx), `hangs` or `wrong` (200, where it cannot be followed).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
         yield from ((name, "chat/completions", value, "refused") for value in bad)
     for name in ("temprature", "top_a", "mirostat", "grammar", "json_schema", "guided_whitespace_pattern", "min_length",
                  "num_beams", "best_off", "stop_sequences", "max_new_tokens", "do_sample", "dry_multiplier", "xtc",
-                 "__proto__", "", " ", "\ud800", "messages ", "Messages", "n\x00", "x" * 9000, "temperature\n"):  # fmt: skip
+                 "__proto__", "", " ", "\ud800", "messages ", "Messages", "n\x00", "x" * 9000):  # fmt: skip
         yield name, "chat/completions", 1, "refused"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -70,10 +71,8 @@ async def exits(which: str, policy: Policy) -> Any:
             await asyncio.sleep(10)
         case "k":
             while True:
-                try:
+                with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(100)
-                except asyncio.CancelledError:
-                    pass
         case "l":
             asyncio.get_running_loop().stop()
         case "m":
@@ -153,7 +152,9 @@ def test_whatever_an_episode_raises_is_its_failure(which: str) -> None:
 def test_without_skipping_it_ends_the_run_with_a_line(which: str) -> None:
     with pytest.raises(ValueError, match=FAILURES[which]) as caught:
         play(episode, lambda *_: "x$", *map(prompt, ("x", which)), timeout=LIMIT)
-    assert re.match(r"rollout.environment: tests:episode .*; correct it, or set rollout.on_failure=skip$", str(caught.value))
+    assert re.match(
+        r"rollout.environment: tests:episode .*; correct it, or set rollout.on_failure=skip$", str(caught.value)
+    )
 
 
 def test_a_loop_that_an_episode_could_not_end_leaves_no_messages(capfd: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +195,14 @@ def catches_all(response: str, row: Any) -> float:
     return 1.0
 
 
+def makes_it_another(response: str, row: Any) -> float:
+    try:
+        time.sleep(600)
+    except BaseException as error:
+        raise ValueError("reward: it went wrong") from error
+    return 1.0
+
+
 def waits(response: str, row: Any) -> float:
     threading.Event().wait()
     return 1.0
@@ -204,7 +213,10 @@ def reads(response: str, row: Any) -> float:
     return float(len(os.read(inside, 1)))
 
 
-LATE = {one.__name__: one for one in (sleeps, computes, backtracks, catches_errors, catches_all, waits, reads)}
+LATE = {
+    one.__name__: one
+    for one in (sleeps, computes, backtracks, catches_errors, catches_all, makes_it_another, waits, reads)
+}
 LINE = r"^reward: mine:late took more than 0.3 s \(rollout.episode_timeout\) for sample 'rows.jsonl:p'; correct"
 
 
@@ -359,7 +371,9 @@ def test_a_module_that_cannot_be_imported_in_the_process(tmp_path: Path, monkeyp
     (tmp_path / "late_rewards.py").write_text("raise OSError('no licence')\n")
     first, second = judged("late_rewards:reward", "1", "2")
     assert first == second
-    assert re.match(r"ValueError reward: .*importing late_rewards raised OSError: no licence; correct the module", first)
+    assert re.match(
+        r"ValueError reward: .*importing late_rewards raised OSError: no licence; correct the module", first
+    )
 
 
 def test_a_module_that_hangs_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,9 +381,6 @@ def test_a_module_that_hangs_when_it_is_imported(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "hanging_rewards.py").write_text("import time\ntime.sleep(600)\n")
     assert judged("hanging_rewards:reward", "1", seconds=1.0) == ["TimeoutError "]
-
-
-
 
 
 # Programs

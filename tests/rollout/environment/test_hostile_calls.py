@@ -169,7 +169,13 @@ def test_calls_that_wait_are_broken_off_when_their_episode_ends() -> None:
 # Limits
 
 TIGHT = Limits(
-    head_seconds=0.5, body_seconds=0.5, idle_seconds=0.5, answer_seconds=0.5, strangers=8, connections=16, bodies=1 << 20
+    head_seconds=0.5,
+    body_seconds=0.5,
+    idle_seconds=0.5,
+    answer_seconds=0.5,
+    strangers=8,
+    connections=16,
+    bodies=1 << 20,
 )
 
 

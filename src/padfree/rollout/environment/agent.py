@@ -75,7 +75,9 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
 
 async def _talked(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
     """What a program writes to its end. Programs that it leaves behind, which may hold its pipes, are ended with it."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     said, errors = bytearray(), bytearray()
     talking = asyncio.gather(
         _feed(process.stdin, message),

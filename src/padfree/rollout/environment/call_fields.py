@@ -64,9 +64,11 @@ FOLLOWED: dict[str, Rule] = {
     "max_completion_tokens": _POSITIVE,
     "stream": _FLAG,
     "stream_options": (
-        lambda value: isinstance(value, dict)
-        and set(value) <= {"include_usage"}
-        and isinstance(value.get("include_usage", False), bool),
+        lambda value: (
+            isinstance(value, dict)
+            and set(value) <= {"include_usage"}
+            and isinstance(value.get("include_usage", False), bool)
+        ),
         'give {"include_usage": true}',
     ),
     "tools": (

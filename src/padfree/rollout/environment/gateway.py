@@ -8,9 +8,9 @@
     call_fields   which fields a call may have
     calls         a call's context as a branch of its episode
 
-Tokens are drawn at `loss.temperature`, because the log-probabilities that are trained with are those. A call that cannot
-be followed is answered with 400 and the reason. An error in here is answered with 500 and fails the episode: the run
-goes on or ends as `rollout.on_failure` says.
+Tokens are drawn at `loss.temperature`, because the trainer computes log-probabilities at that temperature. A call that
+cannot be followed is answered with 400 and the reason. An exception of the gateway itself is answered with 500 and
+fails the episode: the run goes on or ends as `rollout.on_failure` says.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from padfree.config.rules import shown_error
 from padfree.rollout.environment.call_fields import CHAT, COMPLETIONS, check_fields, messages_of, parsed, room_asked
 from padfree.rollout.environment.calls import Calls, Context
 from padfree.rollout.environment.listener import Answer, CallError, Limits, Listener, Reply
 from padfree.rollout.environment.policy import Host, Turn, Words
 from padfree.rollout.environment.trajectory import Tree
+from padfree.rollout.within import shown_safely
 
 MODEL = "policy"
 ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
@@ -117,7 +117,7 @@ class Gateway:
             episode.tree.count("refused")
             return Reply.of_error(CallError(400, "the body is nested too deeply"))
         except Exception as error:  # whatever it is, the other episodes go on
-            line = f"rollout.environment: answering a call of {route} raised {shown_error(error)}"
+            line = f"rollout.environment: answering a call of {route} raised {shown_safely(error)}"
             episode.tree.failure = episode.tree.failure or f"{line}; report it, a program's mistakes are answered"
             return Reply.of_error(CallError(500, line), last=True)
         finally:

@@ -5,8 +5,9 @@
                    |                   |
                    raises, hangs       raises, hangs          Played with a failure, or the end of the run
 
-The time-out counts an episode's own time: while it waits for tokens, its clock stands still. An episode is code of its
-own: whatever it raises (`sys.exit()` too) is its failure, and one that goes on although it was cancelled is left behind.
+The time-out counts an episode's own time: while it waits for tokens, its clock stands still. An episode is
+the user's code: whatever it raises, `SystemExit` too, is its failure, and one that ignores its cancellation is left
+behind.
 
 `play` waits for its episodes. `begin` does not: those of batches ahead go on while others are trained, in the order in
 which they were begun.
@@ -33,7 +34,7 @@ from padfree.rollout.environment.policy import Episode, Policy, Words
 from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
 from padfree.rollout.prompts import Prompt
-
+from padfree.rollout.within import shown_safely
 
 MOST_TURNS = 10_000
 """Requests for tokens of one episode."""
@@ -238,10 +239,9 @@ class _Session:
             elif isinstance(error, ValueError) and str(error).startswith(("reward: ", "rollout.", "data.")):
                 failure = str(error)
             else:
-                failure = f"raised {_shown(error)}"
+                failure = f"raised {shown_safely(error)}"
         finally:
             self._leave()
-            self._runner._gateway.forget(self._tree)
         failure = self._tree.failure or failure
         if failure is not None:
             if not settings.skips:
@@ -294,6 +294,8 @@ class _Session:
     # What policies ask for
 
     async def respond(self, place: Place, request: SamplingRequest) -> Response:
+        if self._left:
+            raise ValueError("rollout.environment: an episode asks for tokens after its end; await what it has begun")
         self._turns += 1
         if self._turns > MOST_TURNS:  # its clock stands still meanwhile, so that nothing else would end it
             raise ValueError(
@@ -321,8 +323,9 @@ class _Session:
         return await self._runner._gateway.address(tree, self)
 
     def _leave(self) -> None:
-        """Another episode may begin."""
+        """It asks for no more tokens, so that another episode may begin."""
         if not self._left:
+            self._runner._gateway.forget(self._tree)
             self._source.left(self._play.number)
             self._free()
             self._left = True
@@ -340,14 +343,6 @@ async def _apart(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
         await asyncio.wait({task}, timeout=GRACE)
         raise
     return task.result()
-
-
-def _shown(error: BaseException) -> str:
-    """As `shown_error`, also of an error that cannot say what it is."""
-    try:
-        return shown_error(error)  # type: ignore[arg-type]
-    except Exception:
-        return type(error).__name__
 
 
 def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
