@@ -34,6 +34,7 @@ from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
 from padfree.rollout.queue import AheadWriter
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
@@ -235,7 +236,8 @@ def _rollout_writer(
     try:
         if config.rollout.has_episodes:
             kind = AheadEpisodeWriter if config.rollout.staleness else EpisodeWriter
-            return kind(config, mesh, sampler, tokenizer, prompts, chat=chat)
+            vocabulary = vocabulary_of(engine.model)
+            return kind(config, mesh, sampler, tokenizer, prompts, vocabulary=vocabulary, chat=chat)
         if config.rollout.staleness:
             return AheadWriter(config, mesh, sampler, tokenizer, prompts)
         return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))

@@ -5,6 +5,8 @@ policy         Policy: what an episode is given
 calculator     a built-in environment: word problems with a calculator
 agent          a program as the environment (`rollout.agent`)
   gateway      OpenAI's interface to the policy, for such programs
+  listener     HTTP on the loopback address, with limits
+  call_fields  which fields a call may have
   calls        their calls as branches, token for token
 runner         EpisodeRunner: plays many episodes at a time
   loop_thread  the event loop they run on
