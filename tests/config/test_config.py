@@ -111,7 +111,7 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm: 0.0; give more than 0"),
         ({"data": {"shuffle": 1}}, "data.shuffle: 1; give true or false"),
         ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
-        ({"data": {"path": []}}, "data.path: []; give one file"),
+        ({"data": {"path": []}}, "data.path: missing; give one file"),
         ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, dpo, reward, distill"),
         (
             {"loss": {"kind": "mine"}},

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from padfree.packing import CostModel, plan_step
-from padfree.planner.epoch import Shape, plan_epoch, spread
+from padfree.planner.epoch import Shape, plan_epoch
+from padfree.planner.steps import spread
 from padfree.planner.steps import sft_steps
 from tests.planner.cases import config_of, log_normal
 

@@ -41,7 +41,7 @@ def check_names(config: Config) -> None:
     judge = model_of(config.rollout.reward)
     if judge is not None:
         check_name(judge, "rollout.reward")
-    for part, names in (("data", config.data.path), ("eval.path", config.eval.path)):
+    for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
         for name in names:
             if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
                 raise ValueError(f"{part}: {name} does not exist; give a file, a folder or a Hub id")

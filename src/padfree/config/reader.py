@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -70,12 +71,24 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise ValueError(
             f"override: {override!r}; write section.name=value without spaces, or in quotes, such as optimizer.lr=1e-5"
         )
-    place = values
+    place: Any = values
     for part in parts[:-1]:
-        place = place.setdefault(part, {})
-        if not isinstance(place, dict):
+        place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
+        if not isinstance(place, (dict, list)):
             raise ValueError(f"override: {override!r} goes into {part!r}, which is a value; write section.name=value")
-    place[parts[-1]] = _parsed(text.strip())
+    if isinstance(place, list):
+        _entry(place, parts[-1], override)
+        place[int(parts[-1])] = _parsed(text.strip())
+    else:
+        place[parts[-1]] = _parsed(text.strip())
+
+
+def _entry(entries: list[Any], part: str, override: str) -> Any:
+    """An entry of a list by its number: data.sources.0.weight."""
+    if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
+        known = f"0 to {len(entries) - 1}" if entries else "none"
+        raise ValueError(f"override: {override!r} asks for entry {part!r} of a list that has {known}; give one of them")
+    return entries[int(part)]
 
 
 def _parsed(text: str) -> Any:
@@ -101,19 +114,30 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
-        if name in values:
-            nested = is_dataclass(hint)
-            given[name] = (
-                _build(hint, values[name], f"{prefix}{name}.")
-                if nested
-                else _value(hint, values[name], f"{prefix}{name}")
-            )
+        if name in values and is_dataclass(hint):
+            given[name] = _build(hint, values[name], f"{prefix}{name}.")  # type: ignore[arg-type]
+        elif name in values and get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+            given[name] = _tables(get_args(hint)[0], values[name], f"{prefix}{name}")
+        elif name in values:
+            given[name] = _value(hint, values[name], f"{prefix}{name}")
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
                 given[name] = _build(hint, {}, f"{prefix}{name}.")  # type: ignore[arg-type]
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
     return kind(**given)
+
+
+def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
+    """Instances of the dataclass `kind` from a list of tables; one table is a list of one."""
+    entries = list(values) if isinstance(values, (list, tuple)) else [values]
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            first = next(iter(fields(kind))).name
+            raise ValueError(
+                f"{name}: {entry!r} is not a table; give a list of tables, as in {name}='[{{{first}=\"...\"}}]'"
+            )
+    return tuple(_build(kind, entry, f"{name}.{number}.") for number, entry in enumerate(entries))
 
 
 def _closest(name: str, names: Sequence[str], prefix: str) -> str:

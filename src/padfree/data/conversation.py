@@ -45,6 +45,10 @@ SHAREGPT_ROLES = {
 }
 """Values of ShareGPT's `from`. `function_call` is a tool call as JSON text."""
 
+METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
+"""Fields of a message that are about it and not part of it: they are left out."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field with the assistant's thoughts; the first is the one that templates read."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST = 64
 
@@ -135,10 +139,11 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
     calls = [*_calls(given.pop("tool_calls", None), f"{name}.tool_calls"), *_legacy_call(given, name)]
     content = given.pop("content", None)
     rest = {
-        check_encodable(key, f"{name}.{key}"): value
-        for key, value in _plain(given, name).items()
-        if value not in ("", [], {})
+        key: value for key, value in _plain(given, name).items() if value not in ("", [], {}) and key not in METADATA
     }
+    thoughts = {key: rest.pop(key) for key in THOUGHTS if key in rest}
+    if thoughts:
+        rest["reasoning_content"] = _thought(thoughts, name)
     if content is None and not (calls or "refusal" in rest):
         raise RowError(f"{name}.content is null; expected a string (or a list of text parts)")
     kept: Message = {"role": check_encodable(role, f"{name}.role"), "content": _text(content, f"{name}.content")}
@@ -148,6 +153,15 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
     if weight is not None and not _trained(weight, role, name):
         untrained.add(index)
     return kept
+
+
+def _thought(thoughts: dict[str, Any], name: str) -> str:
+    for key, value in thoughts.items():
+        if not isinstance(value, str):
+            raise RowError(f"{name}.{key} is {shown(value)}; expected a string")
+    if len(set(thoughts.values())) > 1:
+        raise RowError(f"{name} has different texts in {' and '.join(thoughts)}; expected one of them")
+    return str(next(iter(thoughts.values())))
 
 
 def _trained(weight: object, role: str, name: str) -> bool:
@@ -224,7 +238,7 @@ def _call(call: object, name: str) -> Message:
         raise RowError(f"{name}.function is {shown(function)}; expected an object with name and arguments")
     function = {key: value for key, value in function.items() if value is not None}
     called = function.pop("name", None)
-    if not isinstance(called, str) or not called:
+    if not isinstance(called, str) or not called.strip():
         raise RowError(f"{name}.function.name is {shown(called)}; expected the name of a tool")
     field = "parameters" if "arguments" not in function and "parameters" in function else "arguments"
     arguments = function.pop(field, {})

@@ -281,10 +281,11 @@ def _joined(
         messages, start = _whole(asked, said, prompt_column, column)
     if messages[start - 1]["role"] == "assistant":
         raise RowError(f"{prompt_column!r} ends with the assistant; expected it to end before the answer")
-    if start == len(messages) or messages[start]["role"] != "assistant":
+    if start == len(messages):
+        raise RowError(f"{column!r} has no answer behind {prompt_column!r}; expected a message of the assistant")
+    if messages[start]["role"] != "assistant":
         raise RowError(
-            f"{column!r} continues {prompt_column!r} with the role "
-            f"{messages[start]['role'] if start < len(messages) else None!r}; expected 'assistant'"
+            f"{column!r} continues {prompt_column!r} with the role {messages[start]['role']!r}; expected 'assistant'"
         )
     return messages, start
 
@@ -299,7 +300,7 @@ def _whole(
         raise RowError(f"{prompt_column!r} and {column!r} have different system messages; expected the same")
     system = own or system
     users = [index for index, message in enumerate(turns) if message["role"] == "user"]
-    if len(rest) < len(turns) and _alike(rest, turns[: len(rest)]):
+    if _alike(rest, turns[: len(rest)]):
         return (*system, *rest, *turns[len(rest) :]), len(system) + len(rest)
     if len(rest) == 1 and users and _alike(rest, [turns[users[-1]]]):
         return (*system, *turns), len(system) + users[-1] + 1
@@ -341,6 +342,7 @@ def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], colu
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if start == len(messages):
             raise RowError(f"{column!r} is only the beginning of the other answer; expected two answers to one prompt")
+    for messages, column in zip((chosen, rejected), columns, strict=True):
         if messages[start]["role"] != "assistant":
             raise RowError(
                 f"{column!r} has the role {messages[start]['role']!r} where the answers differ; expected both to share "

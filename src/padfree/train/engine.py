@@ -61,6 +61,7 @@ class LossSettings:
     loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
+    groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
     router: float = 0.0  # coefficient of the load-balancing loss of experts
@@ -180,11 +181,13 @@ class Engine:
         plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
+        groups = [sample.group for sample in samples]
         weights = token_weights(
             settings.weights,
             [sample.mask for sample in samples],
-            groups=[sample.group for sample in samples] if grouped else None,
+            groups=groups if grouped else None,
             constant=settings.constant,
+            units=groups if settings.groups_are_rows else None,
         )
 
         def lay_out(indices: Indices, width: int | None) -> MicroBatch:

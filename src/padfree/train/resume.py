@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from padfree.checkpoint.files import CheckpointError, hash_of
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config, config_from_dict
 from padfree.config.choices import LOSSES_WITH_COMMAND
-from padfree.data import TokenizedDataset
+from padfree.data import StoredSamples
 from padfree.record.files import CHECKPOINTS
 from padfree.rollout import Prompt
 from padfree.train.rl.update_batch import KEY as ROLLOUTS
@@ -100,6 +101,8 @@ RULES: dict[str, Rule] = {
     "rollout.top_p": "may change",
     "rollout.top_k": "may change",
     "data.path": "may change if the samples stay the same",
+    "data.sources": "may change if the samples stay the same",
+    "data.sources.weight": "must stay",
     "data.subset": "may change if the samples stay the same",
     "data.split": "may change if the samples stay the same",
     "data.chat_template": "may change if the samples stay the same",
@@ -190,7 +193,7 @@ def made_with(
 
 def flat_settings(config: Config) -> dict[str, Any]:
     """Every setting by its name, as JSON gives it back, without the run folder, which may be moved."""
-    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns", "rollout.launch.environment"))
+    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
 
@@ -201,9 +204,9 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
 
 
-def data_record(samples: Sequence[Sample | Prompt] | TokenizedDataset) -> dict[str, Any]:
+def data_record(samples: Sequence[Sample | Prompt] | StoredSamples) -> dict[str, Any]:
     """A digest of what is trained on, and its size for a person to see."""
-    if isinstance(samples, TokenizedDataset):
+    if isinstance(samples, StoredSamples):
         return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens}
     digest = hashlib.sha256()
     for sample in samples:
@@ -248,7 +251,9 @@ def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
 
 
 def rule_of(name: str) -> Rule:
-    return RULES[name] if name in RULES else RULES[name.partition(".")[0]]
+    """That of a setting, `data.sources.2.weight` too; else that of its table, else that of its section."""
+    plain = re.sub(r"\.\d+", "", name)
+    return next(RULES[key] for key in (plain, plain.rpartition(".")[0], plain.partition(".")[0]) if key in RULES)
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
@@ -256,8 +261,9 @@ def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
     found = {}
-    for name, value in now.items():
-        before = there.get(name, default[name])
+    for name in dict.fromkeys((*now, *(name for name in there if name.startswith("data.sources.")))):
+        missing = default.get(name, 1.0 if name.endswith(".weight") else None)  # data.path is one source of weight 1
+        before, value = there.get(name, missing), now.get(name, missing)
         if before != value:
             found[name] = (before, value)
     return found
@@ -302,7 +308,7 @@ def check_made_with(
                 f"({sizes[0]}); keep it, {anew}"
             )
         raise ValueError(
-            f"data.path: {', '.join(config.data.path)} has other content ({sizes[1]}) than {path} was made with "
+            f"data.path: {', '.join(config.data.paths)} has other content ({sizes[1]}) than {path} was made with "
             f"({sizes[0]}); give the same data, {anew}"
         )
     taught = there.get("teacher"), here["teacher"]
@@ -357,7 +363,7 @@ def _required(config: Config) -> dict[str, Any]:
     """The settings that have no default, so that all others can be had with theirs."""
     return {
         "model": {"path": config.model.path},
-        "data": {"path": list(config.data.path)},
+        "data": {"path": list(config.data.paths)},
         "batch": {"samples": 1, "max_tokens": 1},
         "run": {"folder": config.run.folder, "steps": 1},
     }
@@ -367,7 +373,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ())
     """Nested tables by dotted names; those in `keep` are values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in keep:
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, dict) and f"{prefix}{name}" not in keep and name != "columns":
             found |= _flat(value, f"{prefix}{name}.", keep)
         else:
             found[f"{prefix}{name}"] = value

@@ -21,7 +21,7 @@ from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
-from padfree.data import RolloutDataSettings, TokenizedDataset
+from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
@@ -46,6 +46,8 @@ from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
+from padfree.train.row_sharing import copied_keys
+from padfree.train.rows import Samples
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
@@ -57,7 +59,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import held_out_config, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnStep
 
 
@@ -99,7 +101,7 @@ def _train(
     on_sampling: OnSampling | None,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
-    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples), mesh.loss.size))
+    settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
     config = settled.config
     if on_note is not None:
         for line in (*decided.notes, *settled.lines()):
@@ -120,7 +122,7 @@ def _train(
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
-        batcher = make_batcher(config, samples)
+        batcher = make_batcher(config, samples, source.parts)
         sampling, ahead = None, None
         if isinstance(writer, AheadWriter | AheadEpisodeWriter):
             ahead = BatchesAhead(config, batcher, writer, engine)
@@ -173,7 +175,7 @@ def evaluate(
     ):
         mesh = mesh_of(config, device)
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples), mesh.loss.size))
+        settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
         if on_note is not None:
             for line in (*decided.source.notes, *settled.lines()):
                 on_note(line)
@@ -193,7 +195,7 @@ def _pair_reference(config: Config, reference: Reference | None) -> Reference | 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:
     """The samples with the log-probabilities of the reference, which is not needed from then on."""
-    assert isinstance(samples, TokenizedDataset)
+    assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
     fingerprint = Checkpointer(Path(config.run.folder) / CHECKPOINTS).fingerprint(tensors)
@@ -257,8 +259,16 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
     )
 
 
-def _longest(config: Config, longest: int, processes: int) -> dict[str, int]:
-    """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
+def _memory_facts(config: Config, decided: Decided, processes: int) -> dict[str, Any]:
+    """Of the data, for the memory estimate.
+
+    Tokens of the longest prompt; or of a device in the micro-batch with the longest sample, and keys that are copied.
+    """
+    samples = decided.source.samples
+    longest = longest_of(samples)
     if config.rollout.source is not None:
         return {"prompt_tokens": longest}
-    return {"longest": -(-longest // config.parallel.most_context(processes))}
+    return {
+        "longest": -(-longest // config.parallel.most_context(processes)),
+        "copied_keys": copied_keys(config, samples, decided.model),
+    }
