@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
 from padfree.config import load_config
-from padfree.config.hub import check_names
 
 if TYPE_CHECKING:
     from padfree.page import Page
@@ -48,7 +47,6 @@ def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
     if settings.rows < 1:
         raise ValueError(f"--rows: {settings.rows}; give 1 or more")
-    check_names(config)
 
     from padfree.train.data_view import shown_rows
     from padfree.train.training_data import held_out_config, load_tokenizer, load_training_data

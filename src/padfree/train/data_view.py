@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import Sample
-from padfree.config import Config
-from padfree.data.fields import resolve
-from padfree.data.formats import SFT_SCHEMA
+from padfree.config import Config, DataConfig
 from padfree.data.chat import RenderedSample
 from padfree.data.conversation import Conversation
+from padfree.data.fields import resolve
+from padfree.data.formats import SFT_SCHEMA
+from padfree.data.records import labelled
 from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
@@ -166,19 +167,27 @@ def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tup
     """Where the messages of a conversation stand; nothing for other rows, and where tokens do not tell characters."""
     if config.loss.command not in ("sft", "distill") or tokenizer is None or not tokenizer.is_fast:
         return ()
-    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data))
-    tokenize = RowTokenizer(tokenizer, settings)
     name, _, line = place.rpartition(":")
-    for source in open_sources(list(config.data.path), split=settings.split, subset=settings.subset):
-        first = source.first_row()
-        if source.name != name or first is None:
-            continue
-        fields = resolve(first, settings.columns, SFT_SCHEMA, source.name, tokenize.reader.template_names)
-        for chunk in source.chunks(fields.needed):
-            if int(line) in chunk.numbers:
-                row = record_of(chunk.records[chunk.numbers.index(int(line))])
-                return _placed(tokenize.rendered(row, fields), sample, tokenizer)
+    for label, data in _readings(config):
+        settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data))
+        tokenize = RowTokenizer(tokenizer, settings)
+        for source in open_sources(list(data.path), split=settings.split, subset=settings.subset):
+            first = source.first_row()
+            if first is None or name != (source.name if label is None else labelled(label, source.name)):
+                continue
+            fields = resolve(first, settings.columns, SFT_SCHEMA, source.name, tokenize.reader.template_names)
+            for chunk in source.chunks(fields.needed):
+                if int(line) in chunk.numbers:
+                    row = record_of(chunk.records[chunk.numbers.index(int(line))])
+                    return _placed(tokenize.rendered(row, fields), sample, tokenizer)
     return ()
+
+
+def _readings(config: Config) -> list[tuple[str | None, DataConfig]]:
+    """The settings of each source of a mixture by its name, or those of the whole data."""
+    if not config.data.sources:
+        return [(None, config.data)]
+    return [(source.label, config.data.of_source(source)) for source in config.data.sources]
 
 
 def _placed(
