@@ -151,10 +151,7 @@ def test_a_prompt_template_is_filled_with_columns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (
-            "{qestion}",
-            r"data\.prompt_template: \{qestion\} is not a column of a\.jsonl, which has \['answer', 'l', 'qu",
-        ),
+        ("{qestion}", r"data\.prompt_template: \{qestion\} is not a column of a\.jsonl, which has \['answer', 'l', 'qu"),
         ("{l}", r"data\.prompt_template: it has no \{prompt\}, so that 'question' of a\.jsonl would be lost"),
         ("{question} {answer.__class__}", r"\{answer\.__class__\} is not a column"),
         ("{question} {l[0]}", r"\{l\[0\]\} is not a column"),
@@ -364,11 +361,7 @@ def test_an_answer_may_use_tools(load: Load) -> None:
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        (
-            "Human: Hi there\n\nAssistant: yes it is",
-            "Human: Hi there\n\nAssistant: no",
-            "Human: Hi there\n\nAssistant:",
-        ),
+        ("Human: Hi there\n\nAssistant: yes it is", "Human: Hi there\n\nAssistant: no", "Human: Hi there\n\nAssistant:"),
         ("The sky is blue.", "The sky is green.", "The sky is"),
         ("The sky is blue and wide", "The sky is blue", "The sky is"),
         ("天空是蓝色", "天空是绿色", "天空是"),

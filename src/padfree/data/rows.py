@@ -172,9 +172,7 @@ class RowReader:
                 )
             return PlainPair(prompt, chosen, rejected)
         if fields.kind == "continued":
-            raise RowError(
-                f"{fields['messages']!r} needs a chat template; expected data.chat_template, or a text prompt"
-            )
+            raise RowError(f"{fields['messages']!r} needs a chat template; expected data.chat_template, or a text prompt")
         if not self._implicit_text:
             raise RowError(
                 f"{fields['chosen']!r} is a text without a prompt; expected messages, or data.prompt_format=plain"
@@ -385,3 +383,5 @@ def _common_words(one: str, other: str) -> int:
     while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):
         end -= 1
     return end
+
+

@@ -35,7 +35,6 @@ from padfree.data.sources import Chunk, open_sources, record_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """What responses are written to. Its length is that of the longest sample it can become."""
@@ -159,9 +158,7 @@ class _Reader:
 
 def _check_last(messages: Sequence[Message], column: str) -> None:
     if messages[-1]["role"] == "assistant":
-        raise RowError(
-            f"{column!r} ends with the role 'assistant'; expected the conversation to end before the response"
-        )
+        raise RowError(f"{column!r} ends with the role 'assistant'; expected the conversation to end before the response")
 
 
 class _Collected:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -147,14 +148,14 @@ def _sample(config: Config, sample: Sample | Prompt, tokenizer: Any, place: str)
 def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any) -> tuple[Part, ...]:
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     if tokenizer is None:
-        texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in zip(borders, borders[1:], strict=False)]
+        texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in pairwise(borders)]
     else:
         # A tokenizer may decode a part otherwise than inside the whole: without the space that it begins with, say.
         whole = [_decoded(tokenizer, tokens[:border]) for border in borders]
-        texts = [after[len(before) :] for before, after in zip(whole, whole[1:], strict=False)]
+        texts = [after[len(before) :] for before, after in pairwise(whole)]
     return tuple(
         Part(text=text, trained=bool(mask[a]), num_tokens=b - a)
-        for text, a, b in zip(texts, borders, borders[1:], strict=False)
+        for text, (a, b) in zip(texts, pairwise(borders), strict=True)
         if b > a
     )
 
