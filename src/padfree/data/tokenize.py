@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.chat import ChatRenderer, chat_renderer
+from padfree.data.chat import RenderedSample, chat_renderer
 from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import Fields
@@ -100,17 +100,19 @@ class RowTokenizer:
             return [Passage(pieces=(Piece(string(row, fields["text"]), True),))]
         if fields.kind == "tokens":
             return [given_tokens(row, fields, everything=self._settings.loss_on == "all")]
-        if fields.kind == "messages":
-            assert self._chat is not None
-            return self._rendered(self._chat, self.reader.conversation(row, fields))
         if self._chat is not None:
-            return self._rendered(self._chat, self.reader.completed(row, fields))
+            return [Passage.of_spans(sample.text, sample.spans) for _, sample in self.rendered(row, fields)]
         prompt, response = self.reader.plain_prompt(row, fields), string(row, fields["response"])
         return [Passage(pieces=(Piece(prompt, self._settings.loss_on == "all"), Piece(response, True)))]
 
-    def _rendered(self, chat: ChatRenderer, conversation: Conversation) -> list[Passage]:
-        found = chat.samples(conversation, loss_on=self._settings.loss_on, turns=self._settings.turns)
-        return [Passage.of_spans(sample.text, sample.spans) for sample in found]
+    def rendered(self, row: Mapping[str, Any], fields: Fields) -> list[tuple[Conversation, RenderedSample]]:
+        """The samples that the chat template makes of a row, each with its conversation; none of a plain row."""
+        if self._chat is None or fields.kind in ("text", "tokens"):
+            return []
+        read = self.reader.conversation if fields.kind == "messages" else self.reader.completed
+        found = read(row, fields)
+        samples = self._chat.samples(found, loss_on=self._settings.loss_on, turns=self._settings.turns)
+        return [(found, sample) for sample in samples]
 
 
 def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = False) -> Encoded:
