@@ -46,7 +46,7 @@ from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import check_engine_name
-from padfree.rollout.environment import check_episode_settings
+from padfree.rollout.environment import check_episode_rows, check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits, check_fits, lengths_of
 from padfree.train.resume import check_newest
@@ -288,6 +288,7 @@ def check_source(
         _check_columns(config, source)
     if sampled:
         _check_rows(config, source)
+        check_episode_rows(config.rollout, [one for one in source.samples if isinstance(one, Prompt)])
 
 
 def _largest_id(tokenizer: Any) -> int:
