@@ -64,6 +64,7 @@ from padfree.train.training_data import (
     make_batcher,
     open_tokenizer,
 )
+from padfree.train.vocabulary import check_vocabularies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -123,6 +124,7 @@ def _decided(
     check_context(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
+    notes = [*check_vocabularies(config, tokenizer)]
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
     source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
@@ -130,7 +132,7 @@ def _decided(
     held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
     if held_out is not None:
         check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
-    notes = [*_notes(config, source, limits, dry)]
+    notes += _notes(config, source, limits, dry)
     if not planned:
         check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:

@@ -30,9 +30,9 @@ def test_a_column_that_a_row_does_not_have(word: str, said: str) -> None:
 
 def test_values_that_no_argument_can_have() -> None:
     check_row(["agent", "{q}"], {"q": "x" * LONGEST_WORD}, "d.jsonl:1")
-    with pytest.raises(ValueError, match="has 131072 bytes in d.jsonl:1, an argument at most"):
+    with pytest.raises(ValueError, match=r"has 131072 bytes in d.jsonl:1, an argument at most"):
         check_row(["agent", "{q}"], {"q": "x" * (LONGEST_WORD + 1)}, "d.jsonl:1")
-    with pytest.raises(ValueError, match="zero character in d.jsonl:1"):
+    with pytest.raises(ValueError, match=r"zero character in d.jsonl:1"):
         check_row(["agent", "{q}"], {"q": "a\0b"}, "d.jsonl:1")
 
 
@@ -99,7 +99,7 @@ SAFE = [
 
 @pytest.mark.parametrize("words", RUN_AS_CODE, ids=" ".join)
 def test_data_is_not_run_as_code(words: list[str]) -> None:
-    with pytest.raises(ValueError, match="^rollout.agent: .* data would be run as code; give a program"):
+    with pytest.raises(ValueError, match=r"^rollout.agent: .* data would be run as code; give a program"):
         check_command(words)
 
 

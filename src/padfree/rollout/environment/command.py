@@ -28,22 +28,25 @@ COLUMN = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 LONGEST_WORD = 128 * 1024 - 1
 """Bytes that Linux lets one argument have (MAX_ARG_STRLEN)."""
 
-SHELLS = frozenset(
-    "ash bash csh dash elvish fish hush ksh lksh mksh oksh posh pwsh rbash sh tcsh xonsh yash zsh".split()
-)
-INTERPRETERS = SHELLS | frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SHELLS = _names("ash bash csh dash elvish fish hush ksh lksh mksh oksh posh pwsh rbash sh tcsh xonsh yash zsh")
+INTERPRETERS = SHELLS | _names(
     """awk bun clisp cmd deno duckdb elixir emacs erl escript expect gawk groovy guile irb ipython jjs jshell julia lua
     luajit m4 mawk mysql nawk node nodejs nu octave ocaml osascript perl php powershell psql pypy python r racket raku
-    rscript ruby sbcl scala sed sqlite tclsh ts-node tsx vim""".split()
+    rscript ruby sbcl scala sed sqlite tclsh ts-node tsx vim"""
 )
 """Programs that take code as an argument, or from standard input."""
-WRAPPERS = frozenset(
+WRAPPERS = _names(
     """busybox chroot chrt conda docker doas env firejail flatpak ionice kubectl ltrace mamba micromamba nice nohup
     nsenter numactl perf pipenv pixi podman poetry runuser setsid srun stdbuf strace sudo systemd-run taskset time
-    timeout toybox unbuffer unshare uv xvfb-run""".split()
+    timeout toybox unbuffer unshare uv xvfb-run"""
 )
 """Programs that start the program that is named among their words."""
-SHELL_CALLERS = frozenset("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs".split())
+SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs")
 """Programs that hand their words to a shell, or make commands of them."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)
 """An option with code behind it: -c, -lc, -e, -ne, --eval, /c. With some programs it is another option; then what is
@@ -99,8 +102,8 @@ def check_command(words: Sequence[str]) -> None:
     problem = _danger(words)
     if problem is not None:
         raise ValueError(
-            f"rollout.agent: {list(words)}: {problem}, so that data would be run as code; give a program or script that "
-            "takes the column as an argument of its own, or reads the row as JSON from standard input"
+            f"rollout.agent: {list(words)}: {problem}, so that data would be run as code; give a program or script "
+            "that takes the column as an argument of its own, or reads the row as JSON from standard input"
         )
 
 
