@@ -52,6 +52,7 @@ from padfree.train.determinism import deterministic, random_state, restore_rando
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
+from padfree.train.finite import check_weights
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -338,6 +339,9 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
         self.updates.finish()
+        check_weights(self.engine.model, self.step)
+        if self.batches.critic is not None:
+            check_weights(self.batches.critic.engine.model, self.step, "the critic", "critic.lr")
         extra: dict[str, Any] = {
             "step": self.step,
             "batcher": self._cursor or self.batches.cursor(),
