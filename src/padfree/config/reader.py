@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -58,9 +58,10 @@ def _line(error: Exception) -> str:
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """The settings in nested plain values, every one checked."""
-    config = _build(Config, values, "")
+    given: set[str] = set()
+    config = _build(Config, values, "", given)
     assert isinstance(config, Config)
-    return config
+    return replace(config, given=frozenset(given))
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -87,12 +88,12 @@ def _parsed(text: str) -> Any:
     return found["value"] if found.keys() == {"value"} else text
 
 
-def _build(kind: type[Any], values: Any, prefix: str) -> Any:
-    """An instance of the dataclass `kind` from a table."""
+def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
+    """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
     hints = get_type_hints(kind)
-    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
+    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
     for name in values:
         if name not in names:
             raise ValueError(f"{prefix}{name}: no such setting; {_closest(name, tuple(names), prefix)}")
@@ -101,14 +102,16 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
         hint = hints[name]
         if name in values:
             nested = is_dataclass(hint)
+            if not nested and values[name] is not None:
+                named.add(f"{prefix}{name}")
             given[name] = (
-                _build(hint, values[name], f"{prefix}{name}.")
+                _build(hint, values[name], f"{prefix}{name}.", named)
                 if nested
                 else _value(hint, values[name], f"{prefix}{name}")
             )
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
-                given[name] = _build(hint, {}, f"{prefix}{name}.")  # type: ignore[arg-type]
+                given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
     return kind(**given)

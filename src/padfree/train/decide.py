@@ -23,11 +23,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.attention import BACKENDS, choose_backend
-from padfree.batch import TOKEN_ARRAYS
+from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.config import Config
 from padfree.config.choices import Init, ModelHead
 from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
+from padfree.config.inert import inert_settings
 from padfree.config.outputs import check_folder
 from padfree.cp.ulysses import check_heads
 from padfree.data import TokenizedDataset
@@ -124,7 +125,7 @@ def _decided(
     check_context(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
-    notes = [*check_vocabularies(config, tokenizer)]
+    notes = [*inert_settings(config), *check_vocabularies(config, tokenizer)]
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
     source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
@@ -288,9 +289,23 @@ def check_source(
     )
     if config.loss.command == "rl" and not sampled:
         _check_columns(config, source)
+        untrained = untrained_samples(source)
+        if len(untrained) == len(source.samples):
+            raise ValueError(
+                f"{setting}: none of {len(untrained):,} samples has a token to train, the first is "
+                f"{source.place(untrained[0])}; give a response_length of 1 or more, or a loss_mask with a 1 behind "
+                "the first token"
+            )
     if sampled:
         _check_rows(config, source)
         check_episode_rows(config.rollout, [one for one in source.samples if isinstance(one, Prompt)])
+
+
+def untrained_samples(source: TrainingData) -> list[int]:
+    """Which samples have no token to train. Text that has none is refused, or dropped, when it is read."""
+    if isinstance(source.samples, TokenizedDataset):
+        return []
+    return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
 
 
 def _largest_id(tokenizer: Any) -> int:
@@ -380,6 +395,11 @@ def _check_rows(config: Config, source: TrainingData) -> None:
 
 
 def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> Iterator[str]:
+    if config.optimizer.lr == 0:
+        yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight is changed'}"
+    if untrained := untrained_samples(source):
+        count = f"{len(untrained):,} of {len(source.samples):,}"
+        yield f"data.path: {count} samples have no token to train, the first is {source.place(untrained[0])}"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"

@@ -152,7 +152,7 @@ class HeldOut:
         return by_source(dict(zip(self.sources, totals.tolist(), strict=True)), self._metrics)
 
     def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        count = max(sums[0], 1.0)
+        count = sums[0] or math.nan  # of nothing there is no mean
         means = {name: total / count for name, total in zip(self.measure.names, sums[1:], strict=True)}
         return self.measure.metrics(means)
 

@@ -249,6 +249,8 @@ class Loop:
                 self.save()
         if self.journal is not None:
             self.journal.close()
+        if self.on_note is not None and (line := self.batches.without_signal()) is not None:
+            self.on_note(line)
         self.events.write("stop" if stopped else "end", step=self.step)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
