@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -59,9 +59,10 @@ def _line(error: Exception) -> str:
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """The settings in nested plain values, every one checked."""
-    config = _build(Config, values, "")
+    given: set[str] = set()
+    config = _build(Config, values, "", given)
     assert isinstance(config, Config)
-    return config
+    return replace(config, given=frozenset(given))
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -102,27 +103,29 @@ def _parsed(text: str) -> Any:
     return found["value"] if found.keys() == {"value"} else text
 
 
-def _build(kind: type[Any], values: Any, prefix: str) -> Any:
-    """An instance of the dataclass `kind` from a table."""
+def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
+    """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
     hints = get_type_hints(kind)
-    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
+    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
     for name in values:
         if name not in names:
             raise ValueError(f"{prefix}{name}: no such setting; {_closest(name, tuple(names), prefix)}")
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
+        if name in values and not is_dataclass(hint) and values[name] is not None:
+            named.add(f"{prefix}{name}")
         if name in values and is_dataclass(hint):
-            given[name] = _build(hint, values[name], f"{prefix}{name}.")  # type: ignore[arg-type]
+            given[name] = _build(hint, values[name], f"{prefix}{name}.", named)  # type: ignore[arg-type]
         elif name in values and get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
             given[name] = _tables(get_args(hint)[0], values[name], f"{prefix}{name}")
         elif name in values:
             given[name] = _value(hint, values[name], f"{prefix}{name}")
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
-                given[name] = _build(hint, {}, f"{prefix}{name}.")  # type: ignore[arg-type]
+                given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
     return kind(**given)
@@ -137,7 +140,7 @@ def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
             raise ValueError(
                 f"{name}: {entry!r} is not a table; give a list of tables, as in {name}='[{{{first}=\"...\"}}]'"
             )
-    return tuple(_build(kind, entry, f"{name}.{number}.") for number, entry in enumerate(entries))
+    return tuple(_build(kind, entry, f"{name}.{number}.", set()) for number, entry in enumerate(entries))
 
 
 def _closest(name: str, names: Sequence[str], prefix: str) -> str:

@@ -24,7 +24,8 @@ run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """
 
-from padfree.train.engine import Engine, LossSettings, NonFiniteError, StepReport
+from padfree.train.engine import Engine, LossSettings, StepReport
+from padfree.train.finite import NonFiniteError
 from padfree.train.loop import Loop, RunResult
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations

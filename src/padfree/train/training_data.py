@@ -73,13 +73,18 @@ def load_tokenizer(config: Config) -> Any:
     Those may be token ids. Where they are text after all, `read_rollouts` says that it needs one.
     """
     path = Path(config.model.tokenizer or config.model.path)
-    if path.exists() and not (path.is_dir() and any(path.glob("tokenizer*"))):
+    if path.exists() and not has_tokenizer(path):
         given = config.loss.command == "rl" and config.rollout.source is None
         if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder on this disk holds a tokenizer."""
+    return Path(path).is_dir() and any(Path(path).glob("tokenizer*"))
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:

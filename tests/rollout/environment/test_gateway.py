@@ -15,7 +15,8 @@ import pytest
 
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.environment.agent import agent_episode, filled
+from padfree.rollout.environment.agent import agent_episode
+from padfree.rollout.environment.command import filled
 from tests.rollout.environment.environment_cases import CHAT, THINKING, Scripted, ids, play, prompt, text
 
 AGENT = str(Path(__file__).with_name("agent.py"))

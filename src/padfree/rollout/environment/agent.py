@@ -2,7 +2,7 @@
 
     rollout.agent = ["python", "my_agent.py", "{question}"]
 
-    words        {question}: that column of the row
+    words        {question}: that column of the row (`command.py` says what is refused)
     input        the row as JSON
     output       the answer that `rollout.reward` judges
     calls        become the trajectory, token for token
@@ -16,17 +16,15 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from padfree.rollout.environment.command import check_command, filled
 from padfree.rollout.environment.policy import Episode, Policy
 from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.prompts import Prompt
 
-COLUMN = re.compile(r"\{(\w+)\}")
 GRACE = 10.0
 """Seconds that a program gets to be gone after SIGKILL."""
 
@@ -46,13 +44,9 @@ class Finished:
     errors: str
 
 
-def filled(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    """Columns of the row in the place of their names in braces; braces around anything else stay."""
-    return [COLUMN.sub(lambda found: str(row.get(found[1], found[0])), word) for word in words]
-
-
 async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Finished:
     """Run a program to its end. What it asks of the policy is part of the episode."""
+    check_command(command)
     row = policy.prompt.row
     url = await policy.base_url()
     process = await asyncio.create_subprocess_exec(
