@@ -92,6 +92,7 @@ bench: $(DEV)
 	$(PY) bench/distill.py --device cpu
 	$(PY) bench/sft.py
 	$(PY) bench/rollout.py
+	$(PY) bench/noise.py
 	$(PY) bench/step.py --device cpu
 
 clean:
