@@ -43,7 +43,7 @@ def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dic
     """The tables of a TOML file, changed by tables of the same form; no setting is checked."""
     values = read_recipe(path)
     kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
-    values = _merged(values, changes)
+    values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
     _check_bounds_are_meant(values, kind, said, path)
     return values
 
