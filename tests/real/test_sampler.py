@@ -1,4 +1,4 @@
-"""With real weights, the in-process sampler writes what `generate` writes, and its log-probabilities are the trainer's."""
+"""With real weights, the sampler writes what `generate` writes, and its log-probabilities are those of the trainer."""
 
 from __future__ import annotations
 
