@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+=======
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from os import PathLike
+>>>>>>> real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,28 +23,49 @@ from padfree.config.rules import closest
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
-        except RecursionError:
-            raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
+    values = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
     if path is not None:
-        _check_bounds_are_meant(values, kind, overrides, path)
+        said = {override.partition("=")[0].strip() for override in overrides}
+        _check_bounds_are_meant(values, kind, said, path)
     return config_from_dict(values)
 
 
-def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequence[str], path: str | Path) -> None:
+def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file; no setting is checked."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
+    except RecursionError:
+        raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
+
+
+def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a TOML file, changed by tables of the same form; no setting is checked."""
+    values = read_recipe(path)
+    kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
+    values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
+    _check_bounds_are_meant(values, kind, said, path)
+    return values
+
+
+def _merged(before: Any, changes: Any) -> Any:
+    """Tables within tables; any other value takes the place of the one before."""
+    if not isinstance(before, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    return {**before, **{name: _merged(before.get(name), value) for name, value in changes.items()}}
+
+
+def _check_bounds_are_meant(
+    values: Mapping[str, Any], kind: Any, said: Collection[str], path: str | PathLike[str]
+) -> None:
     """Bounds that a file gives beside its own kind of loss must not reach another kind that an override chooses."""
     loss = _loss_of(values)
-    said = {override.partition("=")[0].strip() for override in overrides}
     for name in BOUNDS:
         inherited = loss.get(name) is not None and f"loss.{name}" not in said
         if inherited and kind is not None and loss.get("kind") != kind:
@@ -48,7 +75,7 @@ def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequen
             )
 
 
-def _loss_of(values: dict[str, Any]) -> dict[str, Any]:
+def _loss_of(values: Mapping[str, Any]) -> dict[str, Any]:
     loss = values.get("loss")
     return loss if isinstance(loss, dict) else {}
 
