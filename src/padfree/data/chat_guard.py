@@ -33,12 +33,14 @@ SCHEMA_TEXTS = ("name", "description")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """A rendered text with the first `stop` messages of a conversation. `again` renders another conversation in the
-    same way; `alone` renders its messages up to and with one of them. Both give None if the template raises.
+    """A rendered text with the first `stop` messages of a conversation, to be trained or as a `prompt`. `again` renders
+    another conversation in the same way; `alone` renders its messages up to and with one of them. Both give None if the
+    template raises.
     """
 
     text: str
     stop: int
+    prompt: bool
     again: Callable[[Conversation], str | None]
     alone: Callable[[int], str | None]
 
@@ -87,6 +89,8 @@ def _check(
                     f"message {shape.shuffled + 1} (tool) does not answer the next call, and the chat template "
                     "shows no ids; put the results in the order of their calls"
                 )
+        elif leaf.thought and shown.prompt and leaf.field == "content":
+            continue  # the model may have closed its thought twice, or not opened it
         elif leaf.thought and leaf.message < last and index in found(shown.alone(leaf.message) or ""):
             if keep_thoughts:
                 raise RowError(

@@ -87,7 +87,7 @@ class TemplateReprError(TemplateError):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`day` is what `strftime_now` writes; `clock_reads` counts its calls."""
+    """`day` is what `strftime_now` writes; `clock_reads` counts its calls in one rendering."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -114,6 +114,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self) -> None:
         self._deadline = time.thread_time() + MAX_SECONDS
+        self.clock_reads = 0
 
     def _generate(self, source: nodes.Template, *arguments: Any, **keywords: Any) -> str:
         return super()._generate(_with_checks(source), *arguments, **keywords)
