@@ -133,8 +133,7 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
     tokenizer.chat_template = TEMPLATES["chatml_marked"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert len(trained_texts(tokenizer, TURNS)) == 2
     assert len(trained_texts(tokenizer, TURNS[:3], "last")) == 1
-    with pytest.raises(RowError, match="not prefix-stable"):
-        trained_texts(tokenizer, TURNS, "last")
+    assert trained_texts(tokenizer, TURNS, "last") == ["Four<|im_end|>"]
 
 
 def test_a_template_without_headers_or_system_role() -> None:

@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from padfree.config.choices import LossOn, Turns
-from padfree.config.rules import shown_error
+from padfree.config.rules import first_line, shown_error
 from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
 from padfree.data.chat_shape import MAX_LEAVES, Leaf, Shape, Skeleton, Span, shape_of, written
@@ -307,17 +307,15 @@ class ChatRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: bool) -> str:
-    source = (
-        tokenizer.get_chat_template(template, [{}] if tools else None) if _is_template(tokenizer, template) else None
-    )
+    usable = isinstance(template, str) or isinstance(tokenizer.chat_template, (str, dict))
+    try:
+        source = tokenizer.get_chat_template(template, [{}] if tools else None) if usable else None
+    except ValueError as error:  # several templates, and none of them is the default
+        raise ValueError(f"data.chat_template: {first_line(error)}") from None
     if not isinstance(source, str):
         given = tokenizer.chat_template if template is None else template
         raise ValueError(f"data.chat_template: {shown(given)} in the tokenizer; expected a Jinja template as text")
     return source
-
-
-def _is_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bool:
-    return isinstance(template, str) or isinstance(tokenizer.chat_template, (str, dict))
 
 
 def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 MAX_SOURCE = 1 << 20
 MAX_VALUE = 1 << 24  # characters or elements of one value
-MAX_NODES = 1 << 20  # values inside a list or an object
+MAX_NODES = 1 << 17  # values inside a list or an object
 MAX_BITS = 1 << 12  # of an integer
 MAX_INTEGER = 10_000  # as an argument of a filter: a width, an indentation, a number of items
 MAX_SECONDS = 20.0
