@@ -115,7 +115,9 @@ def test_markers_decide_what_a_turn_is() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_cures() -> None:
     forgetful = tiny_tokenizer("forgetful")
-    with pytest.raises(RowError, match=r"message 3 reads differently once others follow.*generation.*loss_on=last"):
+    with pytest.raises(
+        RowError, match=r"message 3 reads differently once others follow.*data\.turns=auto.*loss_on=last"
+    ):
         trained_texts(forgetful, TURNS)
     assert trained_texts(forgetful, TURNS, "last") == ["Four<|im_end|>"]
     assert trained_texts(forgetful, TURNS[:3]) == ["<think>polite</think>  Hello<|im_end|>"]
@@ -125,14 +127,13 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert trained_texts(tokenizer, TURNS[:3]) == ["polite</think>  Hello <|im_end|>"]
-    with pytest.raises(RowError, match=r"the text before message 5, .* is not prefix-stable; put"):
+    with pytest.raises(RowError, match=r"the text before message 5, .* is not prefix-stable; set data\.turns=auto"):
         trained_texts(tokenizer, TURNS)
     # the text is the same with markers, and they need no prefix
     tokenizer.chat_template = TEMPLATES["chatml_marked"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert len(trained_texts(tokenizer, TURNS)) == 2
     assert len(trained_texts(tokenizer, TURNS[:3], "last")) == 1
-    with pytest.raises(RowError, match="not prefix-stable"):
-        trained_texts(tokenizer, TURNS, "last")
+    assert trained_texts(tokenizer, TURNS, "last") == ["Four<|im_end|>"]
 
 
 def test_a_template_without_headers_or_system_role() -> None:

@@ -218,7 +218,7 @@ def test_several_files_of_different_kinds(tmp_path: Path) -> None:
     (folder / "a.jsonl").write_text(json.dumps({"text": "Hello"}) + "\n")
     (folder / "b.json").write_text(json.dumps([GOOD, GOOD]))
     # Parquet gives every message the keys of all; the null ones are not the template's business
-    messages = [{**MESSAGES[0], "name": None}, MESSAGES[1]]
+    messages = [{**MESSAGES[0], "id": "x"}, MESSAGES[1]]
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), folder / "c.parquet")
     (folder / "d.jsonl").write_text("")
     data = load_sft(folder, CHAT, cache=tmp_path / "cache")

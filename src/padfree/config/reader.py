@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-<<<<<<< HEAD
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
-=======
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from os import PathLike
->>>>>>> real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints

@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from padfree.config.choices import LossOn, Turns
-from padfree.config.rules import shown_error
+from padfree.config.rules import first_line, shown_error
 from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
 from padfree.data.chat_shape import MAX_LEAVES, Leaf, Shape, Skeleton, Span, shape_of, written
@@ -62,7 +62,6 @@ ROLE_ALIASES = {
 """Other names of the four roles, in any case. A template that names such a role itself gets it as it is."""
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_LONG_AGO = datetime.date(1999, 12, 31)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,13 +136,12 @@ class ChatRenderer:
         for source in set(self._sources.values()):
             if "strftime_now" not in source:
                 continue
-            environment = compiled(source, _LONG_AGO).environment
-            environment.clock_reads = 0
+            template = compiled(source, self.day)
             for messages, tools in conversations:
-                with contextlib.suppress(RowError):
-                    self._rendered(messages, tools, day=_LONG_AGO)
-            if environment.clock_reads:
-                return True
+                with contextlib.suppress(Exception):  # a template may refuse tools, or a system message
+                    rendered(template, {**self._variables, "add_generation_prompt": False, "tools": tools}, messages)
+                if template.environment.clock_reads:
+                    return True
         return False
 
     def render(
@@ -268,7 +266,7 @@ class ChatRenderer:
             messages, tools = formed(conversation, form)
             return _attempted(lambda: self._rendered(messages[: index + 1], tools)[0])
 
-        return Shown(text=cut.text, stop=cut.stop, again=again, alone=alone)
+        return Shown(text=cut.text, stop=cut.stop, prompt=task.prompt, again=again, alone=alone)
 
     def _rendered(
         self,
@@ -277,16 +275,21 @@ class ChatRenderer:
         generation_prompt: bool = False,
         *,
         spans: bool = False,
-        day: datetime.date | None = None,
     ) -> tuple[str, list[Span]]:
-        template = compiled(self._sources[tools is not None], day or self.day)
+        template = compiled(self._sources[tools is not None], self.day)
         variables = {"add_generation_prompt": generation_prompt, **self._variables, "tools": tools}
         try:
-            return rendered(template, variables, messages, spans=spans)
+            found = rendered(template, variables, messages, spans=spans)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise _RaisedError(
                 f"the chat template refused it: {shown_error(error)}; change the row or the template"
             ) from error
+        if template.environment.clock_reads and not self.depends_on_day:
+            raise RowError(
+                "the chat template asks for the date for this row and not for others; give the date as an argument of "
+                "the template (data.template_arguments)"
+            )
+        return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
         """Other names of roles as the template knows them."""
@@ -304,17 +307,15 @@ class ChatRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: bool) -> str:
-    source = (
-        tokenizer.get_chat_template(template, [{}] if tools else None) if _is_template(tokenizer, template) else None
-    )
+    usable = isinstance(template, str) or isinstance(tokenizer.chat_template, (str, dict))
+    try:
+        source = tokenizer.get_chat_template(template, [{}] if tools else None) if usable else None
+    except ValueError as error:  # several templates, and none of them is the default
+        raise ValueError(f"data.chat_template: {first_line(error)}") from None
     if not isinstance(source, str):
         given = tokenizer.chat_template if template is None else template
         raise ValueError(f"data.chat_template: {shown(given)} in the tokenizer; expected a Jinja template as text")
     return source
-
-
-def _is_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bool:
-    return isinstance(template, str) or isinstance(tokenizer.chat_template, (str, dict))
 
 
 def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

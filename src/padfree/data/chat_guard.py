@@ -33,12 +33,14 @@ SCHEMA_TEXTS = ("name", "description")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """A rendered text with the first `stop` messages of a conversation. `again` renders another conversation in the
-    same way; `alone` renders its messages up to and with one of them. Both give None if the template raises.
+    """A rendered text with the first `stop` messages of a conversation, to be trained or as a `prompt`. `again` renders
+    another conversation in the same way; `alone` renders its messages up to and with one of them. Both give None if the
+    template raises.
     """
 
     text: str
     stop: int
+    prompt: bool
     again: Callable[[Conversation], str | None]
     alone: Callable[[int], str | None]
 
@@ -53,7 +55,7 @@ def check_twin(shape: Shape, shown: Shown, *, keep_thoughts: bool) -> None:
             raise _mangled(shape.twin, shape.leaves[mangled.leaf])
         return {slot.leaf for slot in slots}
 
-    _check(shape, shape.twin, shown, found, keep_thoughts=keep_thoughts)
+    _check(shape, shape.twin, shown, found, keep_thoughts=keep_thoughts, twin=True)
 
 
 def check_row(shape: Shape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
@@ -63,7 +65,7 @@ def check_row(shape: Shape, conversation: Conversation, shown: Shown, *, keep_th
         leaves = enumerate(shape.leaves)
         return {index for index, leaf in leaves if any(written(leaf.value, form) in text for form in FORMS)}
 
-    _check(shape, conversation, shown, found, keep_thoughts=keep_thoughts)
+    _check(shape, conversation, shown, found, keep_thoughts=keep_thoughts, twin=False)
 
 
 def _check(
@@ -73,6 +75,7 @@ def _check(
     found: Callable[[str], set[int]],
     *,
     keep_thoughts: bool,
+    twin: bool,
 ) -> None:
     conversation = replace(conversation, messages=conversation.messages[: shown.stop])
     _check_tools(conversation, shown.text)
@@ -87,6 +90,8 @@ def _check(
                     f"message {shape.shuffled + 1} (tool) does not answer the next call, and the chat template "
                     "shows no ids; put the results in the order of their calls"
                 )
+        elif shown.prompt and _is_answer(conversation, leaf) and (leaf.thought or not twin):
+            continue  # of a prompt: what the model once wrote, as the template chooses to show it
         elif leaf.thought and leaf.message < last and index in found(shown.alone(leaf.message) or ""):
             if keep_thoughts:
                 raise RowError(
@@ -98,6 +103,10 @@ def _check(
     _check_empty(conversation, shown, {shape.leaves[index].message for index in traced})
     _check_arguments(conversation, shown.text)
     _check_roles(conversation, shown)
+
+
+def _is_answer(conversation: Conversation, leaf: Leaf) -> bool:
+    return leaf.field == "content" and conversation.messages[leaf.message]["role"] == "assistant"
 
 
 def _untraced(conversation: Conversation, leaf: Leaf) -> RowError:

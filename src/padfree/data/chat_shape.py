@@ -29,7 +29,7 @@ Span = tuple[int, int]
 THOUGHT_FIELDS = ("reasoning_content",)
 RESULT_ROLES = ("tool", "function", "ipython")
 MAX_LEAVES = 10_000
-_TAGS = re.compile(r"(\s*</?think>\s*)")
+_TAGS = re.compile(r"(\s*(?:</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])\s*)")
 _FIRST_NUMBER = 70_000_000_007  # the four digits before 07 are the index of the leaf
 _MARKER = re.compile(
     r'zq(?P<text>\d+)x(?:(?P<plain>\\"éw)|(?P<json>\\\\\\"éw)|(?P<ascii>\\\\\\"\\u00e9w))?'
@@ -172,15 +172,15 @@ class _Dissection:
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
     """White space or tags, then a text (maybe empty), and whether it is a thought."""
-    if not tags or "think>" not in value:
+    pieces = _TAGS.split(value) if tags else [value]
+    if len(pieces) == 1:
         text = value.strip()
         start = value.index(text)
         yield value[:start], text, False
         if start + len(text) < len(value):
             yield value[start + len(text) :], "", False
         return
-    pieces = _TAGS.split(value)
-    closing = max((index for index in range(1, len(pieces), 2) if "</" in pieces[index]), default=-1)
+    closing = max((index for index in range(1, len(pieces), 2) if "/" in pieces[index]), default=-1)
     literal = ""
     for index, piece in enumerate(pieces):
         if index % 2:

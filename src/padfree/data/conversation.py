@@ -18,6 +18,7 @@ and is left out as well, except as content.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -110,13 +111,15 @@ def read_conversation(
 
 
 def _listed(value: object, column: str, expected: str) -> list[Any]:
+    found = value
     if isinstance(value, str):
-        value = _parsed(value, column, expected)
-    if isinstance(value, tuple):
-        value = list(value)
-    if not isinstance(value, list):
-        raise RowError(f"{column!r} is {shown(value)}; expected {expected}")
-    return value
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+    if isinstance(found, tuple):
+        found = list(found)
+    if not isinstance(found, list):
+        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or one as JSON text")
+    return found
 
 
 def _parsed(text: str, name: str, expected: str) -> Any:

@@ -33,7 +33,7 @@ Span = tuple[int, int]
 
 MAX_SOURCE = 1 << 20
 MAX_VALUE = 1 << 24  # characters or elements of one value
-MAX_NODES = 1 << 20  # values inside a list or an object
+MAX_NODES = 1 << 17  # values inside a list or an object
 MAX_BITS = 1 << 12  # of an integer
 MAX_INTEGER = 10_000  # as an argument of a filter: a width, an indentation, a number of items
 MAX_SECONDS = 20.0
@@ -87,7 +87,7 @@ class TemplateReprError(TemplateError):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """`day` is what `strftime_now` writes; `clock_reads` counts its calls."""
+    """`day` is what `strftime_now` writes; `clock_reads` counts its calls in one rendering."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -114,6 +114,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self) -> None:
         self._deadline = time.thread_time() + MAX_SECONDS
+        self.clock_reads = 0
 
     def _generate(self, source: nodes.Template, *arguments: Any, **keywords: Any) -> str:
         return super()._generate(_with_checks(source), *arguments, **keywords)

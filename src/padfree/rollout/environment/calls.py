@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from padfree.data.conversation import Message, read_conversation
 from padfree.data.records import check_encodable
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.environment.policy import Host, Turn
 from padfree.rollout.environment.trajectory import Branch, Tree
 from padfree.rollout.noise import turn_key
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,9 +61,9 @@ class Calls:
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
         """The context of a chat call."""
         assert self._words.chat is not None
-        text = self._words.chat.render(messages, tools, generation_prompt=True)
-        context = self._of_text(text, messages, begun=True)
-        expected = self._expected(messages)
+        conversation = read_conversation(list(messages), "messages", tools=tools)
+        context = self._of_text(self._words.chat.prompt(conversation), conversation.messages, begun=True)
+        expected = self._expected(conversation.messages)
         if expected is not None and (context.seen is None or len(context.seen.ids) < len(expected.branch.ids)):
             self._tree.count("cuts")
         elif context.seen is None and self._seen:

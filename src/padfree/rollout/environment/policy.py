@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.data.chat import ChatRenderer
+from padfree.data.conversation import read_conversation
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.records import RowError, shown
 from padfree.rollout.base import Response, SamplingRequest
@@ -77,14 +78,13 @@ class Words:
             {"role": "assistant", "content": MARK},
             {"role": role, "content": content},
         ]
-        rendered = self.chat.render(messages, generation_prompt=True)
-        _, found, behind = rendered.partition(MARK)
-        if not found:
+        if MARK not in self.chat.render(messages, generation_prompt=True):
             raise ValueError(
                 "data.chat_template: it leaves earlier responses out, so that nothing can be added behind one; give a "
                 "template that keeps them"
             )
-        return behind.removeprefix(end)
+        rendered = self.chat.prompt(read_conversation(messages, "messages"))
+        return rendered.partition(MARK)[2].removeprefix(end)
 
 
 class Host(Protocol):
