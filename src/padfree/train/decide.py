@@ -326,7 +326,7 @@ def check_source(
 
 def untrained_samples(source: TrainingData) -> list[int]:
     """Which samples have no token to train. Text that has none is refused, or dropped, when it is read."""
-    if isinstance(source.samples, TokenizedDataset):
+    if isinstance(source.samples, StoredSamples):
         return []
     return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
 

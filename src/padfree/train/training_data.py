@@ -29,6 +29,7 @@ from padfree.data import (
     RolloutDataSettings,
     SFTDataSettings,
     StoredSamples,
+    TokenizedDataset,
     labelled,
     load_pairs,
     load_reward,
@@ -104,20 +105,21 @@ def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[st
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
     chosen["day"] = day
     if data.chat_template is not None:
-        chosen["chat_template"] = _read_template(data.chat_template)
+        chosen["chat_template"] = read_template(data.chat_template)
     return chosen
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str, setting: str = "data.chat_template") -> str:
+    """The text of a file with a chat template."""
     path = Path(name).expanduser()
-    check_regular(path, "data.chat_template")
+    check_regular(path, setting)
     try:
         text = path.read_text(encoding="utf-8")
         reason = None if text.strip() else "it is empty"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
     if reason is not None:
-        raise ValueError(f"data.chat_template: {name} cannot be used ({reason}); give a file with a template")
+        raise ValueError(f"{setting}: {name} cannot be used ({reason}); give a file with a template")
     return text
 
 
