@@ -42,6 +42,7 @@ def whole_page() -> Page:
     high["layout"]["height"] = 420
     page.add_figure("wide and high", high, wide=True)
     page.add_table(f"table {EVIL}", [f"column {i} {EVIL}" for i in range(6)], [[EVIL, 12345, 0.5, "x" * 200, 1, EVIL]])
+    page.add_marked(f"marked {EVIL}", [(EVIL, False), (f"{EVIL}\n", True), ("z" * 300, False)])
     page.add_details(f"details {EVIL}", f"{EVIL}\n" + "y" * 500)
     return page
 

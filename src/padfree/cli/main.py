@@ -18,6 +18,7 @@ from padfree.warning import PadfreeWarning
 COMMANDS = {
     "chat": ("padfree.cli.chat", "chat with a model, turn by turn"),
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
+    "data": ("padfree.cli.data", "show rows of the data as the model sees them"),
     "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model, on a CPU"),
     "eval": ("padfree.cli.eval", "measure a model on held-out data, as a recipe's [eval] says"),
     "generate": ("padfree.cli.generate", "let a model answer prompts"),

@@ -109,6 +109,11 @@ class Page:
         """Text as it is, closed until the reader opens it."""
         self._blocks.append({"kind": "details", "summary": summary, "text": text})
 
+    def add_marked(self, caption: str, pieces: Sequence[tuple[str, bool]]) -> None:
+        """Text as it is, in pieces of which some are marked."""
+        shown = [{"text": text, "marked": marked} for text, marked in pieces]
+        self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
+
     def write(self, path: str | Path) -> None:
         """The whole file at once: a reader sees the old page or the new one."""
         path = Path(path)

@@ -32,7 +32,7 @@ from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest
-from padfree.rollout.noise import gumbel_noise
+from padfree.rollout.noise import gumbel_argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -172,7 +172,7 @@ def _write(
         )
         cache = output.past_key_values if cached else None
         scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
-        drawn = (scores + gumbel_noise(keys, position, scores.shape[1])).argmax(1)
+        drawn = gumbel_argmax(scores, keys, position)
         tokens.append(drawn)
         logprobs.append(scores.gather(1, drawn[:, None])[:, 0])
         if on_tokens is not None:

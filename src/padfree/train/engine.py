@@ -45,6 +45,7 @@ from padfree.losses import (
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
+from padfree.train.finite import NonFiniteError, weights_line
 from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
@@ -61,6 +62,7 @@ class LossSettings:
     loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
+    groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
     router: float = 0.0  # coefficient of the load-balancing loss of experts
@@ -80,15 +82,8 @@ class StepReport:
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
     votes: int  # ranks whose `vote` was true when the step began
+    num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is no finite number. The weights are those before the step."""
-
-    def __init__(self, message: str, samples: Sequence[Sample]) -> None:
-        super().__init__(message)
-        self.samples = samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -180,11 +175,13 @@ class Engine:
         plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
+        groups = [sample.group for sample in samples]
         weights = token_weights(
             settings.weights,
             [sample.mask for sample in samples],
-            groups=[sample.group for sample in samples] if grouped else None,
+            groups=groups if grouped else None,
             constant=settings.constant,
+            units=groups if settings.groups_are_rows else None,
         )
 
         def lay_out(indices: Indices, width: int | None) -> MicroBatch:
@@ -322,6 +319,7 @@ class PendingStep:
             gradient_norm=norm,
             statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
             num_samples=len(self._prepared.samples),
+            num_rows=self._num_rows(),
             num_tokens=num_tokens,
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
@@ -329,6 +327,11 @@ class PendingStep:
             votes=int(votes),
             busy_seconds=() if self._marks is None else self._seconds(self._marks),
         )
+
+    def _num_rows(self) -> int | None:
+        if not self._engine.settings.groups_are_rows:
+            return None
+        return len({sample.group or index for index, sample in enumerate(self._prepared.samples)})
 
     def device_seconds(self) -> float | None:
         """From the end of the step before to the end of this one, on the device; None where that is not known.
@@ -356,17 +359,18 @@ class PendingStep:
         found = found.to(mesh.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
         where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
+        cause = weights_line(self._engine.model, step)
         if not where:
+            listed = _listed([_uid(samples, index) for index in range(len(samples))])
             return NonFiniteError(
                 f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "
-                f"{len(samples)} samples ({_listed([_uid(samples, index) for index in range(len(samples))])}), "
-                "or lower optimizer.lr",
+                f"{len(samples)} samples ({listed}){cause}",
                 samples,
             )
         ranks = sorted(set(where.values()))
         return NonFiniteError(
             f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; look at sample "
-            f"{_listed([_uid(samples, index) for index in where])}, or lower optimizer.lr",
+            f"{_listed([_uid(samples, index) for index in where])}{cause}",
             [samples[index] for index in where],
         )
 
