@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sizes",
         "warning",
     },
+    "talk": {"config", "data", "model", "record", "rollout", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
     "page": set(),
     "report": {"config", "page", "record"},
@@ -74,10 +75,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "train",
     },
     "check": {"batch", "config", "cp", "data", "distributed", "losses", "model", "packing", "sizes", "train"},
+    "api": {"collector", "config", "record", "train"},
     "cli": {
         "check",
         "collector",
         "config",
+        "data",
         "distributed",
         "estimate",
         "model",
@@ -86,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "planner",
         "record",
         "report",
+        "talk",
         "train",
         "warning",
     },
@@ -93,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What each part may import, in the order of the data. A permission that nobody uses is an error."""
 
 MUST_NOT_IMPORT: dict[str, set[str]] = {
+    "api": {"torch", "transformers"},
     "arrays": {"torch"},
     "collector": {"torch"},
     "lazy": {"torch"},

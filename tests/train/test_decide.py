@@ -147,6 +147,41 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         ["batch.samples=8"],
         "data.path: d.jsonl:9 has no 'logprobs', and other rows have; give that column in every row, or in none",
     ),
+    (
+        "rl",
+        "qwen3",
+        [{**row, "loss_mask": [0, 0]} for row in ROLLOUTS],
+        [],
+        "data.path: none of 8 samples has a token to train, the first is d.jsonl:1; give a response_length of 1 or",
+    ),
+    (
+        "rl",
+        "qwen3",
+        [{**row, "tokens": [1], "response_length": 1} for row in ROLLOUTS],  # nothing predicts a first token
+        [],
+        "data.path: none of 8 samples has a token to train",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        PROMPTS,
+        ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{promt}"]'],
+        "rollout.agent: {promt}, but d.jsonl:1 has prompt, answer; did you mean {prompt}?",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        [*PROMPTS, {**PROMPTS[0], "level": 3}],
+        ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{level}"]'],
+        "rollout.agent: {level}, but d.jsonl:1 has prompt, answer",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        PROMPTS,
+        ["data.columns={}", 'rollout.agent=["sh", "-c", "agent {prompt}"]'],
+        "rollout.agent: ['sh', '-c', 'agent {prompt}']: sh runs 'agent {prompt}', so that data would be run as code",
+    ),
     ("sft", "qwen3", PAIRS, ["model.attention=fast"], "model.attention: 'fast'; set it to auto, or to one of fa4"),
     (
         "sft",
@@ -286,6 +321,25 @@ def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], wri
     path = write("e.jsonl", *[{"prompt": "0", "response": "123"}] * 3)  # ids below 10: no other letter occurs
     fits = load_config(RECIPES / "sft.toml", [*small, f"data.path={path}", f"run.folder={tmp_path / 'run'}"])
     assert decide(fits, processes=1, device_type="cpu").notes == ()
+
+
+def test_what_has_no_effect_and_what_trains_nothing_is_noted(
+    models: dict[str, str], write: Write, tmp_path: Path
+) -> None:
+    rows = [*ROLLOUTS, {**ROLLOUTS[0], "loss_mask": [0, 0]}]
+    shared = [f"model.path={models['qwen3']}", "model.dtype=float32", f"run.folder={tmp_path / 'run'}"]
+    shared += ["optimizer.lr=0", "batch.samples=8"]
+    config = load_config(RECIPES / "rl.toml", [*shared, f"data.path={write('d.jsonl', *rows)}", "loss.gspo.low=0.1"])
+    assert set(decide(config, processes=1, device_type="cpu").notes) == {
+        "loss.gspo.low has no effect with loss.kind=clip",
+        "optimizer.lr is 0: no weight is changed",
+        "data.path: 1 of 9 samples have no token to train, the first is d.jsonl:9",
+    }
+    config = load_config(RECIPES / "sft.toml", [*shared, f"data.path={write('e.jsonl', *PAIRS)}", "loss.clip.low=0.1"])
+    assert set(decide(config, processes=1, device_type="cpu").notes) == {
+        "loss.clip.low has no effect with loss.kind=sft",
+        "optimizer.lr is 0: no weight is changed",
+    }
 
 
 def test_a_run_prints_its_notes_first(

@@ -264,7 +264,12 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
         need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=code, head=head))
     time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
-        data = load_steps(config, lengths=settings.lengths, processes=settings.ranks, progress=progress)
+        notes: list[str] = []
+        data = load_steps(
+            config, lengths=settings.lengths, processes=settings.ranks, progress=progress, on_note=notes.append
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     if need is not None:
         need.copied_keys = data.copied_keys
     layout, suggestion = config.parallel.layout, None

@@ -69,28 +69,17 @@ def run(settings: argparse.Namespace) -> None:
         return
 
     with paused_collector():
-        import torch
-
-        from padfree.distributed import PeerLostError
-        from padfree.train.engine import NonFiniteError
+        from padfree.train.failures import one_line_failures
         from padfree.train.run import train
 
-    try:
-        with progress(config.run.steps, shown=first) as shown:
-            result = train(
-                config,
-                on_step=shown.step,
-                on_tokenising=shown.tokenising,
-                on_note=shown.note,
-                on_sampling=shown.sampling,
-            )
-    except (NonFiniteError, PeerLostError) as error:
-        raise ValueError(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"batch.max_tokens: {config.batch.max_tokens}, but the device's memory ran out ({first_sentence(error)}); "
-            "give fewer, or set parallel.checkpointing=full"
-        ) from error
+    with one_line_failures(config), progress(config.run.steps, shown=first) as shown:
+        result = train(
+            config,
+            on_step=shown.step,
+            on_tokenising=shown.tokenising,
+            on_note=shown.note,
+            on_sampling=shown.sampling,
+        )
     if first:
         end = "stopped by a signal" if result.stopped else "done"
         print(f"{end} after {result.step} steps; everything is in {config.run.folder}")
@@ -169,11 +158,6 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
     columns = ("{task.description}", "{task.fields[count]}", BarColumn(bar_width=20), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as bars:
         yield Bars(bars, steps)
-
-
-def first_sentence(error: Exception) -> str:
-    """What a long message begins with."""
-    return " ".join(str(error).split()).partition(". ")[0]
 
 
 def summary(metrics: Mapping[str, Any]) -> str:

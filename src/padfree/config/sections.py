@@ -24,9 +24,11 @@ from padfree.config.choices import (
     RunOverlong,
     ScheduleKind,
     SharePrefixes,
+    Turns,
 )
 from padfree.config.mixture import DataSource, check_sources
 from padfree.config.models import expand_home
+from padfree.config.prompt_template import template_parts
 from padfree.config.rules import need
 
 
@@ -40,6 +42,9 @@ class DataConfig:
     split: str = "train"  # of a Hub id
     columns: dict[str, str] = field(default_factory=dict)
     loss_on: LossOn = "assistant"
+    turns: Turns = "auto"  # assistant turns of a conversation in one sample, or in one each
+    system: str | None = None  # the system prompt of conversations that have none
+    prompt_template: str | None = None  # how a text prompt is made of columns: "{prompt}\n\n{hint}"
     prompt_format: PromptFormat = "auto"
     chat_template: str | None = None  # a file; None: the tokenizer's own
     append_eos: bool = True
@@ -64,6 +69,11 @@ class DataConfig:
         need(self.subset != "", "data.subset", self.subset, "give a name, or leave it out")
         need(bool(self.split), "data.split", self.split, "give a name, such as train")
         need(self.chat_template != "", "data.chat_template", self.chat_template, "give a file, or leave it out")
+        need(self.system != "", "data.system", self.system, "give a system prompt, or leave it out")
+        plain = self.system is not None and self.prompt_format == "plain"
+        need(not plain, "data.system", self.system, "leave it out, or set data.prompt_format=chat: plain prompts have none")
+        if self.prompt_template is not None:
+            template_parts(self.prompt_template)
         need(self.max_length is None or self.max_length >= 2, "data.max_length", self.max_length, "give 2 or more")
         need(self.epochs is None or self.epochs >= 1, "data.epochs", self.epochs, "give 1 or more")
 

@@ -163,7 +163,7 @@ def as_record(value: object) -> dict[str, Any]:
     return value
 
 
-def _present(record: Mapping[str, Any], field: str, expected: str) -> Any:
+def present(record: Mapping[str, Any], field: str, expected: str) -> Any:
     if field not in record:
         raise RowError(f"no {field!r}; expected {expected} (the row has {', '.join(map(repr, record)) or 'no fields'})")
     if record[field] is None:
@@ -172,7 +172,7 @@ def _present(record: Mapping[str, Any], field: str, expected: str) -> Any:
 
 
 def string(record: Mapping[str, Any], field: str) -> str:
-    value = _present(record, field, "a string")
+    value = present(record, field, "a string")
     if not isinstance(value, str):
         raise RowError(f"{field!r} is {shown(value)}; expected a string")
     return check_encodable(value, field)
@@ -192,21 +192,21 @@ def check_encodable(text: str, field: str) -> str:
 
 def number(record: Mapping[str, Any], field: str) -> float:
     """A finite number; true and false count as 1 and 0."""
-    value = _present(record, field, "a number")
+    value = present(record, field, "a number")
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         raise RowError(f"{field!r} is {shown(value)}; expected a finite number")
     return float(value)
 
 
 def integer(record: Mapping[str, Any], field: str, low: int, high: int) -> int:
-    value = _present(record, field, "an integer")
+    value = present(record, field, "an integer")
     if type(value) is not int or not low <= value <= high:
         raise RowError(f"{field!r} is {shown(value)}; expected an integer from {low} to {high}")
     return value
 
 
 def items(record: Mapping[str, Any], field: str, expected: str) -> list[Any]:
-    value = _present(record, field, expected)
+    value = present(record, field, expected)
     if not isinstance(value, list):
         raise RowError(f"{field!r} is {shown(value)}; expected {expected}")
     return value

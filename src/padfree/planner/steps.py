@@ -71,8 +71,12 @@ def load_steps(
     lengths: str | Path | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here."""
+    """The steps of `config`'s data, or of a file of lengths. What the run would refuse is refused here.
+
+    `on_note` is called with how the files are read.
+    """
     if lengths is not None:
         if config.data.sources:
             raise ValueError("--lengths: with data.sources; give the data or their lengths")
@@ -83,6 +87,9 @@ def load_steps(
     found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples, parts = found.source.samples, found.source.parts
     sources = tuple(source_shares(config, samples, parts))
+    if on_note is not None:
+        for note in found.source.notes:
+            on_note(note)
     if config.rollout.source is not None:
         return replace(prompt_steps(samples, config, parts), sources=sources)
     if config.loss.command not in ("sft", "distill"):

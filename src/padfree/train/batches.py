@@ -52,6 +52,8 @@ class Batches:
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.make_samples, self.ahead = make_samples, ahead
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self._had_labels = False  # whether any sample so far had a token to train
+        self.groups = self.groups_without_signal = 0  # of all batches so far
         self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
 
     @property
@@ -67,6 +69,18 @@ class Batches:
             return self.sampled
         asked = (self.reference, self.teacher, self.critic)
         return needs_old_logprobs(settings) or any(model is not None for model in asked)
+
+    def without_signal(self) -> str | None:
+        """A line if no batch of this start had an advantage other than 0, and no other term changed the weights."""
+        loss = self.engine.settings.loss
+        if not self.groups or self.groups_without_signal < self.groups or not isinstance(loss, PolicySettings):
+            return None
+        if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
+            return None
+        return (
+            f"nothing was learned: none of {self.groups:,} groups had rewards that differ, so that every advantage was "
+            "0; look at the rewards, or give prompts that the model answers rightly at times"
+        )
 
     def cursor(self) -> dict[str, Any]:
         """The place in the data behind the batch that was taken last."""
@@ -95,6 +109,12 @@ class Batches:
 
     def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
+        self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
+        if self.sampled and not self._had_labels:
+            raise ValueError(
+                f"{self.config.rollout.source}: none of the {len(batch)} samples of batch {number} has a token to "
+                "train; let the policy write, what an environment adds is not trained"
+            )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
@@ -125,6 +145,8 @@ class Batches:
                 taught = self.teacher.logprobs(batch)
             batch = teacher_advantages(batch, taught, old)
             metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
+        self.groups += int(metrics["groups"])
+        self.groups_without_signal += int(metrics["groups_without_signal"])
         if self.reference is not None:
             batch = self._with_reference(batch, times)
         return RolloutBatch(

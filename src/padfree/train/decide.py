@@ -11,6 +11,7 @@ settings alone can tell is refused still earlier, by `padfree.config`.
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from padfree.config import Config
 from padfree.config.choices import Init, ModelHead
 from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
+from padfree.config.inert import inert_settings
 from padfree.config.outputs import check_folder
 from padfree.cp.ulysses import check_heads
 from padfree.data import StoredSamples
@@ -47,10 +49,10 @@ from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import check_engine_name
-from padfree.rollout.environment import check_episode_settings
+from padfree.rollout.environment import check_episode_rows, check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.train.limits import Limits, check_fits
-from padfree.train.resume import check_newest
+from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.rows import (
     GROUP_SIZES,
@@ -74,6 +76,7 @@ from padfree.train.training_data import (
     make_batcher,
     open_tokenizer,
 )
+from padfree.train.vocabulary import check_vocabularies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,11 +104,14 @@ def decide(
     `dry`: nothing of the user's is imported, and the device need not be here. `planned`: nothing will be written, and
     samples over the cap are for the plan to count.
     """
+    day = data_day(config)
     if not dist.is_initialized():
-        return _decided(config, processes, device_type, dry, planned, progress)
+        return _decided(config, processes, device_type, dry, planned, progress, day)
+    days: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(days, day)  # midnight may come between two ranks
     found, error = None, None
     try:
-        found = _decided(config, processes, device_type, dry, planned, progress)
+        found = _decided(config, processes, device_type, dry, planned, progress, days[0])
     except ValueError as caught:
         error = str(caught)
     raise_together(error)
@@ -122,7 +128,13 @@ def check_free(config: Config) -> None:
 
 
 def _decided(
-    config: Config, processes: int, device_type: str, dry: bool, planned: bool, progress: Progress | None
+    config: Config,
+    processes: int,
+    device_type: str,
+    dry: bool,
+    planned: bool,
+    progress: Progress | None,
+    day: datetime.date,
 ) -> Decided:
     check_settings(config, processes=processes, device_type=device_type)
     if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
@@ -133,16 +145,17 @@ def _decided(
     check_context(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
+    notes = [*inert_settings(config), *check_vocabularies(config, tokenizer)]
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
-    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
+    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     check_source(config, source, limits, tokenizer)
     if config.data.sources:
         check_shown(config, groups_of(config, source.samples, source.parts)[1])
-    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
+    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     if held_out is not None:
         check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
-    notes = [*_notes(config, source, limits, dry)]
+    notes += [*source.notes, *(() if held_out is None else held_out.notes), *_notes(config, source, limits, dry)]
     if not planned:
         check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:
@@ -286,7 +299,8 @@ def check_source(
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
     # Text can hold no token that its tokenizer does not have, so that only a larger one makes it worth looking.
-    looked_at = not isinstance(source.samples, StoredSamples) or _largest_id(tokenizer) >= limits.vocabulary
+    text = isinstance(source.samples, StoredSamples) and not source.given_ids
+    looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
         source.samples,
         limits,
@@ -298,8 +312,23 @@ def check_source(
     )
     if config.loss.command == "rl" and not sampled:
         _check_columns(config, source)
+        untrained = untrained_samples(source)
+        if len(untrained) == len(source.samples):
+            raise ValueError(
+                f"{setting}: none of {len(untrained):,} samples has a token to train, the first is "
+                f"{source.place(untrained[0])}; give a response_length of 1 or more, or a loss_mask with a 1 behind "
+                "the first token"
+            )
     if sampled:
         _check_rows(config, source)
+        check_episode_rows(config.rollout, [one for one in source.samples if isinstance(one, Prompt)])
+
+
+def untrained_samples(source: TrainingData) -> list[int]:
+    """Which samples have no token to train. Text that has none is refused, or dropped, when it is read."""
+    if isinstance(source.samples, StoredSamples):
+        return []
+    return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
 
 
 def _largest_id(tokenizer: Any) -> int:
@@ -389,6 +418,11 @@ def _check_rows(config: Config, source: TrainingData) -> None:
 
 
 def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> Iterator[str]:
+    if config.optimizer.lr == 0:
+        yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight is changed'}"
+    if untrained := untrained_samples(source):
+        count = f"{len(untrained):,} of {len(source.samples):,}"
+        yield f"data.path: {count} samples have no token to train, the first is {source.place(untrained[0])}"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"

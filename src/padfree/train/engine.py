@@ -48,6 +48,7 @@ from padfree.losses import (
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
+from padfree.train.finite import NonFiniteError, weights_line
 from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
@@ -88,14 +89,6 @@ class StepReport:
     source_losses: Mapping[str, float] = field(default_factory=dict)  # by source: weighted means over its tokens
     num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is no finite number. The weights are those before the step."""
-
-    def __init__(self, message: str, samples: Sequence[Sample]) -> None:
-        super().__init__(message)
-        self.samples = samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -398,17 +391,18 @@ class PendingStep:
         found = found.to(mesh.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
         where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
+        cause = weights_line(self._engine.model, step)
         if not where:
+            listed = _listed([_uid(samples, index) for index in range(len(samples))])
             return NonFiniteError(
                 f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "
-                f"{len(samples)} samples ({_listed([_uid(samples, index) for index in range(len(samples))])}), "
-                "or lower optimizer.lr",
+                f"{len(samples)} samples ({listed}){cause}",
                 samples,
             )
         ranks = sorted(set(where.values()))
         return NonFiniteError(
             f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; look at sample "
-            f"{_listed([_uid(samples, index) for index in where])}, or lower optimizer.lr",
+            f"{_listed([_uid(samples, index) for index in where])}{cause}",
             [samples[index] for index in where],
         )
 

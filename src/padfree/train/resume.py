@@ -12,6 +12,7 @@ steers the steps to come (learning rate, betas, schedule, coefficients of the lo
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -108,6 +109,9 @@ RULES: dict[str, Rule] = {
     "data.chat_template": "may change if the samples stay the same",
     "data.columns": "may change if the samples stay the same",
     "data.loss_on": "may change if the samples stay the same",
+    "data.turns": "may change if the samples stay the same",
+    "data.system": "may change if the samples stay the same",
+    "data.prompt_template": "may change if the samples stay the same",
     "data.prompt_format": "may change if the samples stay the same",
     "data.append_eos": "may change if the samples stay the same",
     "data.max_length": "may change if the samples stay the same",
@@ -201,16 +205,19 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
 
 
-def data_record(samples: Sequence[Sample | Prompt] | StoredSamples) -> dict[str, Any]:
-    """A digest of what is trained on, and its size for a person to see."""
+def data_record(
+    samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None
+) -> dict[str, Any]:
+    """A digest of what is trained on, and its size for a person to see. `day`: the date that the texts hold."""
+    about = {} if day is None else {"day": day.isoformat()}
     if isinstance(samples, StoredSamples):
-        return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens}
+        return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens, **about}
     digest = hashlib.sha256()
     for sample in samples:
         for part in _parts(sample):
             digest.update(len(part).to_bytes(8, "little") + part)
     tokens = sum(len(sample.tokens) for sample in samples)
-    return {"digest": digest.hexdigest(), "samples": len(samples), "tokens": tokens}
+    return {"digest": digest.hexdigest(), "samples": len(samples), "tokens": tokens, **about}
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
@@ -340,14 +347,30 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
 
 def check_newest(config: Config) -> None:
     """Refuse settings that the newest checkpoint of the run folder cannot be resumed with. Needs no model, no data."""
-    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
-    if newest is None:
-        return
-    extra: dict[str, Any] = {}
-    with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
-        extra = read_manifest(newest, "remove it")["extra"]
-    if KEY in extra:
+    newest, extra = _newest_extra(config)
+    if newest is not None and KEY in extra:
         check_settings(newest, extra[KEY]["settings"], config, inside=ROLLOUTS in extra)
+
+
+def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that the run would resume from, and what it keeps besides tensors."""
+    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
+    extra: dict[str, Any] = {}
+    if newest is not None:
+        with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
+            extra = read_manifest(newest, "remove it")["extra"]
+    return newest, extra
+
+
+def data_day(config: Config) -> datetime.date:
+    """What chat templates take for today: the day of the checkpoint that the run resumes from, or today."""
+    with suppress(KeyError, TypeError, ValueError, OSError):  # without a day, or damaged: loading it says so
+        return datetime.date.fromisoformat(_newest_extra(config)[1][KEY]["data"]["day"])
+    return today()
+
+
+def today() -> datetime.date:
+    return datetime.date.today()
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:

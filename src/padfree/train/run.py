@@ -34,6 +34,7 @@ from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
 from padfree.rollout.queue import AheadWriter
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.train.decide import Decided, check_free, decide
 from padfree.train.determinism import deterministic
@@ -59,7 +60,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnStep
 
 
@@ -112,7 +113,7 @@ def _train(
     if config.critic.path is not None:
         critic_dtype = export_dtype(config, config.critic.path)
     reference = build_reference(config, mesh, engine)
-    writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
+    writer = _rollout_writer(config, mesh, engine, tokenizer, source)
     with nullcontext() if writer is None else closing(writer):
         journal = None
         if isinstance(writer, RolloutWriter):  # episodes are played again
@@ -140,7 +141,7 @@ def _train(
             on_step=on_step,
             on_note=on_note,
             evaluate=evaluation,
-            data=data_record(source.samples),
+            data=data_record(source.samples, source.day),
             journal=journal,
         )
         if settled.reasons:
@@ -177,10 +178,10 @@ def evaluate(
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
         settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
         if on_note is not None:
-            for line in settled.lines():
+            for line in (*decided.source.notes, *settled.lines()):
                 on_note(line)
         engine = build_engine(settled.config, mesh, decided.tokenizer)
-        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source.samples)
+        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source)
         with nullcontext() if writer is None else closing(writer):
             reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
             measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference)
@@ -221,21 +222,22 @@ class _Sampling:
 
 
 def _rollout_writer(
-    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, samples: Samples
+    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData
 ) -> RolloutWriter | EpisodeWriter | None:
     """What makes samples of prompts; None where the run's data are samples already."""
     if config.rollout.source is None:
         return None
-    prompts = [prompt for prompt in samples if isinstance(prompt, Prompt)]
+    prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
     chat = None
     if config.rollout.has_episodes:
-        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
     made = make_ahead_sampler if config.rollout.staleness else make_sampler
     sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         if config.rollout.has_episodes:
             kind = AheadEpisodeWriter if config.rollout.staleness else EpisodeWriter
-            return kind(config, mesh, sampler, tokenizer, prompts, chat=chat)
+            vocabulary = vocabulary_of(engine.model)
+            return kind(config, mesh, sampler, tokenizer, prompts, vocabulary=vocabulary, chat=chat)
         if config.rollout.staleness:
             return AheadWriter(config, mesh, sampler, tokenizer, prompts)
         return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))

@@ -7,6 +7,8 @@ Config -> load_tokenizer
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,6 +29,7 @@ from padfree.data import (
     RolloutDataSettings,
     SFTDataSettings,
     StoredSamples,
+    TokenizedDataset,
     labelled,
     load_pairs,
     load_reward,
@@ -34,7 +37,11 @@ from padfree.data import (
     of_source,
     read_rollouts,
 )
+from padfree.data.chat import chat_renderer
+from padfree.data.formats import reading_notes
 from padfree.data.prepare import Progress
+from padfree.data.sources import check_regular
+from padfree.data.store import read_metadata
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
 from padfree.rollout.environment import load_episode
@@ -52,6 +59,9 @@ class TrainingData:
     report: DataReport
     place: Callable[[int], str]  # the file and line of a sample
     parts: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()  # how the files are read
+    day: datetime.date | None = None  # that a chat template has written; None: it writes none
+    given_ids: bool = False  # token ids that no tokenizer of ours made
 
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
@@ -64,13 +74,18 @@ def load_tokenizer(config: Config) -> Any:
     Those may be token ids. Where they are text after all, `read_rollouts` says that it needs one.
     """
     path = Path(config.model.tokenizer or config.model.path)
-    if path.exists() and not (path.is_dir() and any(path.glob("tokenizer*"))):
+    if path.exists() and not has_tokenizer(path):
         given = config.loss.command == "rl" and config.rollout.source is None
         if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder on this disk holds a tokenizer."""
+    return Path(path).is_dir() and any(Path(path).glob("tokenizer*"))
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:
@@ -84,36 +99,55 @@ def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> 
         ) from error
 
 
-def text_settings(data: DataConfig) -> dict[str, Any]:
+def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
     """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
-    chosen: dict[str, Any] = {name: getattr(data, name) for name in names}
+    chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
+    chosen["day"] = day
     if data.chat_template is not None:
-        chosen["chat_template"] = _read_template(data.chat_template)
+        chosen["chat_template"] = read_template(data.chat_template)
     return chosen
 
 
-def _read_template(name: str) -> str:
+def read_template(name: str, setting: str = "data.chat_template") -> str:
+    """The text of a file with a chat template."""
+    path = Path(name).expanduser()
+    check_regular(path, setting)
     try:
-        text = Path(name).expanduser().read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         reason = None if text.strip() else "it is empty"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
     if reason is not None:
-        raise ValueError(f"data.chat_template: {name} cannot be used ({reason}); give a file with a template")
+        raise ValueError(f"{setting}: {name} cannot be used ({reason}); give a file with a template")
     return text
 
 
 def load_training_data(
-    config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
+    config: Config,
+    tokenizer: Any,
+    *,
+    progress: Progress | None = None,
+    import_reward: bool = True,
+    day: datetime.date | None = None,
 ) -> TrainingData:
     """The samples, or the prompts, of `data.path` or of all `data.sources`, and what became of their rows.
 
     `progress` is of the tokenising. With prompts the reward is imported first, unless that is not wanted: it is refused
-    here rather than later.
+    here rather than later. `day` is what a chat template takes for today; None: today.
     """
+    found = _loaded(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
+    chat = None
+    if tokenizer is not None:
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)
+    if chat is None or not chat.depends_on_day:
+        return found
+    note = f"data: the chat template writes the date; this run writes {chat.day.isoformat()}, also when it is resumed"
+    return replace(found, day=chat.day, notes=(*found.notes, note))
+
+
+def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = READERS[config.loss.command]
-    options: dict[str, Any] = {"progress": progress or False, "import_reward": import_reward}
     if not config.data.sources:
         return read(config, tokenizer, **options)
     found: dict[str, TrainingData] = {}
@@ -133,8 +167,7 @@ def _of_data_source(error: ValueError, number: int) -> str:
     where = setting.replace("data.", f"data.sources.{number}.", 1) if setting in own else setting
     if setting == "data":
         where = f"data.sources.{number}.path"
-    for name in own:
-        rest = rest.replace(f"{name}=", f"data.sources.{number}.{name.partition('.')[2]}=")
+    rest = re.sub(r"data\.(path|columns|split|subset)(?=[=.])", rf"data.sources.{number}.\1", rest)
     return f"{where}{colon}{rest}"
 
 
@@ -144,10 +177,14 @@ def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
     parts = tuple(len(one.samples) for _, one in each)
     if len(each) == 1:
         return replace(each[0][1], parts=parts)
+    about: dict[str, Any] = {
+        "notes": tuple(note for _, one in each for note in one.notes),
+        "given_ids": any(one.given_ids for _, one in each),
+    }
     stored = {name: one.samples for name, one in each if isinstance(one.samples, StoredSamples)}
     if len(stored) == len(each):
         both = MixedDataset(stored)
-        return TrainingData(samples=both, report=both.report, place=both.place, parts=parts)
+        return TrainingData(samples=both, report=both.report, place=both.place, parts=parts, **about)
     samples = [_named(name, sample) for name, one in each for sample in one.samples]
     places = [(name, one, index) for name, one in each for index in range(len(one.samples))]
 
@@ -156,7 +193,7 @@ def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
         return labelled(name, one.place(number))
 
     report = DataReport.merged({name: one.report for name, one in each})
-    return TrainingData(samples=samples, report=report, place=place, parts=parts)
+    return TrainingData(samples=samples, report=report, place=place, parts=parts, **about)
 
 
 def _named(name: str, sample: Sample | Prompt) -> Sample | Prompt:
@@ -165,14 +202,18 @@ def _named(name: str, sample: Sample | Prompt) -> Sample | Prompt:
     return of_source(name, sample)
 
 
-def _read_sft(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
-    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data))
+def _read_sft(
+    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
+) -> TrainingData:
+    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data, day))
     found = load_sft(list(config.data.path), tokenizer, settings, progress=progress)
-    return TrainingData(samples=found, report=found.report, place=found.place)
+    return _of_store(found)
 
 
-def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
-    data, read = config.data, RolloutDataSettings(**text_settings(config.data))
+def _read_rl(
+    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
+) -> TrainingData:
+    data, read = config.data, RolloutDataSettings(**text_settings(config.data, day))
     if config.rollout.source is not None:
         if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
             load_reward(config.rollout.reward)
@@ -181,21 +222,39 @@ def _read_rl(config: Config, tokenizer: Any, *, progress: bool | Progress, impor
         room = config.rollout.max_new_tokens
         prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
         return TrainingData(
-            samples=prompts.prompts, report=prompts.report, place=lambda index: prompts.prompts[index].uid
+            samples=prompts.prompts,
+            report=prompts.report,
+            place=lambda index: prompts.prompts[index].uid,
+            notes=prompts.notes,
         )
     rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=read)
     return TrainingData(
         samples=rollouts.samples,
         report=rollouts.report,
         place=lambda index: f"{rollouts.samples[index].source}:{rollouts.lines[index]}",
+        notes=rollouts.notes,
+        given_ids=True,
     )
 
 
-def _read_pairs(config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool) -> TrainingData:
-    settings = SFTDataSettings(**text_settings(config.data))
+def _read_pairs(
+    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
+) -> TrainingData:
+    settings = SFTDataSettings(**text_settings(config.data, day))
     margins = config.loss.command == "reward"
     found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=margins)
-    return TrainingData(samples=found, report=found.report, place=found.place)
+    return _of_store(found)
+
+
+def _of_store(found: TokenizedDataset) -> TrainingData:
+    about = read_metadata(found.folder)
+    return TrainingData(
+        samples=found,
+        report=found.report,
+        place=found.place,
+        notes=reading_notes(about["files"]),
+        given_ids=bool(about.get("given_ids")),
+    )
 
 
 Reader = Callable[..., TrainingData]
@@ -213,11 +272,16 @@ READERS: dict[str, Reader] = {
     "dpo": _read_pairs,
     "reward": _read_pairs,
 }
-"""What reads the data of each command: (config, tokenizer, progress=, import_reward=) -> TrainingData."""
+"""What reads the data of each command: (config, tokenizer, progress=, import_reward=, day=) -> TrainingData."""
 
 
 def load_held_out(
-    config: Config, tokenizer: Any, *, progress: Progress | None = None, import_reward: bool = True
+    config: Config,
+    tokenizer: Any,
+    *,
+    progress: Progress | None = None,
+    import_reward: bool = True,
+    day: datetime.date | None = None,
 ) -> TrainingData | None:
     """What `eval.path` holds, read as the run's own data are; None: nothing."""
     settings = config.eval
@@ -225,9 +289,10 @@ def load_held_out(
         return None
     there = held_out_config(config)
     try:
-        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward)
+        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward, day=day)
     except ValueError as error:
         raise ValueError(_of_held_out(error)) from error
+    found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))
     return found if settings.samples is None else replace(found, samples=_first(config, found.samples))
 
 
