@@ -247,6 +247,25 @@ def test_the_order_does_not_depend_on_ranks(folder: Path) -> None:
     one, two = lines(folder / "one rank"), lines(folder / "two ranks")
     assert [line["tokens"] for line in one] == [line["tokens"] for line in two]
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in two], rel=1e-5)
+    # The loss of a step is that of its sources, each by its tokens.
+    for first, second, groups in zip(one, two, batches(mixture(folder, "sft"))[0], strict=False):
+        tokens = Counter[str]()
+        for (sample,) in groups:
+            tokens[str(sample.source)] += sample.num_labels
+        losses = {name: first[f"source/{name}/loss"] for name in tokens}
+        assert sum(losses[name] * count for name, count in tokens.items()) / sum(tokens.values()) == pytest.approx(
+            first["loss"], rel=1e-5
+        )
+        assert losses == pytest.approx({name: second[f"source/{name}/loss"] for name in tokens}, rel=1e-5)
+
+
+def test_rewards_by_source(folder: Path) -> None:
+    train(mixture(folder, "clip", "rewards", checkpoint={"export": False}))
+    for line in lines(folder / "rewards"):
+        found = {name: line[name] for name in line if name.startswith("source/")}
+        assert found
+        assert set(found) <= {"source/rollouts.jsonl/reward", "source/more/reward"}
+        assert set(found.values()) == {0.5}  # of each problem one is right
 
 
 def test_what_may_change_on_resume(folder: Path, tmp_path: Path) -> None:

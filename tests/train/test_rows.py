@@ -36,11 +36,19 @@ from padfree.train.row_sharing import copied_keys, run_cost
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from padfree.train.setup import build_engine
-from padfree.train.training_data import TrainingData, load_held_out, make_batcher
+from padfree.train.training_data import (
+    TrainingData,
+    load_held_out,
+    load_tokenizer,
+    load_training_data,
+    make_batcher,
+)
 from tests.data.stores import conversation, write_store
+from tests.data.tiny_tokenizers import TEMPLATES
 from tests.models import build, save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.loop_cases import lines
+from tests.train.ways import write
 
 TURNS = (3, 1, 4, 2, 1, 5)
 MODES: tuple[WeightMode, ...] = ("token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant")
@@ -332,3 +340,42 @@ def path(parents: Any, node: int) -> list[int]:
         found.append(node)
         node = int(parents[node])
     return found
+
+
+def test_a_template_that_rewrites_turns_makes_rows_of_several_samples(tmp_path: Path) -> None:
+    """From a file of conversations to a run: each sample is what the model sees when it writes the turn."""
+    save_with_tokenizer(tmp_path / "model", num_hidden_layers=1)
+    (tmp_path / "template.jinja").write_text(TEMPLATES["forgetful"])
+    said = [("a", "bc</think>de"), ("fg", "h</think>ij"), ("k", "lm</think>no")]
+    messages = [
+        {"role": role, "content": text} for pair in said for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    write(tmp_path, "whole", [{"messages": messages}, {"messages": messages[:2]}])
+    shown = [
+        [*({**one, "content": one["content"].split("</think>")[-1]} for one in messages[:end]), messages[end]]
+        for end in (1, 3, 5)
+    ]
+    write(tmp_path, "split", [{"messages": each} for each in shown] + [{"messages": messages[:2]}])
+    template = {"chat_template": str(tmp_path / "template.jinja"), "epochs": 1}
+
+    def config(name: str, **data: Any) -> Config:
+        path = {"path": str(tmp_path / f"{name}.jsonl")}
+        run = {"folder": str(tmp_path / f"run {name}")}
+        return config_of(tmp_path, data={**template, **path, **data}, run=run, batch={"samples": 4, "max_tokens": 2000})
+
+    whole, split = (
+        load_training_data(one, load_tokenizer(one)).samples
+        for one in (config("whole"), config("split", loss_on="last"))
+    )
+    assert isinstance(whole, StoredSamples)
+    assert whole.row_starts.tolist() == [0, 3, 4]
+    assert [sample.group for sample in whole] == ["whole.jsonl:1"] * 3 + [None]
+    for sample, other in zip(whole, split, strict=True):
+        np.testing.assert_array_equal(sample.tokens, other.tokens)
+        np.testing.assert_array_equal(sample.mask, other.mask)
+    train(config("whole"))
+    train(config("split", loss_on="last"))
+    (one,), (other,) = lines(tmp_path / "run whole"), lines(tmp_path / "run split")
+    assert (one["rows"], one["samples"], other["rows"]) == (2, 4, 4)
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)

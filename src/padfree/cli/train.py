@@ -271,8 +271,8 @@ def description(config: Config) -> Iterator[str]:
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
     used, several = source.report.num_used, source.report.num_used < source.report.num_samples
-    rows = f"{used:,} rows, " if several else ""
-    yield f"data: {rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
+    in_rows = f"{used:,} rows, " if several else ""
+    yield f"data: {in_rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
     for each in source_shares(config, source.samples, source.parts):
         yield f"  {each.line()}"
     yield (

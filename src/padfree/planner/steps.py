@@ -199,10 +199,10 @@ def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> 
     once = replace(config, data=replace(config.data, epochs=1))
     for number, groups in enumerate(make_batcher(once, samples, parts), start=1):
         batch = _lengths([sample for group in groups for sample in group])
-        parts = update_parts(
+        updates = update_parts(
             len(batch), epochs=loss.epochs, mini_batches=loss.mini_batches, seed=config.run.seed, number=number
         )
-        steps += [batch[part] for part in parts]
+        steps += [batch[update] for update in updates]
     return steps
 
 

@@ -124,16 +124,14 @@ class Batches:
             return RolloutBatch(
                 samples=batch,
                 parts=parts,
-                metrics={**reward_metrics(batch, end_tokens=self.end_tokens), **self.rollout_metrics()}
-                if sampled
-                else {},
+                metrics={**self._reward_metrics(batch), **self.rollout_metrics()} if sampled else {},
                 times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if sampled else {},
             )
         old = None
         if needs_old_logprobs(settings) or self.teacher is not None:
             with times.measure("old_logprobs"):
                 old = self.engine.scorer.logprobs(batch)
-        metrics = reward_metrics(batch, end_tokens=self.end_tokens) | dict(self.rollout_metrics())
+        metrics = self._reward_metrics(batch) | dict(self.rollout_metrics())
         if self.critic is not None:
             with times.measure("critic"):
                 batch, found = self.critic.judged(batch)
@@ -159,6 +157,10 @@ class Batches:
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
+
+    def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
+        sources = [source.label for source in self.config.data.sources]
+        return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
 
     def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
         """The same samples with the reference's log-probabilities of their tokens."""

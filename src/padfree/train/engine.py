@@ -21,17 +21,19 @@ this step and in those that were begun after it, and `finish` raises with the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings, ValueSettings
+from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
 from padfree.losses import (
     DPOSettings,
@@ -40,6 +42,7 @@ from padfree.losses import (
     TokenLossSettings,
     WeightMode,
     merge_statistics,
+    segment_sum,
     token_weights,
 )
 from padfree.packing import StepPlan
@@ -63,6 +66,7 @@ class LossSettings:
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
+    sources: tuple[str, ...] = ()  # of a mixture: the loss of each is reported
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
     router: float = 0.0  # coefficient of the load-balancing loss of experts
@@ -82,6 +86,7 @@ class StepReport:
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
     votes: int  # ranks whose `vote` was true when the step began
+    source_losses: Mapping[str, float] = field(default_factory=dict)  # by source: weighted means over its tokens
     num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
@@ -93,6 +98,8 @@ class PreparedStep:
     samples: Sequence[Sample]
     plan: StepPlan
     rows: Sequence[tuple[MicroBatch, Indices]]  # this rank's, with the samples in each
+    source: Indices | None = None  # [B] of a mixture: which of the sources each sample is from
+    source_weights: tuple[float, ...] = ()  # what the tokens of each source weigh together
 
 
 class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
@@ -129,6 +136,7 @@ class _Sums:
     loss: Tensor
     statistics: Statistics
     token_losses: list[Tensor]
+    source_losses: Tensor  # [sources] weighted sums
 
 
 class Engine:
@@ -198,7 +206,18 @@ class Engine:
             )
 
         rows = LazyRows(plan.rows_of(self.mesh.data.rank), lay_out)
-        return PreparedStep(samples=samples, plan=plan, rows=rows[:] if whole else rows)
+        source, totals = None, [0.0] * len(settings.sources)
+        if settings.sources:
+            source = np.array([settings.sources.index(str(sample.source)) for sample in samples])
+            for number, weight in zip(source.tolist(), weights, strict=True):
+                totals[number] += float(weight.sum(dtype=np.float64))
+        return PreparedStep(
+            samples=samples,
+            plan=plan,
+            rows=rows[:] if whole else rows,
+            source=source,
+            source_weights=tuple(totals),
+        )
 
     def begin(
         self,
@@ -234,14 +253,15 @@ class Engine:
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
         self.optimizer.zero_grad(set_to_none=True)
-        sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
+        zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
+        sums = _Sums(zeros[0], {}, [], zeros[1:])
         row_loss: Callable[..., LossOutput] = self.row_loss
         if self.router is not None:
             row_loss = partial(self.router.row_loss, self.row_loss)
         with computing(self.model) as masters:
             if self.router is not None:
                 self.router.begin(self.model, prepared.rows)
-            for batch, _ in prepared.rows:
+            for batch, indices in prepared.rows:
                 output = inside(self.model, row_loss, batch)
                 assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
@@ -252,18 +272,23 @@ class Engine:
                 sums.loss += output.loss.detach()
                 sums.statistics = merge_statistics(sums.statistics, output.statistics)
                 sums.token_losses.append(output.token_losses)
+                if prepared.source is not None and not batch.is_filler:
+                    local = batch.local
+                    by_sample = segment_sum(output.token_losses.double(), local.sample_index, local.num_samples)
+                    sums.source_losses.index_add_(0, to_device(prepared.source[indices], self.mesh.device), by_sample)
         if self.router is not None:
             self.router.end()
         return sums
 
     def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:
-        """Loss, number of labels, votes, and (sum, count) of each statistic by name, of the global batch."""
+        """Of the global batch: loss, number of labels, votes, the losses of sources, (sum, count) of each statistic."""
         num_labels = sum(batch.num_labels for batch, _ in prepared.rows)
         numbers = torch.stack(
             [
                 sums.loss,
                 torch.full_like(sums.loss, num_labels),
                 torch.full_like(sums.loss, int(vote)),
+                *sums.source_losses,
                 *(number.to(sums.loss) for name in sorted(sums.statistics) for number in sums.statistics[name]),
             ]
         )
@@ -311,6 +336,8 @@ class PendingStep:
         loss, num_labels, votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._nonfinite_error(loss, norm)
+        sources = self._engine.settings.sources
+        by_source, rest = rest[: len(sources)], rest[len(sources) :]
         names = sorted(self._sums.statistics)
         plan = self._prepared.plan
         num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._engine.mesh.context.size)
@@ -320,6 +347,11 @@ class PendingStep:
             statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
             num_samples=len(self._prepared.samples),
             num_rows=self._num_rows(),
+            source_losses={
+                name: total / weight
+                for name, total, weight in zip(sources, by_source, self._prepared.source_weights, strict=True)
+                if weight > 0
+            },
             num_tokens=num_tokens,
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,

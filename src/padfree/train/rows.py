@@ -46,7 +46,8 @@ def row_starts(config: Config, samples: Any) -> Indices:
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
     """Rows of each part of the samples."""
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
-    return np.diff(ends, prepend=0).tolist()
+    counts: list[int] = np.diff(ends, prepend=0).tolist()
+    return counts
 
 
 def epoch_parts(config: Config, sizes: Sequence[int]) -> list[Part] | None:

@@ -84,11 +84,14 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
     )
+    groups_are_rows = config.loss.command in ("sft", "distill") and config.rollout.source is None
+    mixed = len(config.data.sources) > 1
     settings = LossSettings(
         loss=config.loss.settings(),
         weights=config.loss.weights,
         constant=config.loss.constant,
-        groups_are_rows=config.loss.command in ("sft", "distill") and config.rollout.source is None,
+        groups_are_rows=groups_are_rows,
+        sources=tuple(source.label for source in config.data.sources) if groups_are_rows and mixed else (),
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
         router=config.loss.router,
