@@ -372,8 +372,8 @@ def test_steps_are_counted_as_a_run_makes_them(
     overrides = [f"model.path={models['qwen3']}", "model.dtype=float32", f"data.path={path}", "run.device=cpu"]
     folder = f"run.folder={tmp_path / 'run'}"
     config = load_config(RECIPES / f"{recipe}.toml", [*overrides, folder, "checkpoint.export=false", *changes])
-    samples = load_training_data(config, load_tokenizer(config)).samples
-    assert count_steps(config, samples, enough=1000) == whole_run.train(config).step
+    source = load_training_data(config, load_tokenizer(config))
+    assert count_steps(config, source, enough=1000) == whole_run.train(config).step
 
 
 def test_a_token_is_found_where_it_counts(models: dict[str, str], write: Write) -> None:

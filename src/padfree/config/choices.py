@@ -14,6 +14,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 # data
 LossOn = Literal["assistant", "last", "all"]
+Turns = Literal["auto", "together", "apart"]
 PromptFormat = Literal["auto", "chat", "plain"]
 Overlong = Literal["error", "truncate", "drop"]
 OnBadRow = Literal["error", "skip"]

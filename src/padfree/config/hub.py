@@ -49,7 +49,7 @@ def check_names(config: Config) -> None:
     """Refuse models, and files of data, that a run names and that are nowhere. Nothing is loaded, and no torch."""
     for setting, model in named_models(config).items():
         check_name(model, setting)
-    for part, names in (("data", config.data.path), ("eval.path", config.eval.path)):
+    for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
         for name in names:
             if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
                 raise ValueError(f"{part}: {name} does not exist; give a file, a folder or a Hub id")

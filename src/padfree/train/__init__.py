@@ -20,6 +20,7 @@ updates        an update from its begin to its line of metrics
 loop           Loop: batches, updates, metrics, checkpoints
 resume         what may change between a checkpoint and the run that goes on from it
 early_imports  packages of the first step on a GPU, imported while the data is read
+failures       what ends a run, as a line for its user
 run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """

@@ -96,16 +96,16 @@ class Batches:
                 return None
             number, samples = found
             times.split_sampling(self.ahead.timings)
-            return self._prepared(_distinct(samples), times, number)
+            return self._prepared(distinct(samples), times, number)
         groups = next(self.batcher, None)
         if groups is None:
             return None
         if self.make_samples is None:
-            return self._prepared(_distinct(_flat(groups)), times, self.batcher.step)
+            return self._prepared(distinct(_flat(groups)), times, self.batcher.step)
         with times.measure("sampling"):
             samples = self.make_samples(groups)
         times.split_sampling(getattr(self.make_samples, "timings", {}))
-        return self._prepared(_distinct(samples), times, self.batcher.step)
+        return self._prepared(distinct(samples), times, self.batcher.step)
 
     def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
@@ -182,14 +182,19 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
     return [sample for group in groups for sample in group]
 
 
-def _distinct(samples: list[Sample]) -> list[Sample]:
-    """The same samples; one that a batch has twice (small data, several epochs) gets a uid of its own."""
+def distinct(samples: list[Sample]) -> list[Sample]:
+    """The same samples; one that a batch has twice (small data, several epochs) gets a uid and a group of its own.
+
+    The second time a row, a pair or a group of rollouts is there, it is another unit, weighed and compared by itself.
+    """
     seen: dict[str | int, int] = {}
     found = []
     for sample in samples:
         if sample.uid is not None:
             seen[sample.uid] = seen.get(sample.uid, 0) + 1
             if seen[sample.uid] > 1:
-                sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
+                time = f"(time {seen[sample.uid]})"
+                group = None if sample.group is None else f"{sample.group} {time}"
+                sample = replace(sample, uid=f"{sample.uid} {time}", group=group)
         found.append(sample)
     return found

@@ -62,6 +62,7 @@ class LossSettings:
     loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
+    groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
     router: float = 0.0  # coefficient of the load-balancing loss of experts
@@ -81,6 +82,7 @@ class StepReport:
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
     votes: int  # ranks whose `vote` was true when the step began
+    num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
 
@@ -173,11 +175,13 @@ class Engine:
         plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
+        groups = [sample.group for sample in samples]
         weights = token_weights(
             settings.weights,
             [sample.mask for sample in samples],
-            groups=[sample.group for sample in samples] if grouped else None,
+            groups=groups if grouped else None,
             constant=settings.constant,
+            units=groups if settings.groups_are_rows else None,
         )
 
         def lay_out(indices: Indices, width: int | None) -> MicroBatch:
@@ -315,6 +319,7 @@ class PendingStep:
             gradient_norm=norm,
             statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
             num_samples=len(self._prepared.samples),
+            num_rows=self._num_rows(),
             num_tokens=num_tokens,
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
@@ -322,6 +327,11 @@ class PendingStep:
             votes=int(votes),
             busy_seconds=() if self._marks is None else self._seconds(self._marks),
         )
+
+    def _num_rows(self) -> int | None:
+        if not self._engine.settings.groups_are_rows:
+            return None
+        return len({sample.group or index for index, sample in enumerate(self._prepared.samples)})
 
     def device_seconds(self) -> float | None:
         """From the end of the step before to the end of this one, on the device; None where that is not known.

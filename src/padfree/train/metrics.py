@@ -32,6 +32,7 @@ def step_metrics(
         "gradient_norm": report.gradient_norm,
         "lr": lr,
         "samples": report.num_samples,
+        **({} if report.num_rows is None else {"rows": report.num_rows}),
         "tokens": report.num_tokens,
         "scored_tokens": report.num_labels,
         "seconds": seconds,

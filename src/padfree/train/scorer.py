@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,12 +75,10 @@ class Scorer:
 
         With `keep_groups` samples of a group are on one row.
         """
-        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-        prefixes = self._prefixes(samples)
-        plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
-        return plan(
-            lengths,
-            groups=[sample.group for sample in samples] if keep_groups else None,
+        return plan_samples(
+            samples,
+            self._prefixes(samples),
+            keep_groups=keep_groups,
             ranks=self.mesh.data.size,
             max_tokens=self.max_tokens * self.mesh.context.size,
             cost=self.cost,
@@ -148,6 +147,15 @@ class Scorer:
             temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs
+
+
+def plan_samples(
+    samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
+) -> StepPlan:
+    """The plan of one step over these samples, which share `prefixes`; `options` as for `plan_step`."""
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
+    return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:

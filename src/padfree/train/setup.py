@@ -88,6 +88,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         loss=config.loss.settings(),
         weights=config.loss.weights,
         constant=config.loss.constant,
+        groups_are_rows=config.loss.command in ("sft", "distill") and config.rollout.source is None,
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
         router=config.loss.router,

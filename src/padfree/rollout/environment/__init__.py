@@ -6,6 +6,8 @@ calculator     a built-in environment: word problems with a calculator
 agent          a program as the environment (`rollout.agent`)
   command      its words: columns of the row, and what is refused
   gateway      OpenAI's interface to the policy, for such programs
+  listener     HTTP on the loopback address, with limits
+  call_fields  which fields a call may have
   calls        their calls as branches, token for token
 runner         EpisodeRunner: plays many episodes at a time
   loop_thread  the event loop they run on

@@ -28,6 +28,12 @@ from padfree.rollout.prompts import Prompt
 GRACE = 10.0
 """Seconds that a program gets to be gone after SIGKILL."""
 
+POLL = 0.05
+"""Seconds."""
+
+LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
+"""Bytes of an answer, and of what is kept of the standard error."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
@@ -52,13 +58,58 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
         start_new_session=True,
     )
     try:
-        said, errors = await process.communicate(json.dumps(dict(row), default=str).encode())
+        said, errors = await _talked(process, json.dumps(dict(row), default=str).encode())
     finally:
         with contextlib.suppress(ProcessLookupError):  # whatever it has left behind
             os.killpg(process.pid, signal.SIGKILL)
         await _close(process)
     assert process.returncode is not None
     return Finished(code=process.returncode, output=_text(said), errors=_text(errors))
+
+
+async def _talked(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
+    """What a program writes to its end. Programs that it leaves behind, which may hold its pipes, are ended with it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said, errors = bytearray(), bytearray()
+    talking = asyncio.gather(
+        _feed(process.stdin, message),
+        _collect(process.stdout, said, None),
+        _collect(process.stderr, errors, LAST_ERRORS),
+    )
+    try:
+        while not talking.done():
+            await asyncio.wait({talking}, timeout=POLL)
+            if process.returncode is not None and not talking.done():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.wait({talking}, timeout=GRACE)
+                break
+        if talking.done():
+            talking.result()
+        while process.returncode is None:  # it has closed its pipes and lives on
+            await asyncio.sleep(POLL)
+    finally:
+        talking.cancel()
+    return bytes(said), bytes(errors)
+
+
+async def _feed(pipe: asyncio.StreamWriter, message: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+        pipe.write(message)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _collect(pipe: asyncio.StreamReader, found: bytearray, last: int | None) -> None:
+    """All of it, which is bounded, or the `last` bytes of it."""
+    while piece := await pipe.read(1 << 16):
+        found += piece
+        if last is not None:
+            del found[:-last]
+        elif len(found) > LARGEST_OUTPUT:
+            raise RuntimeError(f"it printed more than {LARGEST_OUTPUT} bytes; print the answer alone")
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:
