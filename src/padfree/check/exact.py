@@ -50,7 +50,7 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
 
 @torch.no_grad()
 def make_float64(model: PreTrainedModel) -> None:
-    """Weights in float64, one after the other, eager attention and experts; buffers that no file holds stay as they are."""
+    """Weights in float64, eager attention and eager experts; buffers that no file holds stay as they are."""
     for tensor in named_tensors(model).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()
