@@ -97,7 +97,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
 NO_MODELS = """
     model.attention lora.targets rollout.environment rollout.agent rollout.engine rollout.servers
     rollout.launch.command rollout.launch.devices rollout.launch.environment rollout.transfer_folder data.path
-    data.subset data.split data.system data.prompt_template data.columns data.chat_template batch.cost run.folder loss.kind loss.corrections
+    data.subset data.split data.system data.prompt_template
+    data.columns data.chat_template batch.cost run.folder loss.kind loss.corrections
     checkpoint.best track.wandb track.trackio eval.path eval.split
 """
 """Settings of free text that do not name a model. `rollout.engine` and servers get the weights and ids of the run."""
