@@ -330,13 +330,13 @@ def test_what_has_no_effect_and_what_trains_nothing_is_noted(
     shared = [f"model.path={models['qwen3']}", "model.dtype=float32", f"run.folder={tmp_path / 'run'}"]
     shared += ["optimizer.lr=0", "batch.samples=8"]
     config = load_config(RECIPES / "rl.toml", [*shared, f"data.path={write('d.jsonl', *rows)}", "loss.gspo.low=0.1"])
-    assert set(decide(config, processes=1, device_type="cpu").notes) == {
+    assert {note for note in decide(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
         "loss.gspo.low has no effect with loss.kind=clip",
         "optimizer.lr is 0: no weight is changed",
         "data.path: 1 of 9 samples have no token to train, the first is d.jsonl:9",
     }
     config = load_config(RECIPES / "sft.toml", [*shared, f"data.path={write('e.jsonl', *PAIRS)}", "loss.clip.low=0.1"])
-    assert set(decide(config, processes=1, device_type="cpu").notes) == {
+    assert {note for note in decide(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
         "loss.clip.low has no effect with loss.kind=sft",
         "optimizer.lr is 0: no weight is changed",
     }

@@ -50,17 +50,18 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
 
 @torch.no_grad()
 def make_float64(model: PreTrainedModel) -> None:
-    """Weights in float64, one after the other, and eager attention; buffers that no file holds stay as they are."""
+    """Weights in float64, eager attention and eager experts; buffers that no file holds stay as they are."""
     for tensor in named_tensors(model).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()
     model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # grouped matmuls have no float64
 
 
 def float64_bytes(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """About what float64 takes besides the model in float32: weights, gradients, and the pass of the longest sample."""
     sizes, longest = ModelSizes.of(model.config), max(len(sample) for sample in samples)
-    weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 4)
+    weights = sum(tensor.numel() for tensor in named_tensors(model).values()) * (4 + 8 + 8)
     activations = longest * 8 * (24 * sizes.layers * sizes.hidden + 4 * sizes.vocabulary)
     scores = longest**2 * 8 * 3 * sizes.layers * sizes.heads  # which eager attention keeps
     return float(weights + activations + scores)

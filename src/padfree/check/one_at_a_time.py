@@ -32,7 +32,7 @@ class Outcome:
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample: of every token but the first, which has 0
     loss: float  # mean over the trained tokens
-    gradients: dict[str, Tensor]  # float32, on the CPU; a parameter that got none is not in it
+    gradients: dict[str, Tensor]  # float32 or float64, on the CPU; a parameter that got none is not in it
 
 
 def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
@@ -70,8 +70,9 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
         total = (losses * scored[:, 1:]).sum() / count
         total.backward()  # type: ignore[no-untyped-call]
         loss += float(total.detach().double())
-        for row, index in zip((-losses.detach()).float().cpu().numpy(), chosen, strict=True):
-            logprobs[index][1:] = row[: len(samples[index]) - 1]
+        for row, index in zip((-losses.detach()).cpu().numpy(), chosen, strict=True):
+            with np.errstate(over="ignore"):  # of float64
+                logprobs[index][1:] = row[: len(samples[index]) - 1]
     for hook in hooks:
         hook.remove()
     return Outcome(

@@ -60,8 +60,14 @@ _compiled = _unless(lambda config: config.parallel.compile != "none", lambda _: 
 _context = _unless(lambda config: config.parallel.context != 1, lambda config: "with parallel.context=1")
 
 
+_conversations = _first(
+    _command("sft", "distill"),
+    _unless(lambda config: config.rollout.source is None, lambda _: "with rollouts, whose responses are trained"),
+)
+
+
 def _data_split(config: Config) -> str | None:
-    return None if _any_on_hub(config.data.path) else "with data.path, which names files and no Hub id"
+    return None if _any_on_hub(config.data.paths) else "with data.path, which names files and no Hub id"
 
 
 def _eval_split(config: Config) -> str | None:
@@ -148,10 +154,11 @@ READ_BY: dict[str, Reason | None] = {
     "data.subset": _data_split,
     "data.split": _data_split,
     "data.columns": None,
-    "data.loss_on": _first(
-        _command("sft", "distill"),
-        _unless(lambda config: config.rollout.source is None, lambda _: "with rollouts, whose responses are trained"),
-    ),
+    "data.sources": None,
+    "data.loss_on": _conversations,
+    "data.turns": _conversations,
+    "data.system": None,
+    "data.prompt_template": None,
     "data.prompt_format": None,
     "data.chat_template": None,
     "data.append_eos": _unless(

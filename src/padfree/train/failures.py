@@ -9,7 +9,7 @@ import torch
 
 from padfree.config import Config
 from padfree.distributed import PeerLostError
-from padfree.train.engine import NonFiniteError
+from padfree.train.finite import NonFiniteError
 
 
 @contextmanager
