@@ -154,8 +154,7 @@ def largest_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 def assert_as_close(found: Found, other: Found, wide: Found) -> None:
     """`found` is as close to the other code in float64 as that code in float32 is, but for a small factor."""
-    allowed = FACTOR * max(abs(other.loss - wide.loss) / abs(wide.loss), 1e-6)
-    assert found.loss == pytest.approx(wide.loss, rel=allowed)
+    assert found.loss == pytest.approx(wide.loss, abs=FACTOR * max(abs(other.loss - wide.loss), 1e-6))
     for measure in (distance, largest_distance):
         noise = measure(other.gradients, wide.gradients)
         assert 0 < noise < 1e-3, f"{noise:.1e} is another result, not rounding"

@@ -31,7 +31,6 @@ from tests.real.cases import (
     Found,
     assert_as_close,
     config_of,
-    conversations,
     distance,
     gradients_of,
     load,
@@ -157,24 +156,27 @@ def test_reward_model(tmp_path: Path) -> None:
 
 
 def completions(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """The batch of TRL's trainers with completions: prompts padded in front, completions behind, [B, L] each."""
+    """The batch of TRL's trainers with completions, which are padded behind, [B, L]; the prompts are equally long.
+
+    TRL pads prompts in front, and eager attention in float64 gives NaN for such pads.
+    """
     prompts, answers = [], []
     for sample in samples:
         scored = np.flatnonzero(sample.mask)
         first, end = int(scored[0]), int(scored[-1]) + 1  # a newline may follow
         assert len(scored) == end - first
-        prompts.append(torch.tensor(sample.tokens[:first], dtype=torch.int64).flip(0))
+        prompts.append(torch.tensor(sample.tokens[:first], dtype=torch.int64))
         answers.append(torch.tensor(sample.tokens[first:end], dtype=torch.int64))
-    found = {}
-    for name, tokens in (("prompt", prompts), ("completion", answers)):
-        padded, mask = (
-            torch.nn.utils.rnn.pad_sequence(entries, batch_first=True, padding_value=value)
-            for entries, value in ((tokens, 2), ([torch.ones_like(entry) for entry in tokens], 0))
-        )
-        flips = name == "prompt"
-        found[f"{name}_ids"], found[f"{name}_mask"] = (tensor.flip(1) if flips else tensor for tensor in (padded, mask))
-    found["num_items_in_batch"] = found["completion_mask"].sum()
-    return found
+    masks = [torch.ones_like(answer) for answer in answers]
+    ids, mask = (torch.nn.utils.rnn.pad_sequence(entries, batch_first=True) for entries in (answers, masks))
+    prompt = torch.stack(prompts)
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "num_items_in_batch": mask.sum(),
+    }
 
 
 def no_reward(**_: Any) -> list[float]:
@@ -185,20 +187,15 @@ def test_grpo(tmp_path: Path, other_model: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     rewards = (1.0, 0.0, 1.0, 0.25)
-    answers = [
-        (question, text)
-        for row in zip(QUESTIONS, GOOD, BAD, strict=True)
-        for question, text in ((row[0], row[1]), (row[0], row[2]))
-    ][:4]
     rows = [
-        {"prompt": [message("user", question)], "response": text, "reward": reward, "group": question}
-        for (question, text), reward in zip(answers, rewards, strict=True)
+        {"prompt": [message("user", QUESTIONS[0])], "response": text, "reward": reward, "group": 0}
+        for text, reward in zip((GOOD[0], BAD[0], "Paris.", "I do not know."), rewards, strict=True)
     ]
     loss = {"kind": "clip", "advantage": "grpo", "kl_coefficient": BETA, "kl_estimator": "k3"}
     found = ours(config_of(tmp_path, rows, loss=loss, reference={"path": str(other_model)}))
 
     advantages = torch.tensor([float(sample.advantages[-1]) for sample in found.samples])
-    groups = torch.tensor(rewards, dtype=torch.float64).view(-1, 2)
+    groups = torch.tensor(rewards, dtype=torch.float64).view(1, -1)
     deviation = groups.std(1, keepdim=True)
     for epsilon, tolerance in ((1e-6, 1e-6), (1e-4, 3e-4)):
         expected = ((groups - groups.mean(1, keepdim=True)) / (deviation + epsilon)).flatten()
@@ -211,7 +208,7 @@ def test_grpo(tmp_path: Path, other_model: Path) -> None:
             args=GRPOConfig(
                 beta=BETA,
                 loss_type="bnpo",  # the mean over the tokens of a batch
-                num_generations=2,
+                num_generations=len(rows),
                 use_bias_correction_kl=weighted,
                 **arguments(tmp_path, len(rows)),
             ),
@@ -241,7 +238,8 @@ def test_grpo(tmp_path: Path, other_model: Path) -> None:
 def test_distillation(tmp_path: Path, other_model: Path, divergence: str, beta: float) -> None:
     from trl import DistillationConfig, DistillationTrainer
 
-    rows = conversations()[1:]
+    asked = message("user", QUESTIONS[0])
+    rows = [{"messages": [asked, message("assistant", text)]} for text in (GOOD[0], BAD[0])]
     loss = {"kind": "distill", "distill": {"divergence": divergence}}
     found = ours(config_of(tmp_path, rows, loss=loss, teacher={"path": str(other_model)}))
 
