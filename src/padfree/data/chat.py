@@ -227,15 +227,19 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], Any]) -> Any:
-        """What comes of the first form that is rendered right, or the problem of the usual one."""
-        problem: RowError | None = None
+        """What comes of the first form that is rendered right, or the problem of the usual one; if that is the
+        spelling of tool calls, the problem of the form that comes furthest.
+        """
+        problems: list[RowError] = []
         for form in forms_of(conversation):
             try:
                 return work(form)
             except RowError as error:
-                problem = problem or error
-        assert problem is not None
-        raise problem
+                problems.append(error)
+        usual = problems[0]
+        if isinstance(usual, _RaisedError) or "tool_calls[" in str(usual):
+            raise max(problems, key=_message_number)
+        raise usual
 
     # Rendering
 
@@ -328,6 +332,11 @@ def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 "a list or table of them"
             ) from None
     return dict(arguments)
+
+
+def _message_number(error: RowError) -> int:
+    found = re.search(r"message (\d+)", str(error))
+    return int(found[1]) if found else 0
 
 
 def _attempted(render: Callable[[], Any]) -> Any:

@@ -81,15 +81,12 @@ def _check(
     _check_tools(conversation, shown.text)
     traced = found(shown.text)
     last = shown.stop - 1
+    nameless = False
     for index, leaf in enumerate(shape.leaves):
         if leaf.message > last or index in traced:
             continue
         if leaf.identifier:
-            if shape.shuffled is not None and shape.shuffled <= last:
-                raise RowError(
-                    f"message {shape.shuffled + 1} (tool) does not answer the next call, and the chat template "
-                    "shows no ids; put the results in the order of their calls"
-                )
+            nameless = True
         elif shown.prompt and _is_answer(conversation, leaf) and (leaf.thought or not twin):
             continue  # of a prompt: what the model once wrote, as the template chooses to show it
         elif leaf.thought and leaf.message < last and index in found(shown.alone(leaf.message) or ""):
@@ -100,8 +97,13 @@ def _check(
                 )
         else:
             raise _untraced(conversation, leaf)
+    if nameless and shape.shuffled is not None and shape.shuffled <= last:
+        raise RowError(
+            f"message {shape.shuffled + 1} (tool) does not answer the next call, and the chat template shows no ids; "
+            "put the results in the order of their calls"
+        )
     _check_empty(conversation, shown, {shape.leaves[index].message for index in traced})
-    _check_arguments(conversation, shown.text)
+    _check_arguments(conversation, shown)
     _check_roles(conversation, shown)
 
 
@@ -158,38 +160,56 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 # Tool calls and tools
 
 
-def _check_arguments(conversation: Conversation, text: str) -> None:
+def _check_arguments(conversation: Conversation, shown: Shown) -> None:
     """Strings and numbers are leaves; keys, booleans, nulls, lists and objects are checked here."""
     for index, message in enumerate(conversation.messages):
         for at, call in enumerate(message.get("tool_calls", ())):
             arguments = call["function"]["arguments"]
-            if arguments and not _holds_json(text, arguments):
-                field = f"{_named(conversation, index)}: tool_calls[{at}].function.arguments"
-                for key, value in arguments.items():
-                    _check_argument(text, key, value, field)
+            if arguments and not _holds_json(shown.text, arguments):
+                _check_one_by_one(conversation, shown, index, at, arguments)
 
 
-def _check_argument(text: str, key: str, value: Any, field: str) -> None:
-    """Arguments that are written one by one: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
-    if not any(form(key) in text for form in FORMS.values()):
-        raise RowError(
-            f"{field}.{key} leaves no trace in the text: the chat template does not show the key; give one that does "
-            "as data.chat_template"
-        )
-    simple = isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    if not simple and not _holds_json(text, value):
-        raise RowError(
-            f"{field}.{key} is rendered neither as its text nor as its JSON; give a template that writes it as "
-            "data.chat_template"
-        )
+def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
+    """Arguments that are not written as one JSON object: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`."""
+
+    def again(changed: dict[str, Any]) -> str | None:
+        message = conversation.messages[index]
+        calls = list(message["tool_calls"])
+        calls[at] = {**calls[at], "function": {**calls[at]["function"], "arguments": changed}}
+        messages = list(conversation.messages)
+        messages[index] = {**message, "tool_calls": calls}
+        return shown.again(replace(conversation, messages=tuple(messages)))
+
+    for key, value in arguments.items():
+        field = f"{_named(conversation, index)}: tool_calls[{at}].function.arguments.{key}"
+        if again({(f"{name}k" if name == key else name): one for name, one in arguments.items()}) == shown.text:
+            raise RowError(
+                f"{field} leaves no trace in the text: the chat template does not show the key; give one that does as "
+                "data.chat_template"
+            )
+        if value is None or isinstance(value, bool):
+            right = _swaps(shown.text, value, again({**arguments, key: not value}))
+        else:
+            right = not isinstance(value, (list, dict)) or _holds_json(shown.text, value)
+        if not right:
+            raise RowError(
+                f"{field} is rendered neither as its text nor as its JSON; give a template that writes it as "
+                "data.chat_template"
+            )
+
+
+def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
+    """Whether the text has the JSON of a value where it has that of the opposite once the value is changed."""
+    if changed is None:
+        return False
+    place = next((place for place, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)
+    return text.startswith(json.dumps(value), place) and changed.startswith(json.dumps(not value), place)
 
 
 def _holds_json(text: str, value: Any) -> bool:
     """Whether a JSON text of this value, however spaced and ordered, is part of the text."""
     if json.dumps(value, ensure_ascii=False) in text:
         return True
-    if value is None or isinstance(value, bool) or not value:
-        return False
     wanted = _canonical(value)
     return any(_canonical(found) == wanted for found in _json_values(text, "{" if isinstance(value, dict) else "["))
 

@@ -118,7 +118,7 @@ class _Dissection:
         thought = assistant and field in THOUGHT_FIELDS
         twin = []
         for literal, text, inside in _parts(value, tags=assistant and field == "content"):
-            self._key.append(literal)
+            self._key += [literal, bool(text)]
             twin.append(literal)
             if text:
                 twin.append(_text_marker(len(self._leaves)))

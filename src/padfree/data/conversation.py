@@ -13,7 +13,7 @@ beside tool calls) is a matter of the template: `ChatRenderer` decides it.
 Parquet and Arrow give every message all the keys that any message has, with null for the missing ones. So a key with
 null is the same as no key: in a message, in a tool, in arguments that are an object. A null inside arguments that are
 JSON text was written by somebody and stays, and so does a null in a list. An empty list, object or string says nothing
-and is left out as well, except as content.
+and is left out as well, except as content and as a thought.
 """
 
 from __future__ import annotations
@@ -141,10 +141,9 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
     weight = given.pop("weight", None)
     calls = [*_calls(given.pop("tool_calls", None), f"{name}.tool_calls"), *_legacy_call(given, name)]
     content = given.pop("content", None)
-    rest = {
-        key: value for key, value in _plain(given, name).items() if value not in ("", [], {}) and key not in METADATA
-    }
-    thoughts = {key: rest.pop(key) for key in THOUGHTS if key in rest}
+    plain = {key: value for key, value in _plain(given, name).items() if key not in METADATA}
+    thoughts = {key: plain.pop(key) for key in THOUGHTS if key in plain}
+    rest = {key: value for key, value in plain.items() if value not in ("", [], {})}
     if thoughts:
         rest["reasoning_content"] = _thought(thoughts, name)
     if content is None and not (calls or "refusal" in rest):
