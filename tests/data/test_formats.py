@@ -483,3 +483,47 @@ def test_samples_of_a_row_are_neighbours_with_its_line(load: Load) -> None:
     data = load({"messages": messages}, {"messages": messages[:2]}, tokenizer=tiny_tokenizer("forgetful"))
     assert [sample.uid for sample in data] == ["a.jsonl:1 turn 1", "a.jsonl:1 turn 2", "a.jsonl:2"]
     assert data.report.num_rows == 2
+
+
+# Rows that would take very long, or that hold what JSON does not have
+
+
+def test_a_text_of_many_megabytes_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("padfree.data.encode.MOST_CHARACTERS", 1000)
+    good = {"prompt": "Hi", "response": "x" * 500}
+    words = r"^a\.jsonl line 2: 1,0\d\d characters of text; expected at most 1,000, in several rows; correct it, or set"
+    for long in ({"prompt": "y" * 1000, "response": "x"}, {"prompt": "Hi", "response": "x" * 1000}):
+        with pytest.raises(ValueError, match=words):
+            load(good, long)
+        with pytest.raises(ValueError, match=words.replace("0", r"\d", 1)):
+            load(good, long, prompt_format="plain")
+    assert len(load(good, {"prompt": "y" * 1000, "response": "x"}, on_bad_row="skip")) == 1
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 1,0\d\d characters"):
+        load({"messages": [user("y" * 1000), assistant("x")]})
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 1,0\d\d characters"):
+        load({"prompt": "y" * 1000, "chosen": "x", "rejected": "z"}, pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": "Hi", "response": NaN}', r"'response' is nan; expected a string"),
+        ('{"instruction": "Hi", "input": NaN, "output": "x"}', r"'input' is nan; expected a string"),
+        ('{"prompt": "Hi", "response": "x", "system": Infinity}', r"'system' is inf; expected a string"),
+        ('{"input_ids": [1, NaN]}', r"input_ids\[1\] is nan; expected a token id"),
+        ('{"input_ids": [1, 2], "labels": [1, -Infinity]}', r"labels\[1\] is -inf; expected the token's own id"),
+        ('{"messages": [{"role": "user", "content": NaN}]}', r"messages\[0\]\.content is nan; expected a string"),
+        ('{"messages": [{"role": "user", "content": "x", "n": 1e999}]}', r"messages\[0\]\.n is inf; expected a finite"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "a", "x": NaN}]}', r"tools\[0\]\.x is nan"),
+        ('{"messages": ' + "[" * 400 + "]" * 400 + "}", r"messages\[0\] is a list of 1; expected an object"),
+        ('{"messages": [{"role": "user", "content": "x", "n": ' + "[" * 400 + "]" * 400 + "}]}", r"nested more than"),
+    ],
+)
+def test_not_a_number_and_deep_nesting_are_bad_rows_with_their_field(load: Load, row: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^a\.jsonl line 1: .*{words}"):
+        load(row)
+
+
+def test_a_template_number_must_be_finite(load: Load) -> None:
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 'level' is nan; expected a text or a finite number"):
+        load('{"prompt": "Hi", "level": NaN, "response": "x"}', prompt_template="{prompt} {level}")
