@@ -315,7 +315,9 @@ def test_a_name_that_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     for given in (tmp_path, os.fsdecode(raw)):
-        with pytest.raises(ValueError, match=r"^data: the name of '.*caf\\udce9\.jsonl' is not UTF-8; rename") as caught:
+        with pytest.raises(
+            ValueError, match=r"^data: the name of '.*caf\\udce9\.jsonl' is not UTF-8; rename"
+        ) as caught:
             open_sources(given)
         str(caught.value).encode("ascii")
 

@@ -199,7 +199,7 @@ def tokenizer_of(name: str) -> Any:
     return AutoTokenizer.from_pretrained(Path(REAL, name) if name == "smollm2" else Path(REAL, "tokenizers", name))
 
 
-class CannotShow(Exception):
+class CannotShowError(Exception):
     """The template refuses a conversation, or leaves something of it out."""
 
 
@@ -210,10 +210,10 @@ def rendered(tokenizer: Any, messages: Sequence[Message], tools: list[Any] | Non
             list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, date_string=date
         )
     except Exception as error:
-        raise CannotShow(str(error)) from error
+        raise CannotShowError(str(error)) from error
     assert isinstance(text, str)
     if tools is not None and ('"name": "add_up"' not in text or '{"a": 3}' not in text) and not prompt:
-        raise CannotShow("tools")
+        raise CannotShowError("tools")
     return text
 
 
@@ -239,7 +239,8 @@ def _span(tokenizer: Any, case: Case, messages: Sequence[Message]) -> tuple[str,
         text = before + text[len(bare) :]
     if not text.startswith(before):
         # The template takes back what it has put into the generation prompt, as an empty thought.
-        before = os.path.commonprefix([text, before])
+        pairs = zip(text, before, strict=False)
+        before = text[: next(index for index, (one, other) in enumerate(pairs) if one != other)]
         assert text[len(before) :].lstrip().startswith(messages[-1]["content"].strip()[:10]), (before, text)
     return text, len(before), len(text.rstrip("\n"))
 
@@ -294,7 +295,7 @@ def outcome(name: str, case: Case, folder: Path) -> str:
         return "refused"
     try:
         right = expected(tokenizer, case)
-    except CannotShow:
+    except CannotShowError:
         with pytest.raises(ValueError, match=r"^a\.jsonl line 1: .*(tool|template)"):
             found_samples(tokenizer, case, folder)
         return "refused: template"

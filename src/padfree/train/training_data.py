@@ -29,6 +29,7 @@ from padfree.data import (
     RolloutDataSettings,
     SFTDataSettings,
     StoredSamples,
+    TokenizedDataset,
     labelled,
     load_pairs,
     load_reward,
