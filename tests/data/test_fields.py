@@ -98,9 +98,7 @@ def mapping_of(words: str) -> dict[str, str]:
 
 
 def test_a_mapping_renames_and_speaks_for_its_format() -> None:
-    fields = resolve(
-        row("question", "answer", "text"), {"question": "prompt", "answer": "response"}, SFT_SCHEMA, "f"
-    )
+    fields = resolve(row("question", "answer", "text"), {"question": "prompt", "answer": "response"}, SFT_SCHEMA, "f")
     assert (fields.kind, fields["prompt"], fields["response"]) == ("pair", "question", "answer")
     half = resolve(row("question", "response", "prompt"), {"question": "prompt"}, SFT_SCHEMA, "f")
     assert (half.kind, half["prompt"], half["response"]) == ("pair", "question", "response")
@@ -152,9 +150,7 @@ def test_no_format_is_refused_with_what_to_do(
         (ROLLOUTS, row(prompt_ids=[1], completion_ids=[1], reward=1), "token pair"),
     ],
 )
-def test_the_mapping_in_a_message_works_when_a_shell_reads_it(
-    schema: Schema, first: dict[str, Any], kind: str
-) -> None:
+def test_the_mapping_in_a_message_works_when_a_shell_reads_it(schema: Schema, first: dict[str, Any], kind: str) -> None:
     with pytest.raises(ValueError) as caught:
         resolve(first, {}, schema, "f")
     advice = str(caught.value).partition("as in ")[2]

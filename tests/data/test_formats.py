@@ -151,7 +151,10 @@ def test_a_prompt_template_is_filled_with_columns(load: Load) -> None:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{qestion}", r"data\.prompt_template: \{qestion\} is not a column of a\.jsonl, which has \['answer', 'l', 'qu"),
+        (
+            "{qestion}",
+            r"data\.prompt_template: \{qestion\} is not a column of a\.jsonl, which has \['answer', 'l', 'qu",
+        ),
         ("{l}", r"data\.prompt_template: it has no \{prompt\}, so that 'question' of a\.jsonl would be lost"),
         ("{question} {answer.__class__}", r"\{answer\.__class__\} is not a column"),
         ("{question} {l[0]}", r"\{l\[0\]\} is not a column"),
@@ -177,9 +180,9 @@ def test_a_prompt_template_with_a_mistake_is_refused(load: Load, template: str, 
         ([{"instruction": "Hi", "output": "x", "history": [["A"]]}], {}, r"history\[0\] is a list of 1; expected a pr"),
         ([{"instruction": "Hi", "output": "x", "history": "A"}], {}, r"history\[0\] is 'A'; expected a prompt and a"),
         ([{"prompt": [user("A"), assistant("B")], "completion": [assistant("C")]}], {}, r"'prompt' ends with the assi"),
-        ([{"prompt": [user("A")], "completion": [user("B"), assistant("C")]}], {}, r"'prompt' is neither its beginning"),
+        ([{"prompt": [user("A")], "completion": [user("B"), assistant("C")]}], {}, r"'prompt' is neither its"),
         ([{"prompt": [user("A")], "completion": [user("A")]}], {}, r"'completion' has no answer behind 'prompt'"),
-        ([{"prompt": "A", "response": "B", "system": "C"}], {"prompt_format": "plain"}, r"'system' is 'C', and there is"),
+        ([{"prompt": "A", "response": "B", "system": "C"}], {"prompt_format": "plain"}, r"'system' is 'C', and"),
         ([{"prompt": "A", "completion": "B"}, {"prompt": "A", "completion": "B", "label": False}], {},
          r"^a\.jsonl line 2: 'label' is false, which says whether"),
         ([{"prompt": "A", "response": "B"}, {"prompt": "A", "response": "B", "messages": [user("C")]}], {},
@@ -315,7 +318,7 @@ def test_pairs_share_their_context_and_differ_in_the_answer(load: Load, row: Any
         ({"prompt": "Hi", "chosen": [user("Ho"), ...], "rejected": [...]}, r"'prompt' is neither its beginning nor"),
         ({"prompt": "Hi", "chosen": [user("Hi"), ...], "rejected": [user("Ho"), ...]}, r"'rejected' is a whole conv"),
         ({"chosen": [user("Hi"), ...], "rejected": [user("Ho"), ...]}, r"have no message in common"),
-        ({"chosen": [user("A"), assistant("B"), user("C"), ...], "rejected": [user("A"), assistant("B"), user("D"), ...]},
+        ({"chosen": [*EARLIER, user("C"), ...], "rejected": [*EARLIER, user("D"), ...]},
          r"'chosen' has the role 'user' where the answers differ; expected both to share all"),
         ({"prompt": "A", "chosen": [assistant("B"), user("C"), ...], "rejected": [assistant("D"), user("C"), ...]},
          r"'chosen' has the role 'user' behind the first difference"),
@@ -325,7 +328,7 @@ def test_pairs_share_their_context_and_differ_in_the_answer(load: Load, row: Any
          r"'prompt' and 'chosen' have different system messages"),
         ({"prompt": "Hi", "chosen": [system("X"), user("Hi"), ...], "rejected": [system("Y"), user("Hi"), ...]},
          r"have no message in common"),
-        ({"prompt": "Hi", "chosen": [assistant("Hello"), user("Bye")], "rejected": [...]}, r"'chosen' has the role 'user'"),
+        ({"prompt": "Hi", "chosen": [assistant("Hello"), user("Bye")], "rejected": [...]}, r"has the role 'user'"),
         ({"prompt": "Hi", "chosen": [user("Hi")], "rejected": [...]}, r"'chosen' has no answer behind 'prompt'"),
         ({"prompt": EARLIER, "chosen": "Hello", "rejected": "No"}, r"'prompt' ends with the assistant"),
         ({"chosen": [...], "rejected": [...]}, r"have no message in common"),
@@ -361,7 +364,11 @@ def test_an_answer_may_use_tools(load: Load) -> None:
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        ("Human: Hi there\n\nAssistant: yes it is", "Human: Hi there\n\nAssistant: no", "Human: Hi there\n\nAssistant:"),
+        (
+            "Human: Hi there\n\nAssistant: yes it is",
+            "Human: Hi there\n\nAssistant: no",
+            "Human: Hi there\n\nAssistant:",
+        ),
         ("The sky is blue.", "The sky is green.", "The sky is"),
         ("The sky is blue and wide", "The sky is blue", "The sky is"),
         ("天空是蓝色", "天空是绿色", "天空是"),
@@ -444,12 +451,14 @@ def test_rollouts_in_text_have_the_same_prompts(tmp_path: Path) -> None:
     [
         ({"id": 1, "instruction": "Hi", "input": "", "output": "x", "source": "s"}, {},
          "Alpaca (instruction, input, output); not used: id, source; through the chat template"),
-        ({"prompt": "Hi", "response": "x"}, {"prompt_format": "plain"}, "prompt and response (prompt, response); as plain text"),
+        ({"prompt": "Hi", "response": "x"}, {"prompt_format": "plain"},
+         "prompt and response (prompt, response); as plain text"),
         ({"conversations": HUMAN, "id": 1}, {}, "ShareGPT (conversations); not used: id"),
         ({"text": "Hi there"}, {"system": "Be.", "prompt_template": "{prompt}"},
          "text (text); without data.system and data.prompt_template"),
         ({"input_ids": [5, 6]}, {}, "token ids (input_ids)"),
-        ({"messages": [user("Hi"), assistant("x")], "weight": 1}, {"columns": {"weight": "unused"}}, "messages (messages)"),
+        ({"messages": [user("Hi"), assistant("x")], "weight": 1}, {"columns": {"weight": "unused"}},
+         "messages (messages)"),
     ],
 )  # fmt: skip
 def test_the_store_says_how_a_file_was_read(load: Load, row: Any, changes: dict[str, Any], line: str) -> None:
@@ -483,3 +492,50 @@ def test_samples_of_a_row_are_neighbours_with_its_line(load: Load) -> None:
     data = load({"messages": messages}, {"messages": messages[:2]}, tokenizer=tiny_tokenizer("forgetful"))
     assert [sample.uid for sample in data] == ["a.jsonl:1 turn 1", "a.jsonl:1 turn 2", "a.jsonl:2"]
     assert data.report.num_rows == 2
+
+
+# Rows that would take very long, or that hold what JSON does not have
+
+
+def test_a_text_of_many_megabytes_is_refused_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("padfree.data.encode.MOST_CHARACTERS", 1000)
+    good = {"prompt": "Hi", "response": "x" * 500}
+    words = r"^a\.jsonl line 2: 1,0\d\d characters of text; expected at most 1,000, in several rows; correct it, or set"
+    for long in ({"prompt": "y" * 1000, "response": "x"}, {"prompt": "Hi", "response": "x" * 1000}):
+        with pytest.raises(ValueError, match=words):
+            load(good, long)
+        with pytest.raises(ValueError, match=words.replace("0", r"\d", 1)):
+            load(good, long, prompt_format="plain")
+    assert len(load(good, {"prompt": "y" * 1000, "response": "x"}, on_bad_row="skip")) == 1
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 1,0\d\d characters"):
+        load({"messages": [user("y" * 1000), assistant("x")]})
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 1,0\d\d characters"):
+        load({"prompt": "y" * 1000, "chosen": "x", "rejected": "z"}, pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": "Hi", "response": NaN}', r"'response' is nan; expected a string"),
+        ('{"instruction": "Hi", "input": NaN, "output": "x"}', r"'input' is nan; expected a string"),
+        ('{"prompt": "Hi", "response": "x", "system": Infinity}', r"'system' is inf; expected a string"),
+        ('{"input_ids": [1, NaN]}', r"input_ids\[1\] is nan; expected a token id"),
+        ('{"input_ids": [1, 2], "labels": [1, -Infinity]}', r"labels\[1\] is -inf; expected the token's own id"),
+        ('{"messages": [{"role": "user", "content": NaN}]}', r"messages\[0\]\.content is nan; expected a string"),
+        ('{"messages": [{"role": "user", "content": "x", "n": 1e999}]}', r"messages\[0\]\.n is inf; expected a finite"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "a", "x": NaN}]}',
+            r"tools\[0\]\.x is nan",
+        ),
+        ('{"messages": ' + "[" * 400 + "]" * 400 + "}", r"messages\[0\] is a list of 1; expected an object"),
+        ('{"messages": [{"role": "user", "content": "x", "n": ' + "[" * 400 + "]" * 400 + "}]}", r"nested more than"),
+    ],
+)
+def test_not_a_number_and_deep_nesting_are_bad_rows_with_their_field(load: Load, row: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"^a\.jsonl line 1: .*{words}"):
+        load(row)
+
+
+def test_a_template_number_must_be_finite(load: Load) -> None:
+    with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 'level' is nan; expected a text or a finite number"):
+        load('{"prompt": "Hi", "level": NaN, "response": "x"}', prompt_template="{prompt} {level}")

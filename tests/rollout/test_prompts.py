@@ -43,7 +43,9 @@ def test_columns_are_mapped_and_all_are_kept(tmp_path: Path) -> None:
     rows = [{"question": "1+1", "result": "2", "level": 3}]
     found = read(tmp_path, rows, columns={"question": "prompt", "result": "answer"})
     assert found.prompts[0].row == {**rows[0], "prompt": "1+1", "answer": "2"}
-    with pytest.raises(ValueError, match=r"columns: 'question' is mapped to 'response', which is not a field; use one of"):
+    with pytest.raises(
+        ValueError, match=r"columns: 'question' is mapped to 'response', which is not a field; use one of"
+    ):
         read(tmp_path, rows, columns={"question": "response"})
     with pytest.raises(ValueError, match=r"columns: prompts.jsonl has .*; expected 'prompt', or 'messages'"):
         read(tmp_path, [{"level": 3}])

@@ -33,8 +33,7 @@ TEMPLATES = {
     "weekday": "{%- set now = strftime_now('%A') %}{{ now }}\n" + BODY,
     "if not given": "{% if not date_string is defined %}{% set date_string = strftime_now('%j') %}{% endif %}"
     "{{ date_string }}\n" + BODY,
-    "defined only": "{% if strftime_now is defined %}{% set d = strftime_now('%F') %}{% else %}{% set d = 'x' %}{% endif %}"
-    "{{ d }}\n" + BODY,
+    "if there is a clock": "{% if strftime_now is defined %}{{ strftime_now('%F') }}{% else %}x{% endif %}\n" + BODY,
 }
 ROWS = [{"prompt": f"{number}+1", "response": f"{number + 1}"} for number in range(8)]
 
@@ -162,7 +161,9 @@ def test_the_day_is_part_of_the_key_of_the_token_cache(tmp_path: Path) -> None:
             assert read_metadata(tuesday.folder)["day"] == "2024-05-07"
             assert loaded(template, MONDAY, function, file).folder == monday.folder
     assert loaded(BODY, MONDAY).folder == loaded(BODY, TUESDAY).folder
-    given = SFTDataSettings(chat_template=TEMPLATES["if not given"], template_arguments={"date_string": "x"}, day=MONDAY)
+    given = SFTDataSettings(
+        chat_template=TEMPLATES["if not given"], template_arguments={"date_string": "x"}, day=MONDAY
+    )
     found = load_sft(path, tokenizer, given, cache=tmp_path / "cache", num_workers=0)
     assert "day" not in read_metadata(found.folder)
 

@@ -178,7 +178,9 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{name}: {value!r}; give it without the zero character")
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
-        raise ValueError(f"{name}: {value!r} is what a shell leaves of a table without quotes; {_table_cure(name, value)}")
+        raise ValueError(
+            f"{name}: {value!r} is what a shell leaves of a table without quotes; {_table_cure(name, value)}"
+        )
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"

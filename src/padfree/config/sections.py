@@ -71,7 +71,12 @@ class DataConfig:
         need(self.chat_template != "", "data.chat_template", self.chat_template, "give a file, or leave it out")
         need(self.system != "", "data.system", self.system, "give a system prompt, or leave it out")
         plain = self.system is not None and self.prompt_format == "plain"
-        need(not plain, "data.system", self.system, "leave it out, or set data.prompt_format=chat: plain prompts have none")
+        need(
+            not plain,
+            "data.system",
+            self.system,
+            "leave it out, or set data.prompt_format=chat: plain prompts have none",
+        )
         if self.prompt_template is not None:
             template_parts(self.prompt_template)
         need(self.max_length is None or self.max_length >= 2, "data.max_length", self.max_length, "give 2 or more")

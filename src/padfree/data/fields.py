@@ -107,8 +107,8 @@ def has_value(value: object) -> bool:
     """Whether a column says something in a row. False and 0 do."""
     if isinstance(value, str):
         return bool(value.strip())
-    if isinstance(value, Mapping):
-        return any(map(has_value, value.values()))
+    if isinstance(value, Mapping):  # of Parquet: an image of nulls
+        return any(inside not in (None, "", [], {}) for inside in value.values())
     return value is not None and value != []
 
 
@@ -123,7 +123,9 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
             )
         if list(mapping.values()).count(name) > 1:
             both = [other for other, target in mapping.items() if target == name]
-            raise ValueError(f"data.columns: {both} are all mapped to {name!r}; map one, as in {setting({both[0]: name})}")
+            raise ValueError(
+                f"data.columns: {both} are all mapped to {name!r}; map one, as in {setting({both[0]: name})}"
+            )
 
 
 def setting(mapping: Mapping[str, str]) -> str:
@@ -152,7 +154,9 @@ def resolve(
     readings = [reading for format in schema.formats for reading in _readings(format, first, mapping, schema)]
     readings = _best(readings, first, schema)
     if not readings:
-        raise ValueError(f"data.columns: {file} has {sorted(first)}; expected {schema.expected()}; {_cure(first, schema)}")
+        raise ValueError(
+            f"data.columns: {file} has {sorted(first)}; expected {schema.expected()}; {_cure(first, schema)}"
+        )
     if len(readings) > 1:
         ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
         raise ValueError(f"data.columns: {file} can be read in {len(readings)} ways; set {', or '.join(ways)}")
@@ -168,9 +172,7 @@ class _Reading:
     columns: Mapping[str, str]
 
 
-def _readings(
-    format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema
-) -> list[_Reading]:
+def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
     """All ways to read a file in this format: none if a field is missing, several if two columns could be one field."""
     mapped = {name: column for column, name in mapping.items() if name != UNUSED}
     if not format.takes(mapped):

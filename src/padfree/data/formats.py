@@ -49,7 +49,10 @@ GUARDED = {
 """Columns that change what a row means."""
 
 _PAIRS = frozenset(("chosen", "rejected")), "train on preference pairs with padfree dpo or padfree reward"
-_UNPAIRED = frozenset(("label",)), "bring two answers for each prompt: padfree has no loss for single labelled ones (KTO)"
+_UNPAIRED = (
+    frozenset(("label",)),
+    "bring two answers for each prompt: padfree has no loss for single labelled ones (KTO)",
+)
 _TOKENIZED = frozenset(("input_ids",)), "bring text: token ids are for padfree sft and for rollouts"
 _ROLLOUTS = frozenset(("reward",)), "train on rollouts with padfree rl"
 

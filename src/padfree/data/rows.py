@@ -2,7 +2,7 @@
 
     {"instruction": "Add.", "input": "2+2", "output": "4"}
         prompt       user: "Add.\\n\\n2+2"
-        completed    user: "Add.\\n\\n2+2"   assistant: "4"      the response is trained, earlier assistant turns are not
+        completed    user: "Add.\\n\\n2+2"   assistant: "4"     the response is trained, earlier assistant turns are not
 
     {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
         pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common beginning is the context of both answers
@@ -41,8 +41,8 @@ class RowReader:
     def __init__(self, settings: TextSettings, *, renders_chat: bool) -> None:
         if settings.system is not None and not renders_chat:
             raise ValueError(
-                f"data.system: {settings.system!r}, but prompts do not go through a chat template; leave it out, or set "
-                "data.chat_template to a file and data.prompt_format=chat"
+                f"data.system: {settings.system!r}, but prompts do not go through a chat template; leave it out, or "
+                "set data.chat_template to a file and data.prompt_format=chat"
             )
         self._system = settings.system
         self._renders_chat = renders_chat
@@ -172,7 +172,9 @@ class RowReader:
                 )
             return PlainPair(prompt, chosen, rejected)
         if fields.kind == "continued":
-            raise RowError(f"{fields['messages']!r} needs a chat template; expected data.chat_template, or a text prompt")
+            raise RowError(
+                f"{fields['messages']!r} needs a chat template; expected data.chat_template, or a text prompt"
+            )
         if not self._implicit_text:
             raise RowError(
                 f"{fields['chosen']!r} is a text without a prompt; expected messages, or data.prompt_format=plain"
@@ -383,5 +385,3 @@ def _common_words(one: str, other: str) -> int:
     while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):
         end -= 1
     return end
-
-

@@ -28,7 +28,7 @@ class TextSettings:
     (`{"enable_thinking": False}`). `day` is what a template that writes the date takes for today.
     `turns`: whether the assistant turns of a conversation are trained in one sample (`together`) or in one sample each
     (`apart`). `auto` is `together` if the template shows earlier turns as they were written.
-    `system`: the system prompt of conversations that have none. `prompt_template`: how a text prompt is made of columns.
+    `system`: the system prompt of conversations that have none. `prompt_template`: a text prompt made of columns.
     `append_eos`: text that is not ended by a chat template gets the tokenizer's end-of-sequence token.
     `split`, `subset`: of a Hub id.
     `overlong` samples, of more than `max_length` tokens, are an `error`, are cut (`truncate`) or left out (`drop`).

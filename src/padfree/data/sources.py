@@ -103,7 +103,7 @@ class FileSource(RecordSource):
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"data: the name of {ascii(str(path))} is not UTF-8; rename the file") from None
+            raise ValueError(f"data: the name of {str(path)!a} is not UTF-8; rename the file") from None
         try:
             with open(path, "rb"):
                 self._opened = path.stat()

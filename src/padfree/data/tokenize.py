@@ -153,7 +153,7 @@ def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) ->
                 f"{column}[{index}] is {shown(label)}; expected the token's own id, {tokens[index]}, or {IGNORED} "
                 "(labels that are not shifted)"
             )
-    return np.array(labels, dtype=np.int64) != IGNORED
+    return np.array([label != IGNORED for label in labels], dtype=np.bool_)
 
 
 def _zeros_and_ones(row: Mapping[str, Any], column: str, length: int) -> NDArray[np.bool_]:
@@ -187,8 +187,8 @@ class PairTokenizer(RowTokenizer):
         chosen, rejected = (self._answered(one, column) for one, column in zip(found, columns, strict=True))
         if chosen.pieces[0] != rejected.pieces[0]:
             raise RowError(
-                f"the chat template shows the context of {columns[0]!r} and of {columns[1]!r} differently; expected the "
-                "same text before both answers"
+                f"the chat template shows the context of {columns[0]!r} and of {columns[1]!r} differently; expected "
+                "the same text before both answers"
             )
         return [chosen, rejected]
 
@@ -203,7 +203,7 @@ class PairTokenizer(RowTokenizer):
         return Passage.of_spans(samples[0].text, samples[0].spans)
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Prompts (texts, messages or conversations), each with an answer to it, as `__call__` makes samples of pairs."""
+        """Prompts (texts, messages or conversations) with an answer each, as `__call__` makes samples of pairs."""
         passages = [attempt(self._answer_to, prompt, answer) for prompt, answer in rows]
         encoded = iter(self._encoder.encode([one for one in passages if isinstance(one, Passage)]))
         return [next(encoded) if isinstance(one, Passage) else one for one in passages]

@@ -35,6 +35,7 @@ from padfree.data.sources import Chunk, open_sources, record_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """What responses are written to. Its length is that of the longest sample it can become."""
@@ -142,10 +143,8 @@ class _Reader:
         fields.check(row)
         if self._chat is None:
             return self._rows.plain_prompt(row, fields)
-        if fields.kind == "messages":
-            found = self._rows.conversation(row, fields)
-        else:
-            found = self._rows.prompt(row, fields)
+        read = self._rows.conversation if fields.kind == "messages" else self._rows.prompt
+        found = read(row, fields)
         _check_last(found.messages, fields[fields.kind])
         return found
 
@@ -158,7 +157,9 @@ class _Reader:
 
 def _check_last(messages: Sequence[Message], column: str) -> None:
     if messages[-1]["role"] == "assistant":
-        raise RowError(f"{column!r} ends with the role 'assistant'; expected the conversation to end before the response")
+        raise RowError(
+            f"{column!r} ends with the role 'assistant'; expected the conversation to end before the response"
+        )
 
 
 class _Collected:

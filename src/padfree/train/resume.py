@@ -205,9 +205,7 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
 
 
-def data_record(
-    samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None
-) -> dict[str, Any]:
+def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None) -> dict[str, Any]:
     """A digest of what is trained on, and its size for a person to see. `day`: the date that the texts hold."""
     about = {} if day is None else {"day": day.isoformat()}
     if isinstance(samples, StoredSamples):

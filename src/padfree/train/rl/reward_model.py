@@ -58,7 +58,9 @@ class ModelReward:
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> tuple[list[NDArray[np.int32]], str | None]:
         """Of each response with its prompt, and what is wrong with one of them."""
         # What the policy was asked, before its own chat template.
-        rows = [(prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers]
+        rows = [
+            (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
+        ]
         found: list[NDArray[np.int32]] = []
         for (prompt, _), encoded in zip(answers, self._tokenize.answers(rows), strict=True):
             if isinstance(encoded, ValueError):
