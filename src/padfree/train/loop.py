@@ -52,6 +52,7 @@ from padfree.train.determinism import deterministic, random_state, restore_rando
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
+from padfree.train.finite import check_weights
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -248,6 +249,8 @@ class Loop:
                 self.save()
         if self.journal is not None:
             self.journal.close()
+        if self.on_note is not None and (line := self.batches.without_signal()) is not None:
+            self.on_note(line)
         self.events.write("stop" if stopped else "end", step=self.step)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
@@ -338,6 +341,9 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
         self.updates.finish()
+        check_weights(self.engine.model, self.step)
+        if self.batches.critic is not None:
+            check_weights(self.batches.critic.engine.model, self.step, "the critic", "critic.lr")
         extra: dict[str, Any] = {
             "step": self.step,
             "batcher": self._cursor or self.batches.cursor(),

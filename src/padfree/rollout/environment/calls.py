@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from padfree.data.conversation import Message, read_conversation
+from padfree.data.records import check_encodable
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.environment.policy import Host, Turn
 from padfree.rollout.environment.trajectory import Branch, Tree
@@ -74,6 +75,8 @@ class Calls:
         if isinstance(prompt, str):
             return self._of_text(prompt, (), begun=False)
         ids = list(prompt)
+        if len(ids) > self._tree.limit:  # for which there is no room: nothing more needs to be known of it
+            return Context(ids=ids, text="")
         found = max(
             (one.branch for one in self._seen if one.branch.ids == ids[: len(one.branch.ids)]),
             key=lambda branch: len(branch.ids),
@@ -108,11 +111,15 @@ class Calls:
         return Turn(tokens=response.tokens, text=self._words.decode(written), ended=response.ended)
 
     def _of_text(self, text: str, messages: Sequence[Message], *, begun: bool) -> Context:
+        check_encodable(text, "messages" if begun else "prompt")
         found = max(
             (one for one in self._seen if text.startswith(one.text)), key=lambda one: len(one.text), default=None
         )
         if found is None:
-            return Context(ids=self._words.encode_prompt(text, begun=begun), text=text, messages=messages)
+            ids = self._words.encode_prompt(text, begun=begun)
+            if not ids:
+                raise ValueError("the prompt has no tokens; give some text")
+            return Context(ids=ids, text=text, messages=messages)
         new = tuple(self._words.encode(text[len(found.text) :]))
         return Context(ids=[*found.branch.ids, *new], text=text, messages=messages, seen=found.branch, new=new)
 
