@@ -317,9 +317,9 @@ def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
     """One that is full of rewards that never return ends when the run does."""
     code = (
         "import time\nfrom padfree.rollout.within import DaemonPool\npool = DaemonPool(2, 'reward')\n"
-        "for _ in range(5): pool.submit(time.sleep, 600)\npool.close()\nprint('ended')"
+        "for _ in range(5): pool.submit(time.sleep, 6000)\npool.close()\nprint('ended')"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert found.stdout == "ended\n"
 
 
