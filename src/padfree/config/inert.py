@@ -61,7 +61,7 @@ _context = _unless(lambda config: config.parallel.context != 1, lambda config: "
 
 
 def _data_split(config: Config) -> str | None:
-    return None if _any_on_hub(config.data.path) else "with data.path, which names files and no Hub id"
+    return None if _any_on_hub(config.data.paths) else "with data.path, which names files and no Hub id"
 
 
 def _eval_split(config: Config) -> str | None:
@@ -145,6 +145,10 @@ READ_BY: dict[str, Reason | None] = {
     "rollout.top_p": None,
     "rollout.top_k": None,
     "data.path": None,
+    "data.sources": None,
+    "data.turns": None,
+    "data.system": None,
+    "data.prompt_template": None,
     "data.subset": _data_split,
     "data.split": _data_split,
     "data.columns": None,
