@@ -190,3 +190,88 @@ def test_no_template_is_refused() -> None:
 def test_malformed_messages_are_named(messages: list[Any], words: str) -> None:
     with pytest.raises(RowError, match=words):
         read_conversation(messages, "chat")
+
+
+QUESTION = {"role": "user", "content": "And then?"}
+THINKING = {"role": "assistant", "content": "<think>polite</think>Hello"}
+
+
+def test_a_template_that_rewrites_earlier_turns_makes_a_sample_of_each_turn() -> None:
+    forgetful = tiny_tokenizer("forgetful")
+    messages = [TURNS[1], THINKING, QUESTION, THINKING, QUESTION]
+    found = samples(forgetful, messages, turns="auto")
+    first = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "Hello<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+    answer = "<think>polite</think>Hello<|im_end|>"
+    assert [sample.text for sample in found] == [first + answer + "\n", second + answer + "\n"]
+    assert [trained(sample) for sample in found] == [[answer], [answer]]
+    for sample, asked in zip(found, (messages[:1], messages[:3]), strict=True):
+        before = forgetful.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert sample.text[: sample.spans[0][0]] == before
+    assert samples(forgetful, messages[:4], "last", "auto") == found[1:]
+    # without anything to rewrite it is one sample, unless all are to be apart
+    plain = [TURNS[1], TURNS[4], QUESTION, TURNS[4]]
+    assert len(samples(forgetful, plain, turns="auto")) == 1
+    assert len(samples(forgetful, plain, turns="apart")) == 2
+    assert len(samples(PLAIN, plain, turns="apart")) == 2
+    assert samples(PLAIN, plain, "all", "apart") == samples(PLAIN, plain, "all", "together")
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml_marked", "forgetful"])
+def test_turns_of_weight_zero_are_context(template: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    messages = (TURNS[1], THINKING, QUESTION, TURNS[4], QUESTION, TURNS[4])
+    for untrained in ({1}, {3}, {1, 5}, {3, 5}):
+        conversation = Conversation(messages=messages, untrained=frozenset(untrained))
+        found = ChatRenderer(tokenizer).samples(conversation, loss_on="assistant", turns="auto")
+        texts = [text for sample in found for text in trained(sample)]
+        said = [messages[index]["content"] + "<|im_end|>" for index in (1, 3, 5) if index not in untrained]
+        assert texts == said
+    nothing = Conversation(messages=messages, untrained=frozenset({1, 3, 5}))
+    with pytest.raises(RowError, match="all assistant messages have weight 0"):
+        ChatRenderer(tokenizer).samples(nothing, loss_on="assistant", turns="auto")
+    last = Conversation(messages=messages, untrained=frozenset({5}))
+    with pytest.raises(RowError, match="the last assistant message has weight 0"):
+        ChatRenderer(tokenizer).samples(last, loss_on="last", turns="auto")
+
+
+def test_thoughts_that_no_sample_shows_are_refused() -> None:
+    forgetful = tiny_tokenizer("forgetful")
+    messages = [TURNS[1], THINKING, QUESTION, TURNS[4]]
+    with pytest.raises(
+        RowError, match=r"message 2 \(assistant\): content leaves no trace.*strips the thoughts of earlier"
+    ):
+        samples(forgetful, messages, "all", "auto")
+    assert len(samples(forgetful, messages, "last", "auto")) == 1  # the first turn is context, as the model sees it
+
+
+def test_a_turn_that_does_not_begin_with_the_generation_prompt_is_refused_apart() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    with pytest.raises(RowError, match="the text before message 5, with the generation prompt, is not how the text"):
+        samples(tokenizer, TURNS, turns="apart")
+    with pytest.raises(RowError, match="the text before message 5"):
+        samples(tokenizer, TURNS, turns="auto")
+
+
+def test_a_template_that_shows_the_system_message_only_while_it_asks() -> None:
+    """As Mistral-Nemo's does: the sample is what the model sees, and behind it what it should write."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{% set s, rest = messages[0].content, messages[1:] %}"
+        "{% else %}{% set s, rest = '', messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}"
+        "[{% if loop.last %}{{ s }}/{% endif %}{{ m.content }}]"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    found = samples(tokenizer, [TURNS[0], TURNS[1], TURNS[4], QUESTION, TURNS[4]], turns="auto")
+    assert [sample.text for sample in found] == [
+        "[Be short./Hi]Four<|im_end|>",
+        "[Hi]Four<|im_end|>[Be short./And then?]Four<|im_end|>",
+    ]
+    assert [trained(sample) for sample in found] == [["Four<|im_end|>"]] * 2
+
+
+def test_where_messages_stand() -> None:
+    (sample,) = samples(PLAIN, TURNS)
+    said = {index: sample.text[start:end] for index, (start, end) in sample.messages}
+    assert said == {index: message["content"].strip().removeprefix("<think>") for index, message in enumerate(TURNS)}

@@ -73,7 +73,8 @@ def test_tools_as_json_text_without_their_wrapping_and_as_a_list_of_texts() -> N
     wanted = [{"type": "function", "function": bare}]
     for tools in (wanted, [bare], json.dumps(wanted), json.dumps([bare]), [json.dumps(bare)]):
         assert read(USER, tools=tools).tools == wanted
-    for nothing in (None, [], "", "[]"):
+    empty: tuple[Any, ...] = (None, [], "", "[]")
+    for nothing in empty:
         assert read(USER, tools=nothing).tools is None
 
 

@@ -326,7 +326,11 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
                 st.dictionaries(WORDS, st.one_of(WORDS, st.integers(), st.booleans(), st.none()), max_size=2)
             )
             name = draw(st.sampled_from(["f", "python"]))
-            called = {"id": "abcdefgh1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            called = {
+                "id": "abcdefgh1",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
             messages.append({"role": "assistant", "content": None, "tool_calls": [called]})
             messages.append({"role": "tool", "tool_call_id": "abcdefgh1", "content": draw(WORDS)})
         answer: dict[str, Any] = {"role": "assistant", "content": draw(SPOKEN)}

@@ -152,7 +152,7 @@ class _Dissection:
             return value
         if isinstance(value, (int, float)):
             number = _FIRST_NUMBER + 100 * len(self._leaves)
-            self._key.append(type(value))
+            self._key.append(type(value).__name__)
             self._leaves.append(Leaf(message, field, value))
             return number if isinstance(value, int) else number + 0.5
         if isinstance(value, list):
