@@ -17,7 +17,7 @@ from padfree.rollout.environment.calculator import calculate
 PLAYED: dict[str, Any] = {"rollout": {"environment": "tests.train.ways:tool", "group": 2, "max_new_tokens": 40}}
 WAYS: Mapping[str, dict[str, Any]] = {
     "sft": {"loss": {"kind": "sft"}},
-    "dpo": {"loss": {"kind": "dpo"}},
+    "dpo": {"loss": {"kind": "dpo"}, "data": {"columns": {"margin": "unused"}}},  # for reward models
     "reward": {"loss": {"kind": "reward", "reward": {"margin": 0.1}}, "batch": {"share_prefixes": True}},
     "adapters": {"loss": {"kind": "reward"}, "lora": {"rank": 4}},
     "distill": {"loss": {"kind": "distill", "distill": {"divergence": "jsd"}}},
