@@ -129,7 +129,7 @@ BAD = [
     ({"prompt": ["Hi"], "response": "x"}, r"prompt\[0\] is 'Hi'; expected an object with role and content"),
     ({"prompt": {"a": 1}, "response": "x"}, r"'prompt' is an object; expected a string"),
     ({"prompt": "Hi", "response": "\ud83d"}, r"'response' has a lone surrogate"),
-    ({"prompt": "Hi", "response": "x", "tools": "add"}, r"tools is 'add', which is not JSON; expected a list of tools"),
+    ({"prompt": "Hi", "response": "x", "tools": "add"}, r"'tools' is 'add'; expected a list of tools"),
 ]
 
 
@@ -168,7 +168,7 @@ def test_a_row_with_nothing_to_train_on_is_bad(load: Load) -> None:
     [
         ({"id": 1}, r"no 'messages'; expected a list of messages"),
         ({"messages": None}, r"'messages' is null; expected a list of messages"),
-        ({"messages": "Hi"}, r"messages is 'Hi', which is not JSON; expected a list of messages"),
+        ({"messages": "Hi"}, r"'messages' is 'Hi'; expected a list of messages"),
         ({"messages": []}, r"'messages' is empty; expected a list of messages"),
         ({"messages": [MESSAGES[0], {"role": "assistant"}]}, r"messages\[1\]\.content is null; expected a string"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,15 @@ def test_token_ids_of_rows_are_checked_against_the_vocabulary(model_folder: Path
     mixture = make_config(tmp_path / "run", model_folder, tmp_path, data={"path": [], "sources": [source, other]})
     with pytest.raises(ValueError, match=r"a\.jsonl:2 has token id 9999, but the vocabulary of the model"):
         decide(mixture, processes=1, device_type="cpu", dry=True)
+
+
+def test_a_pipe_as_a_chat_template_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jinja")
+    config = make_config(
+        tmp_path / "run",
+        model_folder,
+        write_lines(tmp_path / "a.jsonl", ROWS),
+        data={"chat_template": str(tmp_path / "pipe.jinja")},
+    )
+    with pytest.raises(ValueError, match=r"^data\.chat_template: .*pipe\.jinja is a pipe; give a regular file$"):
+        decide(config, processes=1, device_type="cpu", dry=True)
