@@ -24,7 +24,7 @@ from tests.real.cases import QUESTIONS, SMOLLM2, config_of, conversations, load,
 pytestmark = [needs_smollm2, pytest.mark.slow]
 
 ROOM, TEMPERATURE = 64, 0.8
-PROMPTS = ("Once upon a time there was a", "The three largest cities of Europe are", "def fibonacci(n):\n")
+PROMPTS = ("Once upon a time there was a", "def fibonacci(n):\n")
 FACTOR = 8.0
 """Of the largest of a few hundred rounding errors."""
 
