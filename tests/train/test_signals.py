@@ -11,7 +11,8 @@ import time
 import pytest
 
 from padfree.distributed import distributed, make_mesh
-from padfree.train.signals import StopSignals, agreed
+from padfree.stop_signals import StopSignals
+from padfree.train.signals import agreed
 from tests.ranks import run_ranks
 
 
@@ -38,7 +39,7 @@ def test_the_second_one_is_noticed_where_no_handler_runs() -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with pytest.MonkeyPatch.context() as patch, StopSignals() as signals:
-            patch.setattr("padfree.train.signals.SAME_REQUEST_SECONDS", 0.05)
+            patch.setattr("padfree.stop_signals.SAME_REQUEST_SECONDS", 0.05)
             patch.setattr(os, "_exit", ended.append)
 
             def send() -> None:

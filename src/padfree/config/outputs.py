@@ -9,13 +9,19 @@ the folder and is gone at once. Nothing that is there is changed.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
+
+from padfree.config.inputs import special_kind
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
     """Refuse a file that could not be written. `makes_folder`: whoever writes it makes the folder that it is in."""
     path = Path(path)
+    kind = special_kind(path)
+    if kind is not None and path != Path(os.devnull):  # opening a FIFO would wait for its reader
+        raise ValueError(f"{name}: {path} is {kind}; give the name of a file")
     if path.is_dir():
         raise ValueError(f"{name}: {path} is a folder; give the name of a file")
     if makes_folder and not path.parent.exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -10,28 +12,45 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from padfree.config.config import Config
+from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
 from padfree.config.rules import closest
+
+LONGEST_RECIPE = 1 << 20
+"""Bytes. No recipe is so long, and a path may name anything."""
+
+LARGEST_COUNT = (1 << 53) - 1
+"""Of a whole number: products of two settings are still exact in an int64 or a float64 that holds them."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
-        except RecursionError:
-            raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
+    values: dict[str, Any] = {} if path is None else _read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
     if path is not None:
         _check_bounds_are_meant(values, kind, overrides, path)
     return config_from_dict(values)
+
+
+def _read_recipe(path: str | Path) -> dict[str, Any]:
+    check_regular(path, "config")
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LONGEST_RECIPE + 1)
+        if len(content) > LONGEST_RECIPE:
+            raise ValueError(f"config: {path} has more than {LONGEST_RECIPE:,} bytes; give a TOML file of settings")
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(f"config: {path} is UTF-16; save it as UTF-8")
+        # A byte order mark is what some editors put before UTF-8. TOML's lines may end as on Windows.
+        return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
+    except RecursionError:
+        raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
 
 
 def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequence[str], path: str | Path) -> None:
@@ -126,6 +145,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{name}: {value!r}; give it without the zero character")
+    if converted is not _WRONG:
+        _check_number(hint, converted, name)
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"
@@ -133,6 +154,21 @@ def _value(hint: Any, value: Any, name: str) -> Any:
             cure = f"did you mean {near!r}? {cure}"
         raise ValueError(f"{name}: {value!r}; {cure}")
     return converted
+
+
+def _check_number(hint: Any, value: Any, name: str) -> None:
+    """Bounds of every number among the settings. What a single setting cannot be, its section refuses."""
+    entries = value if isinstance(value, tuple) else (value,)
+    for entry in entries:
+        if isinstance(entry, float) and math.isnan(entry):
+            raise ValueError(f"{name}: nan; give a number")
+        if type(entry) is int and not name.endswith(".seed") and abs(entry) > LARGEST_COUNT:
+            raise ValueError(f"{name}: {_shortened(entry)}; give at most {LARGEST_COUNT}, 2**53 - 1")
+
+
+def _shortened(number: int) -> str:
+    bits = number.bit_length()
+    return str(number) if bits < 256 else f"a number of {bits} bits"
 
 
 _WRONG = object()
@@ -163,7 +199,7 @@ def _converted(hint: Any, value: Any) -> Any:
     if hint is type(None):
         return None if value is None else _WRONG
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 1 << 1000 else _WRONG
     return value if type(value) is hint else _WRONG
 
 

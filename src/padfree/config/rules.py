@@ -25,10 +25,10 @@ def closest(value: str, names: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def shown_error(error: Exception) -> str:
+def shown_error(error: BaseException) -> str:
     """What kind of error it is, and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or ["no message"])[0]

@@ -28,6 +28,7 @@ ENDS = {
     "end": "finished",
     "stop": "stopped by a signal",
     "nonfinite": "stopped: a number was not finite",
+    "failed": "failed: see the last event",
 }
 
 

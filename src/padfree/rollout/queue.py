@@ -317,7 +317,7 @@ class AheadWriter(RolloutWriter, AheadQueue[Written]):
         """By one of the threads for it."""
         try:
             written = self._rewarded(number, response, prompt)
-        except Exception as error:  # it must reach the main thread, which waits for the response
+        except BaseException as error:  # it must reach the main thread, which waits for the response
             with self._change:
                 self._failure = str(error) if isinstance(error, ValueError) else f"rollout.reward: {error!r}"
                 self._change.notify_all()

@@ -18,6 +18,7 @@ from padfree.batch import Sample
 from padfree.config import Config, DataConfig
 from padfree.config.functions import model_of
 from padfree.config.hub import check_name
+from padfree.config.inputs import check_regular
 from padfree.config.rules import shown_error
 from padfree.data import (
     DataReport,
@@ -89,6 +90,7 @@ def text_settings(data: DataConfig) -> dict[str, Any]:
 
 
 def _read_template(name: str) -> str:
+    check_regular(Path(name).expanduser(), "data.chat_template")
     try:
         text = Path(name).expanduser().read_text(encoding="utf-8")
         reason = None if text.strip() else "it is empty"

@@ -218,7 +218,7 @@ class _Session:
                 trajectory = await episode(prompt, Policy(self._tree, self._tree.root, self))
                 self._leave()
                 leaves = await self._leaves(_checked(trajectory, self._tree, settings.name), judge)
-        except Exception as error:  # an environment is code of its own
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # an environment is code of its own
             if self._clock.expired():
                 failure = f"took more than {settings.timeout:g} s (rollout.episode_timeout)"
             elif isinstance(error, ValueError) and str(error).startswith(("reward: ", "rollout.", "data.")):
