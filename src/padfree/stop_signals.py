@@ -107,6 +107,7 @@ class StopSignals:
     def _listen(self, pipe: int) -> None:
         asked: float | None = None  # when the first request came
         deadline: float | None = None
+        warned = False
         while True:
             wait = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([pipe], [], [], wait)[0]:
@@ -117,18 +118,20 @@ class StopSignals:
                 return
             if number not in self._before:
                 continue
-            now, first = time.monotonic(), self.number is None
-            if first:
+            now = time.monotonic()
+            if self.number is None:
                 self.number = number
-            again = number in REQUESTS and asked is not None
-            if again and asked is not None and now - asked > SAME_REQUEST_SECONDS:
-                self._say(f"{signal.Signals(number).name}: ended at once, nothing more is saved")
-                _exit(128 + number)
-            if number in REQUESTS and asked is None:
+            if number in REQUESTS and asked is not None:
+                if now - asked > SAME_REQUEST_SECONDS:
+                    self._say(f"{signal.Signals(number).name}: ended at once, nothing more is saved")
+                    _exit(128 + number)
+                continue
+            if number in REQUESTS:
                 asked = now
             if self._then is None and deadline is None:
                 deadline = now + PATIENCE
-            if not again and (first or number in REQUESTS):
+            if number in REQUESTS or not warned:
+                warned = True
                 self._say(self._line(number))
 
     def _line(self, number: int) -> str:

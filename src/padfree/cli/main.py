@@ -19,7 +19,7 @@ from functools import partial
 from typing import NoReturn
 
 from padfree.cli.flags import meant, understood
-from padfree.cli.output import hold_standard_descriptors, leave_stream, reader_is_gone, surviving_streams
+from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
 from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning
 
@@ -92,17 +92,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = parsed(list(sys.argv[1:] if arguments is None else arguments))
     command: str = settings.command
     goes_on = command in GO_ON_WITHOUT_OUTPUT and not getattr(settings, "dry_run", False)
+    listening = StopSignals(partial(say, command)) if command != "launch" else nullcontext()
+    refusing = exits_refused() if command in CALL_USER_CODE else nullcontext()
+    printed: NotedStream | None = None
     with surviving_streams(command) if goes_on else nullcontext():
         try:
-            with StopSignals(partial(say, command)) if command != "launch" else nullcontext() as settings.signals:
-                with exits_refused() if command in CALL_USER_CODE else nullcontext():
-                    code: int | None = settings.run(settings)
-                if not goes_on and sys.stdout is not None:
-                    sys.stdout.flush()  # what cannot be written is an error now, and not of the interpreter's end
+            with (
+                nullcontext() if goes_on else noted_stdout() as printed,
+                listening as settings.signals,
+                refusing,
+            ):
+                code: int | None = settings.run(settings)
         except StopRequested as stop:
             return 128 + stop.number  # the signal was answered with a line when it came
         except OSError as error:
-            return output_failed(command, error)
+            if printed is None or error is not printed.failure:
+                raise  # of another file
+            if isinstance(error, BrokenPipeError):
+                return 0  # whoever read the output has seen enough
+            say(command, f"stdout: cannot be written ({error.strerror}); free space, or send the output elsewhere")
+            return 1
         except ValueError as error:
             say(command, str(error))
             return 1
@@ -122,23 +131,10 @@ def say(command: str, line: str) -> None:
         print(f"padfree {command}: {line}", file=sys.stderr, flush=True)
 
 
-def output_failed(command: str, error: OSError) -> int:
-    """The exit code after an error of the system, which is that of the output if the output cannot be written."""
-    if isinstance(error, BrokenPipeError) and reader_is_gone(sys.stdout):
-        leave_stream("stdout")
-        return 0  # whoever read the output has seen enough
-    try:
-        sys.stdout.flush()
-    except OSError as failure:
-        leave_stream("stdout")
-        say(command, f"stdout: cannot be written ({failure.strerror}); free space, or send the output elsewhere")
-        return 1
-    raise error
-
-
 def raised_by_user_code(error: BaseException) -> str:
     """What is no error of Python's (`sys.exit`, `KeyboardInterrupt`) and no signal: the run did not end by itself."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))  # exit() is there
     shown = f"{type(error).__name__}({error})" if str(error) else type(error).__name__
     return (
         f"{place.filename}:{place.lineno} in {place.name} raised {shown}, which would end the run in silence; raise an "

@@ -206,19 +206,51 @@ def hold_standard_descriptors() -> None:
                 setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def reader_is_gone(stream: TextIO | None) -> bool:
-    """Whether nobody can read what is written to a pipe or socket."""
-    descriptor = None if stream is None else _descriptor_of(stream)
-    if descriptor is None:
-        return False
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+class NotedStream:
+    """A plain stream that remembers how it failed, to tell its errors from those of other files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._noting():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._noting():
+            self._stream.flush()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = error
+            raise
 
 
-def leave_stream(name: str) -> None:
+@contextmanager
+def noted_stdout() -> Iterator[NotedStream]:
+    """`sys.stdout` of a command whose result is what it prints. What cannot be written is an error inside the block."""
+    stream = sys.stdout if sys.stdout is not None else io.StringIO()
+    noted: Any = NotedStream(stream)
+    sys.stdout = noted
+    try:
+        yield noted
+        noted.flush()
+    finally:
+        sys.stdout = stream
+        if noted.failure is not None:
+            leave(stream)
+
+
+def leave(stream: TextIO) -> None:
     """Forget what a stream still holds, so that the interpreter does not fail to write it at its end."""
-    descriptor = _descriptor_of(getattr(sys, name))
+    descriptor = _descriptor_of(stream)
     if descriptor is not None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from padfree.config.config import Config
 from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
-from padfree.config.rules import closest
+from padfree.config.rules import closest, need, shown_value
 
 LONGEST_RECIPE = 1 << 20
 """Bytes. No recipe is so long, and a path may name anything."""
@@ -123,7 +123,7 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
             given[name] = (
                 _build(hint, values[name], f"{prefix}{name}.")
                 if nested
-                else _value(hint, values[name], f"{prefix}{name}")
+                else _value(hint, values[name], f"{prefix}{name}", entry)
             )
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
@@ -140,35 +140,31 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
     return f"there are {', '.join(prefix + each for each in names)}"
 
 
-def _value(hint: Any, value: Any, name: str) -> Any:
+def _value(hint: Any, value: Any, name: str, entry: Field[Any]) -> Any:
     """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{name}: {value!r}; give it without the zero character")
+        raise ValueError(f"{name}: {shown_value(value)}; give it without the zero character")
     if converted is not _WRONG:
-        _check_number(hint, converted, name)
+        _check_numbers(converted, name, entry)
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"
         if isinstance(value, str) and (near := closest(value, choices)) is not None:
             cure = f"did you mean {near!r}? {cure}"
-        raise ValueError(f"{name}: {value!r}; {cure}")
+        raise ValueError(f"{name}: {shown_value(value)}; {cure}")
     return converted
 
 
-def _check_number(hint: Any, value: Any, name: str) -> None:
+def _check_numbers(value: Any, name: str, entry: Field[Any]) -> None:
     """Bounds of every number among the settings. What a single setting cannot be, its section refuses."""
-    entries = value if isinstance(value, tuple) else (value,)
-    for entry in entries:
-        if isinstance(entry, float) and math.isnan(entry):
-            raise ValueError(f"{name}: nan; give a number")
-        if type(entry) is int and not name.endswith(".seed") and abs(entry) > LARGEST_COUNT:
-            raise ValueError(f"{name}: {_shortened(entry)}; give at most {LARGEST_COUNT}, 2**53 - 1")
-
-
-def _shortened(number: int) -> str:
-    bits = number.bit_length()
-    return str(number) if bits < 256 else f"a number of {bits} bits"
+    bounds = entry.metadata.get("range")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            endless = bounds is not None and bounds.high == math.inf and number == math.inf
+            need(endless, name, number, "give a finite number")
+        if type(number) is int and not name.endswith(".seed"):
+            need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
 
 
 _WRONG = object()

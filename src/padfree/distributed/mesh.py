@@ -204,7 +204,7 @@ def make_mesh(
             raise ValueError(f"{name}: {size}; give 1 or more")
     if world % (context * replicate):
         raise ValueError(
-            f"context {context} x replicate {replicate}: does not divide {world} processes; start a multiple of "
+            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {world} processes; start a multiple of "
             f"{context * replicate} processes, or lower one of them"
         )
     device = torch.device(device)
