@@ -9,6 +9,7 @@ their own for a setting (`check --model`, `demo --folder`) are given that flag.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
@@ -29,6 +30,18 @@ SHORT = {
 
 TEXTS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
 """Of these, a short name's value is text: `--folder 1` is a folder."""
+
+OVERRIDE = re.compile(r"\s*\w+(\.\w+)+\s*=")
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "batch_size": "batch.samples",
+    "num_train_epochs": "data.epochs",
+    "max_steps": "run.steps",
+    "output_dir": "run.folder",
+    "model_name_or_path": "model.path",
+    "dataset_name": "data.path",
+}
+"""Names that other trainers have for a setting: only for the message that refuses them."""
 
 TAKE_SETTINGS = ("dpo", "reward", "sft", "distill", "rl", "eval")
 OWN_FLAGS = {
@@ -51,12 +64,15 @@ def understood(words: Sequence[str]) -> list[str]:
     """The words of a command line, settings in the form that the command takes."""
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
-    command, found, lists = words[0], [words[0]], dict[str, list[str]]()
+    command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()
     rest = iter(words[1:])
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
         flag = word.startswith("--")
         setting = _setting(command, name) if flag else name
+        if not flag and command in TAKE_SETTINGS and OVERRIDE.match(word):
+            overrides.append(word)
+            continue
         if setting is None or (not flag and (not equals or setting not in OWN_FLAGS.get(command, {}))):
             found.append(word)
             continue
@@ -71,8 +87,9 @@ def understood(words: Sequence[str]) -> list[str]:
         elif flag and name in SHORT and setting in ("data.path", "eval.path"):
             lists.setdefault(setting, []).append(value)
         else:
-            found.append(f"{setting}={json.dumps(value) if name in SHORT and setting in TEXTS else value}")
-    return [*found, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
+            overrides.append(f"{setting}={json.dumps(value) if name in SHORT and setting in TEXTS else value}")
+    # Behind the recipe, wherever they stood: the first word without a flag is the recipe.
+    return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
 
 def _setting(command: str, name: str) -> str | None:
@@ -102,10 +119,11 @@ def meant(word: str, command: str) -> str:
     for setting in setting_names(Config):
         by_name.setdefault(setting.rpartition(".")[2], setting)
         by_name[setting] = setting
-    near = closest(name, [*SHORT, *by_name])
+    by_name |= SHORT | ELSEWHERE
+    near = closest(name, list(by_name))
     if near is None:
         return "; write settings as section.name=value, such as optimizer.lr=1e-5"
-    return f"; did you mean {SHORT.get(near) or by_name[near]}=...?"
+    return f"; did you mean {by_name[near]}=...?"
 
 
 def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
