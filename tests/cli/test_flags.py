@@ -64,7 +64,8 @@ def test_check_takes_the_settings_that_it_has_flags_for() -> None:
     [
         ("sft r.toml --max-tokens 5", "did you mean batch.max_tokens=...?"),
         ("sft r.toml --modle x", "did you mean model.path=...?"),
-        ("eval r.toml --learning-rate 5", "write settings as section.name=value"),
+        ("eval r.toml --learning-rate 5", "did you mean optimizer.lr=...?"),
+        ("eval r.toml --zzzzzzzz 5", "write settings as section.name=value"),
         ("plan r.toml --epoch 1", "did you mean data.epochs=...?"),
         ("sft r.toml --run.steps", "--run.steps"),
         ("sft r.toml --model --dry-run", "--model"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from padfree.config.inputs import special_kind
@@ -44,6 +45,8 @@ def check_folder(path: str | Path, name: str) -> None:
     """Refuse a folder that could not be made, or in which nothing could be written."""
     path = Path(path)
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # a name that is too long, or a loop of links, is no folder that can be made
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
             raise ValueError(f"{name}: {path}, but {nearest} is a file; give another folder")

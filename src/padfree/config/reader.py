@@ -19,6 +19,9 @@ from padfree.config.rules import closest, need, shown_value
 LONGEST_RECIPE = 1 << 20
 """Bytes. No recipe is so long, and a path may name anything."""
 
+LARGEST_FLOAT = 3.4e38
+"""Of any other number: what float32 can hold."""
+
 LARGEST_COUNT = (1 << 53) - 1
 """Of a whole number: products of two settings are still exact in an int64 or a float64 that holds them."""
 
@@ -163,6 +166,8 @@ def _check_numbers(value: Any, name: str, entry: Field[Any]) -> None:
         if isinstance(number, float) and not math.isfinite(number):
             endless = bounds is not None and bounds.high == math.inf and number == math.inf
             need(endless, name, number, "give a finite number")
+        elif isinstance(number, float):
+            need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that float32 can hold, 3.4e38 at most")
         if type(number) is int and not name.endswith(".seed"):
             need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
 

@@ -17,6 +17,9 @@ from padfree.config.functions import is_path
 from padfree.config.models import expand_home
 from padfree.config.rules import LARGEST_GIB, SMALLEST_GIB, check_seconds, closest, need
 
+MOST_PROCESSES = 1024
+"""Of rewards, on a host."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
@@ -143,7 +146,8 @@ class RolloutConfig:
         cure = "set rollout.reward=exact_match or another, it judges what rollout.agent prints"
         need(not agent or self.reward is not None, "rollout.reward", None, cure)
         check_seconds("rollout.episode_timeout", self.episode_timeout)
-        need(self.reward_processes >= 0, "rollout.reward_processes", self.reward_processes, "give 0 or more")
+        processes = self.reward_processes
+        need(0 <= processes <= MOST_PROCESSES, "rollout.reward_processes", processes, f"give 0 to {MOST_PROCESSES}")
         cure = "set rollout.reward, without one there is nothing to compute in processes"
         need(
             not self.reward_processes or self.reward is not None,

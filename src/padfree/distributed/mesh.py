@@ -204,8 +204,8 @@ def make_mesh(
             raise ValueError(f"{name}: {size}; give 1 or more")
     if world % (context * replicate):
         raise ValueError(
-            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {world} processes; start a "
-            f"multiple of {context * replicate} processes, or lower one of them"
+            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {world} processes; "
+            f"start a multiple of {context * replicate} processes, or lower one of them"
         )
     device = torch.device(device)
     rows, sets = rank_groups(world, context, replicate)
