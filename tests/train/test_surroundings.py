@@ -80,7 +80,9 @@ def with_streams(folder: Path) -> dict[str, Any]:
             return main(["sft", str(recipe), f"run.folder={folder / name}"])
 
         child, read = forked(run, folder / "output")
-        found[name] = [ended(child), finished(folder / name)]
+        code = ended(child)
+        assert code == 0, (name, (folder / "output").read_text())
+        found[name] = [code, finished(folder / name)]
         os.close(read)
     return {**found, "output": (folder / "output").read_text()}
 

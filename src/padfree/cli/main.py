@@ -88,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_own_warnings_only()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, a file name that is not UTF-8
+            with suppress(OSError, ValueError):  # it flushes; a stream that cannot be written is looked at later
+                stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, a file name that is not UTF-8
     settings = parsed(list(sys.argv[1:] if arguments is None else arguments))
     command: str = settings.command
     goes_on = command in GO_ON_WITHOUT_OUTPUT and not getattr(settings, "dry_run", False)

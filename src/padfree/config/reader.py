@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -113,7 +114,7 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
     """An instance of the dataclass `kind` from a table."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
     for name in values:
         if name not in names:
@@ -134,6 +135,11 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
     return kind(**given)
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _closest(name: str, names: Sequence[str], prefix: str) -> str:
