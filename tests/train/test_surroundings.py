@@ -181,15 +181,15 @@ def test_a_reward_cannot_end_a_run_in_silence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("free", "inodes", "changes", "message"),
     [
-        (1000, 10**6, [], "run.folder: {run} has 0.00 MiB free, but a checkpoint takes about "),
-        (300_000, 10**6, [], "; free space, or give a folder on another disk, or set checkpoint.export=false"),
-        (10**12, 3, [], "run.folder: the file system of {run} has room for 3 more files"),
-        (300_000, 10**6, ["checkpoint.export=false"], None),
-        (10**12, None, [], None),
+        (0.001, 10**6, [], "run.folder: {run} has 0.00 MiB free, but a checkpoint takes about "),
+        (3.5, 10**6, [], "; free space, or give a folder on another disk, or set checkpoint.export=false"),
+        (1e6, 3, [], "run.folder: the file system of {run} has room for 3 more files"),
+        (3.5, 10**6, ["checkpoint.export=false"], None),
+        (1e6, None, [], None),
     ],
 )
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(
-    free: int,
+    free: float,
     inodes: int | None,
     changes: list[str],
     message: str | None,
@@ -200,7 +200,8 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(
 ) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     recipe, run = write_recipe(tmp_path), tmp_path / "run"
-    monkeypatch.setattr(disk, "free_space", lambda folder: (free, inodes))
+    weights = (tmp_path / "model" / "model.safetensors").stat().st_size  # float32: a checkpoint takes three times this
+    monkeypatch.setattr(disk, "free_space", lambda folder: (int(free * weights), inodes))
     capsys.readouterr()
     line = ["sft", str(recipe), "run.steps=1", *changes, *(["--dry-run"] if dry else [])]
     assert main(line) == (0 if message is None else 1)
