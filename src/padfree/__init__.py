@@ -7,6 +7,8 @@
     local = padfree.shard(packs[0])                       # one micro-batch (or one context rank's share of it)
     hidden = padfree.hidden_states(model, local)          # [T, D]
 
+    run = padfree.sft(model="my-model", data="train.jsonl", run="runs/first")     # a whole run in one call
+
 Every name is loaded when it is first used, so that `padfree --help` need not wait for torch.
 """
 
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from padfree.lazy import load_when_used
 
 if TYPE_CHECKING:
+    from padfree.api import TrainedRun, distill, dpo, evaluate, reward, rl, sft
     from padfree.attention import varlen_attention
     from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
     from padfree.cp import attend, gather_tokens, make_layout, shard
@@ -39,6 +42,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "TrainedRun": "padfree.api",
+    "distill": "padfree.api",
+    "dpo": "padfree.api",
+    "evaluate": "padfree.api",
+    "reward": "padfree.api",
+    "rl": "padfree.api",
+    "sft": "padfree.api",
     "AttnContext": "padfree.batch",
     "Layout": "padfree.batch",
     "LocalBatch": "padfree.batch",
@@ -70,7 +80,7 @@ _LAZY = {
     "hidden_states": "padfree.model",
 }
 
-_PARTS = ("attention", "batch", "compat", "config", "cp", "data", "head", "losses", "model", "packing", "train")
+_PARTS = ("api", "attention", "batch", "compat", "config", "cp", "data", "head", "losses", "model", "packing", "train")
 
 __all__ = [
     "AttnContext",
@@ -86,10 +96,14 @@ __all__ = [
     "Segments",
     "StepPlan",
     "TokenBudgetBatcher",
+    "TrainedRun",
     "attach",
     "attend",
     "balance",
     "collate",
+    "distill",
+    "dpo",
+    "evaluate",
     "fill",
     "fused_loss",
     "gather_tokens",
@@ -97,7 +111,10 @@ __all__ = [
     "make_layout",
     "pack",
     "plan_step",
+    "reward",
+    "rl",
     "score",
+    "sft",
     "shard",
     "token_weights",
     "unpack",

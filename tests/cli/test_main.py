@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("check", "demo", "launch", "plan", "report", "sft", "distill", "rl"))],
+    [
+        ["--help"],
+        *(
+            [name, "--help"]
+            for name in ("chat", "check", "demo", "generate", "launch", "plan", "report", "sft", "distill", "rl")
+        ),
+    ],
 )
 def test_help_fits_on_one_screen_and_has_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -67,7 +73,7 @@ def test_help_says_the_same_of_a_command_whether_it_is_loaded_or_not() -> None:
     "arguments",
     [
         ["--help"],
-        *([name, "--help"] for name in ("check", "launch", "plan", "report", "sft", "rl")),
+        *([name, "--help"] for name in ("chat", "check", "generate", "launch", "plan", "report", "sft", "rl")),
         ["sft", str(ROOT / "recipes" / "sft.toml"), "optimiser.lr=1"],
         ["rl", str(ROOT / "recipes" / "rl.toml"), "loss.low=5", "--dry-run"],
         ["plan", str(ROOT / "recipes" / "sft.toml"), "batch.max_token=1"],
@@ -76,6 +82,8 @@ def test_help_says_the_same_of_a_command_whether_it_is_loaded_or_not() -> None:
         ["plan", str(ROOT / "recipes" / "sft.toml"), "model.path=./no/where"],
         ["check", "--model", "./no/where"],
         ["check", "--model", "m", "--samples", "1"],
+        ["generate", "./no/where", "Hello"],
+        ["chat", "./no/where"],
         ["report", "nowhere", "--output", "report.pdf"],
         ["sing"],
     ],

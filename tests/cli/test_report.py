@@ -31,8 +31,20 @@ def test_help_has_an_example_and_fits_on_one_screen(capsys: pytest.CaptureFixtur
 
 def test_one_run_with_defaults(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", folders[0]]) == 0
-    assert capsys.readouterr().out == "written to report.html\n"
-    assert "<h1>Run a</h1>" in Path("report.html").read_text()
+    assert capsys.readouterr().out == "written to a/report.html\n"
+    assert "<h1>Run a</h1>" in Path("a/report.html").read_text()
+    assert not Path("report.html").exists()
+
+
+def test_the_page_of_several_runs_goes_next_to_them(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Path().resolve()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert main(["report", *(f"../{name}" for name in folders)]) == 0
+    assert capsys.readouterr().out == f"written to {place / 'report.html'}\n"
+    assert "<h1>2 runs side by side</h1>" in (place / "report.html").read_text()
 
 
 def test_several_runs_names_and_notes(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:

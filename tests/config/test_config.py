@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest
 
 import padfree
 from padfree import losses
+from padfree.cli.train import recipe_lines
 from padfree.config import Config, OptimizerConfig, config_from_dict, load_config
+from padfree.config.mixture import DataSource
 
 NEEDED: dict[str, Any] = {
     "model": {"path": "m"},
@@ -111,7 +114,7 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm: 0.0; give more than 0"),
         ({"data": {"shuffle": 1}}, "data.shuffle: 1; give true or false"),
         ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
-        ({"data": {"path": []}}, "data.path: []; give one file"),
+        ({"data": {"path": []}}, "data.path: missing; give one file"),
         ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, dpo, reward, distill"),
         (
             {"loss": {"kind": "mine"}},
@@ -370,3 +373,110 @@ def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.Monke
     assert config.data.path == ("/home/somebody/a.jsonl", "b~.jsonl", "Some/hub-id")
     assert config.batch.cost == "/home/somebody/cost.json"
     assert config.run.folder == "/home/somebody/runs/first"
+
+
+# Lists of tables
+
+
+def sources_of(text: str, *overrides: str) -> tuple[DataSource, ...]:
+    needed = ["model.path=m", "batch.samples=4", "batch.max_tokens=64", "run.folder=r"]
+    return load_config(None, [*needed, f"data.sources={text}", *overrides]).data.sources
+
+
+def test_sources_from_a_recipe_and_from_the_command_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'model.path = "m"\nbatch = { samples = 4, max_tokens = 64 }\nrun.folder = "r"\n'
+        '[[data.sources]]\npath = "a.jsonl"\nweight = 2\n'
+        '[[data.sources]]\npath = ["b.jsonl", "c.jsonl"]\nname = "bc"\ncolumns = { question = "prompt" }\n'
+    )
+    first, second = load_config(recipe).data.sources
+    assert (first.path, first.weight, first.label, first.columns) == (("a.jsonl",), 2.0, "a.jsonl", None)
+    assert (second.path, second.weight, second.label) == (("b.jsonl", "c.jsonl"), 1.0, "bc")
+    assert second.columns == {"question": "prompt"}
+    assert load_config(recipe, ["data.sources.1.weight=0.5"]).data.sources[1].exact_weight == Fraction(1, 2)
+    shown = "\n".join(recipe_lines(load_config(recipe).to_dict()))
+    (tmp_path / "again.toml").write_text(shown)
+    assert load_config(tmp_path / "again.toml") == load_config(recipe)
+    (one,) = sources_of('[{path="a.jsonl",weight=0.1}]')
+    assert one.exact_weight == Fraction(1, 10)
+    (one,) = sources_of('{path="owner/data",subset="main"}')  # one table is a list of one
+    assert (one.label, one.subset, one.split) == ("data", "main", None)
+
+
+def test_a_source_takes_from_data_what_it_does_not_say() -> None:
+    data = load_config(
+        None,
+        [
+            *("model.path=m", "batch.samples=4", "batch.max_tokens=64", "run.folder=r"),
+            "data.split=validation",
+            'data.columns={q="prompt"}',
+            'data.sources=[{path="a.jsonl"},{path="b.jsonl",split="test",columns={}}]',
+        ],
+    ).data
+    first, second = (data.of_source(source) for source in data.sources)
+    assert (first.path, first.split, first.columns, first.sources) == (("a.jsonl",), "validation", {"q": "prompt"}, ())
+    assert (second.path, second.split, second.columns) == (("b.jsonl",), "test", {})
+    assert data.paths == ("a.jsonl", "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "data.path: missing; give one file"),
+        ("3", "data.sources: 3 is not a table; give a list of tables, as in data.sources="),
+        ('["a.jsonl"]', "data.sources: 'a.jsonl' is not a table"),
+        ("none", "data.sources: None is not a table"),
+        ('[{path="a",wieght=2}]', "data.sources.0.wieght: no such setting; did you mean data.sources.0.weight?"),
+        ("[{weight=2}]", "data.sources.0.path: missing; give"),
+        ('[{path="a",weight="2"}]', "data.sources.0.weight: '2'; give a number"),
+        ('[{path="a",weight=true}]', "data.sources.0.weight: True; give a number"),
+        *(
+            (f'[{{path="a",weight={weight}}}]', f"data.sources.0.weight: {shown}; give how many times an epoch")
+            for weight, shown in (("0", "0.0"), ("-1", "-1.0"), ("nan", "nan"), ("inf", "inf"), ("1001", "1001.0"))
+        ),
+        ("[{path=[]}]", "data.sources.0.path: []; give one file"),
+        ('[{path=["a",""]}]', "data.sources.0.path: ['a', '']; give one file"),
+        (
+            '[{path="a"},{path="./a",name="b"}]',
+            "data.sources.1.path: './a'; data.sources.0 reads a; give its rows once",
+        ),
+        (
+            '[{path="x/a"},{path="y/a"}]',
+            "data.sources.1.name: 'a'; data.sources.0 has this name, too; set data.sources.1",
+        ),
+        ('[{path="a",name="b/c"}]', "data.sources.0.name: 'b/c'; give a name without / and :"),
+        ('[{path="a",name=""}]', "data.sources.0.name: ''; give a name"),
+        ('[{path="a",split=""}]', "data.sources.0.split: ''; give a name"),
+        ('[{path="a",columns={q=1}}]', "data.sources.0.columns: {'q': 1}; give a table of strings"),
+        ('[{path="."}]', "data.sources.0.name: ''; give a name"),
+    ],
+)
+def test_sources_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        sources_of(text)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_may_be_read_twice_in_two_ways(tmp_path: Path) -> None:
+    same = '{path="a",columns={x="response"}},{path="a",name="b",columns={y="response"}}'
+    assert len(sources_of(f"[{same}]")) == 2
+    (tmp_path / "inside").mkdir()
+    with pytest.raises(ValueError, match=r"data\.sources\.1\.path: .*inside'; data\.sources\.0 reads"):
+        sources_of(f'[{{path="{tmp_path}"}},{{path="{tmp_path}/inside"}}]')
+
+
+def test_path_and_sources_exclude_each_other() -> None:
+    with pytest.raises(
+        ValueError, match=r"^data\.path: \['b'\]; data\.sources names the data, too; set data\.path=\[\] "
+    ):
+        sources_of('[{path="a"}]', "data.path=b")
+
+
+@pytest.mark.parametrize("entry", ["1", "x", "-1"])
+def test_entries_of_a_list_that_are_not_there(entry: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^override: 'data\.sources\.{entry}\.weight=2' asks for entry '{entry}' of a list"
+    ):
+        sources_of('[{path="a"}]', f"data.sources.{entry}.weight=2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from padfree.data.chat import ChatRenderer, check_messages
+from padfree.config.choices import LossOn, Turns
+from padfree.data.chat import ChatRenderer, RenderedSample
+from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.encode import Encoded, Encoder, Passage
 from padfree.data.records import RowError
-from padfree.data.settings import LossOn
 from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 TURNS = [
@@ -26,15 +28,29 @@ PLAIN = tiny_tokenizer("chatml")
 MARKED = tiny_tokenizer("chatml_marked")
 
 
+def samples(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[dict[str, Any]],
+    loss_on: LossOn = "assistant",
+    turns: Turns = "together",
+) -> list[RenderedSample]:
+    return ChatRenderer(tokenizer).samples(Conversation(messages=tuple(messages)), loss_on=loss_on, turns=turns)
+
+
+def trained(sample: RenderedSample) -> list[str]:
+    return [sample.text[start:end] for start, end in sample.spans]
+
+
 def trained_texts(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], loss_on: LossOn = "assistant"
 ) -> list[str]:
-    text, spans = ChatRenderer(tokenizer).trained_spans(messages, None, loss_on)
-    return [text[start:end] for start, end in spans]
+    (sample,) = samples(tokenizer, messages, loss_on)
+    return trained(sample)
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> Encoded:
-    passage = Passage.of_spans(*ChatRenderer(tokenizer).trained_spans(messages, None, "assistant"))
+    (sample,) = samples(tokenizer, messages)
+    passage = Passage.of_spans(sample.text, sample.spans)
     (result,) = Encoder(tokenizer).encode([passage])
     assert not isinstance(result, RowError)
     return result
@@ -99,7 +115,9 @@ def test_markers_decide_what_a_turn_is() -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_cures() -> None:
     forgetful = tiny_tokenizer("forgetful")
-    with pytest.raises(RowError, match=r"message 3 reads differently once others follow.*generation.*loss_on=last"):
+    with pytest.raises(
+        RowError, match=r"message 3 reads differently once others follow.*data\.turns=auto.*loss_on=last"
+    ):
         trained_texts(forgetful, TURNS)
     assert trained_texts(forgetful, TURNS, "last") == ["Four<|im_end|>"]
     assert trained_texts(forgetful, TURNS[:3]) == ["<think>polite</think>  Hello<|im_end|>"]
@@ -109,14 +127,13 @@ def test_a_generation_prompt_that_is_not_how_the_turn_begins_is_refused() -> Non
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES["chatml"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert trained_texts(tokenizer, TURNS[:3]) == ["polite</think>  Hello <|im_end|>"]
-    with pytest.raises(RowError, match=r"the text before message 5, .* is not prefix-stable; put"):
+    with pytest.raises(RowError, match=r"the text before message 5, .* is not prefix-stable; set data\.turns=auto"):
         trained_texts(tokenizer, TURNS)
     # the text is the same with markers, and they need no prefix
     tokenizer.chat_template = TEMPLATES["chatml_marked"].replace("assistant\n{% endif", "assistant\n<think>{% endif")
     assert len(trained_texts(tokenizer, TURNS)) == 2
     assert len(trained_texts(tokenizer, TURNS[:3], "last")) == 1
-    with pytest.raises(RowError, match="not prefix-stable"):
-        trained_texts(tokenizer, TURNS, "last")
+    assert trained_texts(tokenizer, TURNS, "last") == ["Four<|im_end|>"]
 
 
 def test_a_template_without_headers_or_system_role() -> None:
@@ -147,9 +164,10 @@ def test_conversations_without_a_turn_to_train_on() -> None:
 def test_arguments_tools_and_another_template_reach_the_template() -> None:
     template = "{{ bos_token }}{{ date }}{% for tool in tools %}[{{ tool['name'] }}]{% endfor %}" + TEMPLATES["chatml"]
     renderer = ChatRenderer(PLAIN, template, {"date": "today"})
-    text, spans = renderer.trained_spans(TURNS, [{"name": "add"}], "assistant")
-    assert text.startswith("<s>today[add]<|im_start|>system")
-    assert [text[start:end] for start, end in spans][-1] == "Four<|im_end|>"
+    conversation = Conversation(messages=tuple(TURNS), tools=[{"name": "add"}])
+    (sample,) = renderer.samples(conversation, loss_on="assistant", turns="auto")
+    assert sample.text.startswith("<s>today[add]<|im_start|>system")
+    assert trained(sample)[-1] == "Four<|im_end|>"
 
 
 def test_no_template_is_refused() -> None:
@@ -171,11 +189,4 @@ def test_no_template_is_refused() -> None:
 )
 def test_malformed_messages_are_named(messages: list[Any], words: str) -> None:
     with pytest.raises(RowError, match=words):
-        check_messages(messages, "chat")
-
-
-def test_null_keys_are_left_out_and_a_tool_call_needs_no_content() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "name": None}
-    assert check_messages([call], "messages") == [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    assert check_messages(parts, "messages") == parts
+        read_conversation(messages, "chat")

@@ -100,7 +100,7 @@ def test_columns_are_mapped(load: Load) -> None:
 
 
 def test_tools_reach_the_template(load: Load) -> None:
-    template = "{% for tool in tools or [] %}[{{ tool['name'] }}]{% endfor %}" + TEMPLATES["chatml"]
+    template = "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}" + TEMPLATES["chatml"]
     data = load(
         [{"messages": MESSAGES[:2], "tools": [{"name": "add"}]}, {"messages": MESSAGES[:2], "tools": None}],
         chat_template=template,
@@ -129,7 +129,7 @@ BAD = [
     ({"prompt": ["Hi"], "response": "x"}, r"prompt\[0\] is 'Hi'; expected an object with role and content"),
     ({"prompt": {"a": 1}, "response": "x"}, r"'prompt' is an object; expected a string"),
     ({"prompt": "Hi", "response": "\ud83d"}, r"'response' has a lone surrogate"),
-    ({"prompt": "Hi", "response": "x", "tools": "add"}, r"'tools' is 'add'; expected a list of tools"),
+    ({"prompt": "Hi", "response": "x", "tools": "add"}, r"tools is 'add', which is not JSON; expected a list of tools"),
 ]
 
 
@@ -168,7 +168,7 @@ def test_a_row_with_nothing_to_train_on_is_bad(load: Load) -> None:
     [
         ({"id": 1}, r"no 'messages'; expected a list of messages"),
         ({"messages": None}, r"'messages' is null; expected a list of messages"),
-        ({"messages": "Hi"}, r"'messages' is 'Hi'; expected a list of messages"),
+        ({"messages": "Hi"}, r"messages is 'Hi', which is not JSON; expected a list of messages"),
         ({"messages": []}, r"'messages' is empty; expected a list of messages"),
         ({"messages": [MESSAGES[0], {"role": "assistant"}]}, r"messages\[1\]\.content is null; expected a string"),
     ],
@@ -190,9 +190,9 @@ def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words:
         ),
         ([b"x", b"y"], {}, r"a\.jsonl line 1: not JSON"),
         ([{"a": 1}], {"on_bad_row": "skip"}, r"columns: a\.jsonl has \['a'\]; expected 'messages'"),
-        ([{"text": "a", "messages": []}], {}, r"columns: a\.jsonl has 'messages' and also 'text'"),
+        ([{"text": "a", "messages": []}], {}, r"columns: a\.jsonl can be read in 2 ways; set data"),
         ([GOOD], {"columns": {"x": "prompt"}}, r"columns: 'x' \(for 'prompt'\) is not in a\.jsonl"),
-        ([GOOD], {"columns": {"prompt": "question"}}, r"'question', which is no field"),
+        ([GOOD], {"columns": {"prompt": "question"}}, r"'question', which is not a field"),
         ([GOOD], {"num_workers": -1}, r"num_workers: -1; give 0 or more"),
         ([GOOD], {"loss_on": "user"}, r"loss_on: 'user'; give one of assistant, last, all"),
         ([GOOD], {"prompt_format": "raw"}, r"prompt_format: 'raw'; give one of auto, chat, plain"),
@@ -218,7 +218,7 @@ def test_several_files_of_different_kinds(tmp_path: Path) -> None:
     (folder / "a.jsonl").write_text(json.dumps({"text": "Hello"}) + "\n")
     (folder / "b.json").write_text(json.dumps([GOOD, GOOD]))
     # Parquet gives every message the keys of all; the null ones are not the template's business
-    messages = [{**MESSAGES[0], "name": "x"}, MESSAGES[1]]
+    messages = [{**MESSAGES[0], "id": "x"}, MESSAGES[1]]
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), folder / "c.parquet")
     (folder / "d.jsonl").write_text("")
     data = load_sft(folder, CHAT, cache=tmp_path / "cache")

@@ -213,9 +213,9 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
             r"none of 1 rows can be used, the first \(r\.jsonl:1\): not JSON",
         ),
         ([{"reward": 1}], {}, r"columns: r\.jsonl has \['reward'\]; expected 'tokens', or 'prompt_tokens' and"),
-        ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"has 'tokens' and also 'prompt_tokens' and 'resp"),
+        ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"can be read in 2 ways; set data"),
         ([ROW], {"columns": {"rewrd": "reward"}}, r"columns: 'rewrd' \(for 'reward'\) is not in r\.jsonl"),
-        ([ROW], {"columns": {"reward": "score"}}, r"'score', which is no field"),
+        ([ROW], {"columns": {"reward": "score"}}, r"'score', which is not a field"),
         (
             [ROW],
             {"max_length": 4},

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +253,88 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     assert test.digest() != one.digest()
     with pytest.raises(ValueError, match=r"split: 'dev' is not in .*many; set it to one of train, test"):
         open_sources(tmp_path / "many", split="dev")
+
+
+# What must not hang, and what is not a file of rows
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    with contextlib.chdir(path.parent):  # the name of a socket is short
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path.name)
+        server.close()
+
+
+def _link_to_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _link_to_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(_fifo, "a pipe"), (_socket, "a socket"), (_link_to_device, "a device"), (_link_to_fifo, "a pipe")],
+)
+def test_what_may_never_end_is_refused_before_it_is_opened(
+    make: Callable[[Path], None], kind: str, suffix: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = folder / f"a{suffix}"
+    make(path)
+    for given in (path, folder, [folder, path]):
+        with pytest.raises(ValueError, match=rf"^data: .*a{suffix} is {kind}; give a regular file$"):
+            open_sources(given)
+
+
+def test_a_device_by_its_own_name_is_refused() -> None:
+    for name in ("/dev/zero", "/dev/null"):
+        with pytest.raises(ValueError, match=rf"^data: {name} ends in '';"):
+            open_sources(name)
+
+
+def test_a_broken_link_in_a_folder_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(ValueError, match=r"^data: .*a\.jsonl cannot be read \(No such file or directory\)"):
+        open_sources(tmp_path)
+
+
+def test_a_name_that_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    try:
+        with open(raw, "wb") as file:
+            file.write(b'{"text": "a"}\n')
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    for given in (tmp_path, os.fsdecode(raw)):
+        with pytest.raises(
+            ValueError, match=r"^data: the name of '.*caf\\udce9\.jsonl' is not UTF-8; rename"
+        ) as caught:
+            open_sources(given)
+        str(caught.value).encode("ascii")
+
+
+def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LINE_BYTES", 64)
+    write_lines(tmp_path / "a.jsonl", [{"text": "short"}])
+    with open(tmp_path / "a.jsonl", "ab") as file:
+        file.truncate(1 << 40)  # sparse: a terabyte of zeros
+    (source,) = open_sources(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"^data: a\.jsonl line 2 has 64 bytes or more; end each row with a newline$"):
+        list(source.chunks(COLUMNS))
+
+
+def test_rows_nested_too_deeply_are_bad_rows() -> None:
+    for text in (b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}"):
+        with contextlib.suppress(RowError):  # the last one may be read, depending on Python's limit
+            record_of(text)
+    with pytest.raises(RowError, match="nested too deeply"):
+        record_of(b'{"a":' * 100_000)

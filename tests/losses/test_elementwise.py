@@ -36,6 +36,8 @@ ELEMENTWISE: list[Any] = [
     PolicySettings(objective=ClipSettings(low=0.1, high=0.3, dual=2.0), kl_coefficient=0.2, entropy_coefficient=0.01),
     PolicySettings(objective=CISPOSettings(high=0.1), corrections=(SequenceTISSettings(), SequenceMaskSettings())),
     PolicySettings(objective=ReinforceSettings(), kl_coefficient=0.1, kl_estimator="low_var_kl"),
+    PolicySettings(kl_coefficient=0.2, kl_weighting="ratio"),
+    PolicySettings(old_policy="current", kl_coefficient=0.2, kl_weighting="ratio"),
 ]
 NOT_ELEMENTWISE = [
     PolicySettings(objective=GSPOSettings()),

@@ -159,3 +159,28 @@ def test_group_counts_are_asked_for() -> None:
     labels, index = torch.tensor([1, -100]), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="group_counts: None"):
         batch_weights("group-mean", labels, index, 1, divisor=1.0)
+
+
+@given(
+    counts=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=6),
+    mode=st.sampled_from([mode for mode in WEIGHT_MODES if mode != "group-mean"]),
+)
+def test_a_conversation_in_parts_weighs_as_it_does_in_one(counts: list[list[int]], mode: WeightMode) -> None:
+    """Row by row, so many trained tokens of each part: the part's token weighs what it would in one long sample."""
+    whole = [np.array([0] + [1] * sum(row), dtype=bool) for row in counts]
+    parts = [np.array([0] + [1] * part, dtype=bool) for row in counts for part in row]
+    # A row of one sample has no name, as in a data set.
+    units = [None if len(row) == 1 else f"row {number}" for number, row in enumerate(counts) for _ in row]
+    expected = token_weights(mode, whole, **settings_for(mode, []))
+    found = iter(token_weights(mode, parts, units=units, **settings_for(mode, [])))
+    for row, weights in zip(counts, expected, strict=True):
+        together = np.concatenate([part[:-1] for part in (next(found) for _ in row)])
+        np.testing.assert_array_equal(together, weights[:-1])
+
+
+def test_units_are_given_for_every_sample() -> None:
+    with pytest.raises(ValueError, match="units: 2 for 3 samples"):
+        token_weights("sample-mean", MASKS, units=["a", "a"])
+    plain = token_weights("sample-mean", MASKS)
+    for one, other in zip(token_weights("sample-mean", MASKS, units=[None] * 3), plain, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -42,6 +42,7 @@ def whole_page() -> Page:
     high["layout"]["height"] = 420
     page.add_figure("wide and high", high, wide=True)
     page.add_table(f"table {EVIL}", [f"column {i} {EVIL}" for i in range(6)], [[EVIL, 12345, 0.5, "x" * 200, 1, EVIL]])
+    page.add_marked(f"marked {EVIL}", [(EVIL, False), (f"{EVIL}\n", True), ("z" * 300, False)])
     page.add_details(f"details {EVIL}", f"{EVIL}\n" + "y" * 500)
     return page
 
@@ -156,6 +157,54 @@ def tells_of(view: View, word: str) -> bool:
     return any(word in error for error in view.errors)
 
 
+def test_records_are_searched_sorted_and_opened(browser: Browser, tmp_path: Path) -> None:
+    page = Page("records")
+    rows: list[list[Any]] = [[i // 4, i / 10, f"word{i} {EVIL}\n" + "line\n" * 20, "\ud800"] for i in range(60)]
+    rows[7][1] = None
+    page.add_records(f"caption {EVIL}", ["batch", "reward", f"text {EVIL}", "odd"], rows)
+    page.write(tmp_path / "page.html")
+    view = browser.open(tmp_path / "page.html")
+    assert view.errors == []
+    assert view.evaluate("document.querySelectorAll('img, main b').length") == 0
+
+    def shown(column: int) -> Any:
+        return view.evaluate(f"[...document.querySelectorAll('tbody tr')].map(r => r.children[{column}].textContent)")
+
+    def click(selector: str) -> None:
+        view.evaluate(f"document.querySelector({selector!r}).click()")
+
+    def choose(selector: str, value: str, event: str) -> None:
+        view.evaluate(
+            f"(e => {{ e.value = {value!r}; e.dispatchEvent(new Event({event!r})); }})"
+            f"(document.querySelector({selector!r}))"
+        )
+
+    assert len(shown(0)) == 25
+    assert view.evaluate("document.querySelector('.count').textContent") == "60 of 60"
+    assert shown(2)[0] == rows[0][2]
+    click(".more")
+    assert len(shown(0)) == 50
+    choose(".records input", "WORD59 line", "input")
+    assert shown(1) == ["5.9"]
+    choose(".records input", "", "input")
+    choose(".records select", "3", "change")
+    assert shown(1) == ["1.2", "1.3", "1.4", "1.5"]
+    choose(".records select", "", "change")
+    click(".records th:nth-child(2) button")
+    assert shown(1)[:2] == ["5.9", "5.8"]
+    click(".records th:nth-child(2) button")
+    assert shown(1)[:2] == ["0", "0.1"]
+    assert view.evaluate("document.querySelector('.records th:nth-child(2)').getAttribute('aria-sort')") == "ascending"
+    for _ in range(2):
+        click(".more")
+    assert shown(1)[-1] == "–", "a missing value stands last"
+    heights = [view.evaluate("document.querySelector('tbody tr').clientHeight")]
+    click("tbody tr td:nth-child(3)")
+    heights.append(view.evaluate("document.querySelector('tbody tr').clientHeight"))
+    assert heights[1] > 2 * heights[0]
+    assert view.errors == []
+
+
 def test_a_page_without_figures_has_no_library(browser: Browser, tmp_path: Path) -> None:
     page = Page("no figures")
     page.add_text("text")
@@ -187,11 +236,21 @@ def test_templates_are_packaged_and_cannot_end_their_elements() -> None:
     """A wheel has every file that stands in the folder, and the style sheet and the script stay inside their tags."""
     folder = Path(str(importlib.resources.files("padfree.page"))) / "templates"
     names = sorted(path.name for path in folder.iterdir())
-    assert names == sorted(TEMPLATES.list_templates()) == ["beginning.html", "page.css", "page.html", "page.js"]
+    assert (
+        names
+        == sorted(TEMPLATES.list_templates())
+        == [
+            "beginning.html",
+            "page.css",
+            "page.html",
+            "page.js",
+            "records.js",
+        ]
+    )
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["padfree.page"]
     assert {path.name for pattern in patterns for path in folder.parent.glob(pattern)} == set(names)
-    for name in ("page.css", "page.js"):
+    for name in ("page.css", "page.js", "records.js"):
         text = (folder / name).read_text()
         assert "</" not in text
         assert "<!--" not in text

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from padfree.packing import CostModel, plan_step
-from padfree.planner.epoch import Shape, plan_epoch, spread
-from padfree.planner.steps import sft_steps
+from padfree.planner.epoch import Shape, plan_epoch
+from padfree.planner.steps import sft_steps, spread
 from tests.planner.cases import config_of, log_normal
 
 COST = CostModel(linear=2.0, quadratic=0.01, constant=5.0)

@@ -153,15 +153,73 @@ def test_settings_that_differ(tmp_path: Path) -> None:
 def test_states(tmp_path: Path) -> None:
     folder = write_sft_run(tmp_path / "a", 3)
     for kinds, state in (
-        (["start"], "no end recorded: it runs, or it was killed"),
+        (["start"], "no end recorded: it was killed"),
         (["start", "something", "end"], "finished"),
         (["start", "stop"], "stopped by a signal"),
-        (["start", "stop", "start", "resume"], "no end recorded: it runs, or it was killed"),
+        (["start", "stop", "start", "resume"], "no end recorded: it was killed"),
         (["start", "nonfinite"], "stopped: a number was not finite"),
         (["something"], "not recorded"),
     ):
         write_lines(folder / "events.jsonl", [{"kind": kind, "step": 0} for kind in kinds])
         assert ["state", state] in rows_of(page_of(folder))
+
+
+def test_a_finished_run_without_evaluation_has_nothing_that_could_not_be_read(tmp_path: Path) -> None:
+    """A run makes evaluation.jsonl when it begins, whether it evaluates or not."""
+    folder = write_sft_run(tmp_path / "a", 3)
+    (folder / "evaluation.jsonl").touch()
+    write_lines(folder / "events.jsonl", [{"kind": "start", "step": 0}, {"kind": "end", "step": 3}])
+    html = page_of(folder)
+    assert "What could not be read" not in html
+    assert ["state", "finished"] in rows_of(html)
+    assert not [row for row in rows_of(html) if row[0] == "evaluations"]
+    write_lines(folder / "evaluation.jsonl", [{"step": 0, "eval/loss": 2.0}, {"step": 3, "eval/loss": 1.5}])
+    rows = rows_of(page_of(folder))
+    assert ["evaluations", "2"] in rows
+    assert ["eval/loss, last", "1.5"] in rows
+
+
+def test_responses_are_on_the_page(browser: Browser, tmp_path: Path) -> None:
+    folder = write_rl_run(tmp_path / "a", 20)
+    responses = [
+        {"batch": i // 4, "uid": f"row {i}", "prompt": f"What is {i}? {EVIL}", "response": f"#### {i}", "reward": i % 2}
+        for i in range(40)
+    ]
+    write_lines(folder / "rollouts.jsonl", responses)
+    write_lines(folder / "failures.jsonl", [{"batch": 3, "uid": "row 9", "episode": 1, "failure": f"raised {EVIL}"}])
+    assert write_report([folder]) == []
+    view = browser.open(folder / "report.html", width=1280)
+    assert view.errors == []
+    assert view.evaluate("document.documentElement.scrollWidth") == 1280
+    assert view.evaluate("document.querySelectorAll('img').length") == 0
+    assert view.evaluate("[...document.querySelectorAll('.records .count')].map(c => c.textContent)") == [
+        "40 of 40",
+        "1 of 1",
+    ]
+    first = view.evaluate("[...document.querySelector('.records tbody tr').children].map(c => c.textContent)")
+    assert first == ["0", "0", f"What is 0? {EVIL}", "#### 0", "row 0"]
+
+
+def test_many_long_responses_are_bounded_and_counted(tmp_path: Path) -> None:
+    folder = write_sft_run(tmp_path / "a", 3)
+    with (folder / "rollouts.jsonl").open("w") as file:
+        for i in range(5000):
+            line = {"batch": i // 4, "prompt": "p" * 9000, "response": f"{i} {'r' * 9000} end", "reward": 0.5}
+            file.write(json.dumps(line) + "\n")
+        file.write('{"batch": 12')
+    (run,) = read_runs([folder])
+    assert run.responses is not None
+    assert {run.responses.rows[0]["batch"], run.responses.rows[-1]["batch"]} == {0, 1249}
+    text = report_page([run]).html()
+    shown = len(run.responses.rows)
+    assert 390 <= shown <= 400
+    assert f"Responses, {shown} of 5,001; the other {5000 - shown:,} are in rollouts.jsonl" in text
+    assert "1 of the lines that were looked at are not JSON objects" in text
+    records = text[text.index('<section class="records">') : text.index("</section>")]
+    assert len(records) < 2_200_000
+    assert "characters left out" in records
+    both = report_page(read_runs([folder, write_sft_run(tmp_path / "b", 3)])).html()
+    assert f"Responses: a, {shown} of 5,001" in both
 
 
 def test_odd_events_and_rows_are_shown_as_they_are(tmp_path: Path) -> None:

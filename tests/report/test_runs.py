@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_an_empty_file_is_a_run_without_steps(tmp_path: Path) -> None:
     run = read_run(tmp_path, "a")
     assert run.num_steps == 0
     assert run.metrics == {}
-    assert run.notes[0] == "metrics.jsonl has no step yet"
+    assert run.notes == ["there is no config.json"]
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -126,8 +127,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     for folders, names, message in (
         ([], None, "RUN: none; give"),
         ([tmp_path / "nothing"], None, "no such folder; give the run.folder"),
-        ([tmp_path], None, "there is no metrics.jsonl in it; give the run.folder"),
-        ([folder / "metrics.jsonl"], None, "there is no metrics.jsonl in it"),
+        ([tmp_path], None, "there is no run.json and no metrics.jsonl in it; give the run.folder"),
+        ([folder / "metrics.jsonl"], None, "metrics.jsonl: it is a file; give the run.folder"),
         ([folder, tmp_path / "b" / ".." / "a"], None, "is given twice; give each run once"),
         ([folder, other], ["one"], "--names: 1 for 2 runs; give one for each"),
         ([folder, other], ["one", "one"], "--names: 'one,one'; give every run a name of its own"),
@@ -144,11 +145,21 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(13, "Permission denied", str(self))
 
     folder = write_sft_run(tmp_path / "a")
+    write_lines(folder / "rollouts.jsonl", [{"batch": 0}])
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(
-        ValueError, match=r"RUN: .*metrics.jsonl cannot be read \(Permission denied\); make it readable"
-    ):
-        read_runs([folder])
+    (run,) = read_runs([folder])
+    assert run.notes[0] == "metrics.jsonl cannot be read (Permission denied); it is left out"
+    assert "rollouts.jsonl cannot be read (Permission denied); it is left out" in run.notes
+    assert run.responses is None
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "events.jsonl", "rollouts.jsonl", "evaluation.jsonl"])
+def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_left_out_and_said(tmp_path: Path, name: str) -> None:
+    for make in (Path.mkdir, os.mkfifo):
+        folder = write_sft_run(tmp_path / make.__name__)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        assert f"{name} is not a file; it is left out" in read_run(folder, "a").notes
 
 
 def test_nonfinite_files_of_any_name(tmp_path: Path) -> None:

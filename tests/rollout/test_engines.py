@@ -52,7 +52,7 @@ def test_every_name_has_an_engine() -> None:
 
 def test_a_function_of_the_user_makes_the_sampler(module: str) -> None:
     check_engine_name(f"{module}:whole")
-    assert type(made(f"{module}:whole")).__name__ == "Sampler"
+    assert type(made(f"{module}:whole").sampler).__name__ == "Sampler"
 
 
 @pytest.mark.parametrize(

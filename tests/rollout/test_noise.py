@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from padfree.arrays import splitmix64
-from padfree.rollout.noise import _mixed_on_device, gumbel_noise, response_keys
+from padfree.rollout import noise as module
+from padfree.rollout.noise import GREEDY, LARGE, _mixed_on_device, gumbel_argmax, gumbel_noise, response_keys
 
 
 def test_keys_depend_on_seed_batch_and_number_alone() -> None:
@@ -54,3 +58,52 @@ def test_noise_has_the_moments_of_a_gumbel_variable_and_no_correlation() -> None
     for first, second in ((noise[0], noise[1]), (noise[:, :-1], noise[:, 1:]), (noise[..., :-1], noise[..., 1:])):
         pair = torch.stack([first.flatten(), second.flatten()])
         assert abs(torch.corrcoef(pair)[0, 1].item()) < 0.03
+
+
+SCORES = {
+    "peaked": lambda values: values * 6,
+    "flat": lambda values: values * 0,
+    "nearly flat": lambda values: values,
+    "certain": lambda values: torch.where(torch.arange(values.shape[1]) == 17, 90.0, values),
+    "impossible tokens": lambda values: torch.where(values < 0.5, -torch.inf, values),
+    "one possible token": lambda values: torch.where(torch.arange(values.shape[1]) == 4095, values, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("scores_of", SCORES.values(), ids=SCORES)
+def test_candidates_hold_the_largest_sum(scores_of: Callable[[Tensor], Tensor], threads: int) -> None:
+    """`gumbel_argmax` looks at few tokens of a large vocabulary and finds the token that all of them would give."""
+    number, vocabulary = 50, LARGE + 1
+    logits = torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(0))
+    scores = torch.log_softmax(scores_of(logits), dim=1)
+    keys = torch.from_numpy(response_keys(5, 6, np.arange(number)))
+    keys[7] = keys[20] = GREEDY
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for position in (3, torch.arange(number) * 5):
+            expected = (scores + gumbel_noise(keys, position, vocabulary)).argmax(1)
+            assert torch.equal(gumbel_argmax(scores, keys, position), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_all_tokens_are_compared_if_no_candidate_is_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few candidates expected the bound often fails, which must not change what is drawn."""
+    monkeypatch.setattr(module, "CANDIDATES", 0.7)
+    number, vocabulary = 200, LARGE
+    scores = torch.log_softmax(torch.randn(number, vocabulary, generator=torch.Generator().manual_seed(1)) * 3, dim=1)
+    keys = torch.from_numpy(response_keys(1, 1, np.arange(number)))
+    sums = scores + gumbel_noise(keys, 0, vocabulary)
+    assert (sums.amax(1) < -np.log(0.7)).sum() > 40, "the bound fails for many of them"
+    assert torch.equal(gumbel_argmax(scores, keys, 0), sums.argmax(1))
+
+
+def test_scores_that_are_not_numbers_give_a_token_of_the_vocabulary() -> None:
+    scores = torch.log_softmax(torch.randn(3, LARGE, generator=torch.Generator().manual_seed(2)), dim=1)
+    scores[1] = torch.nan
+    keys = torch.from_numpy(response_keys(1, 1, np.arange(3)))
+    drawn = gumbel_argmax(scores, keys, 0)
+    assert ((drawn >= 0) & (drawn < LARGE)).all()
+    assert torch.equal(drawn, (scores + gumbel_noise(keys, 0, LARGE)).argmax(1))

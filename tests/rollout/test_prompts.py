@@ -43,10 +43,12 @@ def test_columns_are_mapped_and_all_are_kept(tmp_path: Path) -> None:
     rows = [{"question": "1+1", "result": "2", "level": 3}]
     found = read(tmp_path, rows, columns={"question": "prompt", "result": "answer"})
     assert found.prompts[0].row == {**rows[0], "prompt": "1+1", "answer": "2"}
-    with pytest.raises(ValueError, match=r"columns: 'question' is mapped to 'response', which is no field; use one of"):
+    with pytest.raises(
+        ValueError, match=r"columns: 'question' is mapped to 'response', which is not a field; use one of"
+    ):
         read(tmp_path, rows, columns={"question": "response"})
     with pytest.raises(ValueError, match=r"columns: prompts.jsonl has .*; expected 'prompt', or 'messages'"):
-        read(tmp_path, rows)
+        read(tmp_path, [{"level": 3}])
 
 
 def test_parquet_and_json_keep_all_columns(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_chat_prompts_end_where_the_response_begins(tmp_path: Path) -> None:
     assert texts(read(tmp_path, [{"prompt": "1+1"}], template=CHAT, prompt_format="plain"), CHAT) == ["1+1"]
     said = {"role": "assistant", "content": "2"}
     with pytest.raises(
-        ValueError, match=r"line 1: messages\[1\].role is 'assistant'; expected the conversation to end"
+        ValueError, match=r"line 1: 'messages' ends with the role 'assistant'; expected the conversation to end"
     ):
         read(tmp_path, [{"messages": [user, said]}], template=CHAT)
     with pytest.raises(ValueError, match=r"prompt_format: 'auto' without a chat template, but .* holds 'messages'"):

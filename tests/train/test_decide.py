@@ -147,6 +147,41 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         ["batch.samples=8"],
         "data.path: d.jsonl:9 has no 'logprobs', and other rows have; give that column in every row, or in none",
     ),
+    (
+        "rl",
+        "qwen3",
+        [{**row, "loss_mask": [0, 0]} for row in ROLLOUTS],
+        [],
+        "data.path: none of 8 samples has a token to train, the first is d.jsonl:1; give a response_length of 1 or",
+    ),
+    (
+        "rl",
+        "qwen3",
+        [{**row, "tokens": [1], "response_length": 1} for row in ROLLOUTS],  # nothing predicts a first token
+        [],
+        "data.path: none of 8 samples has a token to train",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        PROMPTS,
+        ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{promt}"]'],
+        "rollout.agent: {promt}, but d.jsonl:1 has prompt, answer; did you mean {prompt}?",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        [*PROMPTS, {**PROMPTS[0], "level": 3}],
+        ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{level}"]'],
+        "rollout.agent: {level}, but d.jsonl:1 has prompt, answer",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        PROMPTS,
+        ["data.columns={}", 'rollout.agent=["sh", "-c", "agent {prompt}"]'],
+        "rollout.agent: ['sh', '-c', 'agent {prompt}']: sh runs 'agent {prompt}', so that data would be run as code",
+    ),
     ("sft", "qwen3", PAIRS, ["model.attention=fast"], "model.attention: 'fast'; set it to auto, or to one of fa4"),
     (
         "sft",
@@ -288,6 +323,25 @@ def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], wri
     assert decide(fits, processes=1, device_type="cpu").notes == ()
 
 
+def test_what_has_no_effect_and_what_trains_nothing_is_noted(
+    models: dict[str, str], write: Write, tmp_path: Path
+) -> None:
+    rows = [*ROLLOUTS, {**ROLLOUTS[0], "loss_mask": [0, 0]}]
+    shared = [f"model.path={models['qwen3']}", "model.dtype=float32", f"run.folder={tmp_path / 'run'}"]
+    shared += ["optimizer.lr=0", "batch.samples=8"]
+    config = load_config(RECIPES / "rl.toml", [*shared, f"data.path={write('d.jsonl', *rows)}", "loss.gspo.low=0.1"])
+    assert {note for note in decide(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
+        "loss.gspo.low has no effect with loss.kind=clip",
+        "optimizer.lr is 0: no weight is changed",
+        "data.path: 1 of 9 samples have no token to train, the first is d.jsonl:9",
+    }
+    config = load_config(RECIPES / "sft.toml", [*shared, f"data.path={write('e.jsonl', *PAIRS)}", "loss.clip.low=0.1"])
+    assert {note for note in decide(config, processes=1, device_type="cpu").notes if "is read as" not in note} == {
+        "loss.clip.low has no effect with loss.kind=sft",
+        "optimizer.lr is 0: no weight is changed",
+    }
+
+
 def test_a_run_prints_its_notes_first(
     models: dict[str, str], write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,8 +372,8 @@ def test_steps_are_counted_as_a_run_makes_them(
     overrides = [f"model.path={models['qwen3']}", "model.dtype=float32", f"data.path={path}", "run.device=cpu"]
     folder = f"run.folder={tmp_path / 'run'}"
     config = load_config(RECIPES / f"{recipe}.toml", [*overrides, folder, "checkpoint.export=false", *changes])
-    samples = load_training_data(config, load_tokenizer(config)).samples
-    assert count_steps(config, samples, enough=1000) == whole_run.train(config).step
+    source = load_training_data(config, load_tokenizer(config))
+    assert count_steps(config, source, enough=1000) == whole_run.train(config).step
 
 
 def test_a_token_is_found_where_it_counts(models: dict[str, str], write: Write) -> None:

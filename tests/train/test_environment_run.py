@@ -28,6 +28,7 @@ from padfree.record.run_folder import mark_run_folder
 from padfree.rollout import Prompt
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import EpisodeWriter, Policy, Trajectory
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.microbatch import RowSettings
 from padfree.train.rl.advantages import with_advantages
@@ -137,7 +138,8 @@ def first_samples(config: Config, kind: type[RolloutWriter] | type[EpisodeWriter
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    writer = kind(config, mesh, sampler, tokenizer)
+    more = {"vocabulary": vocabulary_of(engine.model)} if kind is EpisodeWriter else {}
+    writer = kind(config, mesh, sampler, tokenizer, **more)
     try:
         groups: Any = next(batcher)
         return writer.samples(engine.model, groups, batch=batcher.step, version=0)

@@ -36,9 +36,12 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_there_is_a_rule_for_every_setting(tmp_path: Path) -> None:
+    mixture = {"path": [], "sources": [{"path": "a"}, {"path": "b"}]}
     settings = {*flat_settings(make_config(tmp_path, tmp_path, **SFT)), "run.folder"}
+    settings |= {*flat_settings(make_config(tmp_path, tmp_path, **SFT, data=mixture))}
     for name in settings:
         assert rule_of(name) in get_args(Rule), name
+    settings |= {name.replace(".0.", ".") for name in settings}
     sections = {entry.name for entry in fields(Config)}
     assert {name for name in RULES if "." in name} <= settings
     assert {name for name in RULES if "." not in name} <= sections

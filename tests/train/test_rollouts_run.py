@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,41 @@ def test_refusals(sections: dict[str, Any], message: str, model_folder: Path, tm
     with pytest.raises(ValueError, match=message) as caught:
         train(make_config(tmp_path / "run", model_folder, **sections))
     assert "\n" not in str(caught.value)
+
+
+def always_zero(response: str, row: Mapping[str, Any]) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("sections", "learns"),
+    [
+        ({"rollout": {"reward": f"{HERE}:always_zero"}}, False),
+        ({"rollout": {"reward": f"{HERE}:always_zero"}, "loss": {"entropy_coefficient": 0.1}}, True),
+        ({}, True),
+    ],
+)
+def test_a_run_whose_groups_have_no_signal_says_that_nothing_was_learned(
+    sections: dict[str, Any], learns: bool, model_folder: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    train(make_config(tmp_path / "run", model_folder, run={"steps": 2}, **sections), on_note=said.append)
+    found = [line for line in said if line.startswith("nothing was learned: none of 8 groups had rewards that differ")]
+    assert len(found) == (0 if learns else 1)
+
+
+def test_rollouts_without_a_token_to_train_are_refused(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = RolloutWriter.samples
+
+    def untrained(self: RolloutWriter, *arguments: Any, **options: Any) -> list[Sample]:
+        samples = written(self, *arguments, **options)
+        return [replace(sample, loss_mask=np.zeros(len(sample), np.bool_)) for sample in samples]
+
+    monkeypatch.setattr(RolloutWriter, "samples", untrained)
+    with pytest.raises(ValueError, match=r"^rollout.reward: none of the 12 samples of batch 1 has a token to train"):
+        train(make_config(tmp_path / "run", model_folder))
 
 
 def test_no_prompts_and_no_tokenizer(model_folder: Path, tmp_path: Path) -> None:

@@ -109,6 +109,9 @@ class FusedCPU(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
         q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
+        # Of a query whose scores are all NaN or -inf the kernel makes 0, as if it saw no key.
+        if not all(torch.isfinite(x.sum()) for x in (q_, k_, v_)):
+            return reference.BACKEND.forward(q, k, v, segments_q, segments_k, spec)
         out = q_.new_zeros(len(q), q.shape[1], width)
         lse = q_.new_full(q.shape[:2], -torch.inf)
         calls = _plan(segments_q, segments_k, spec)

@@ -1,7 +1,7 @@
 """`check_loss`: the losses of pairs, teachers, reward models and critics, packed against one at a time.
 
-    1  reference   `plain_losses`, one pair or sample at a time          rank 0; the others wait
-    2  noise       the same in padded pairs with eager attention         rank 0
+    1  reference   `plain_losses`, one pair or sample at a time, float64   rank 0; the others wait
+    2  noise       the same in the dtype, in padded pairs                  rank 0; against 1
     3  packed      loss and gradients of every part, by training's path  against 1, in units of 2
     4  layouts     other micro-batches, another order, shared prefixes, other context methods
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.check.compare import TOLERANCES, Gap, extent, gradient_gaps, loss_gap, parts_of
+from padfree.check.exact import exact, make_float64, reference_line
 from padfree.check.model_source import ModelSource, model_source
 from padfree.check.one_at_a_time import Outcome, one_at_a_time
 from padfree.check.packed import PackedPath, Variation, variations
@@ -28,6 +30,7 @@ from padfree.check.plain_losses import DPO, OF_PAIRS, SCALAR, VALUE, CheckedLoss
 from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
 from padfree.check.run import RANDOM_SAMPLES, TIMEOUT, check_samples, longest_of, shared_report
 from padfree.check.samples import LONGEST, random_samples
+from padfree.config.choices import ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, local_part, local_region, named_tensors
@@ -39,6 +42,8 @@ from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 
 Say = Callable[[str], None]
+_Computed = tuple[list[Sample], Outcome]
+"""The samples with what the loss needs of them, and what it gives."""
 
 
 def check_loss(
@@ -83,7 +88,12 @@ def check_loss(
             dtype=dtype,
             backend=backend,
             samples_from=origin,
-            reference=f"transformers, the {loss} loss of one {'pair' if loss in OF_PAIRS else 'sample'} at a time",
+            reference=reference_line(
+                dtype,
+                check.obstacle,
+                f"the {loss} loss of one {'pair' if loss in OF_PAIRS else 'sample'} at a time",
+                "its own",
+            ),
             rows=rows,
             skipped=skipped,
         )
@@ -106,6 +116,7 @@ class _LossCheck:
         self.source, self.loss, self.mesh, self.dtype, self.say = source, loss, mesh, dtype, say
         self.backend, self.seed, self.code = backend, seed, trust_remote_code
         self.tolerance = TOLERANCES[dtype]
+        self.obstacle: str | None = None  # why the reference is not float64
 
     def run(self, samples: Sequence[Sample]) -> tuple[list[CheckRow], list[Skipped]]:
         expected, noise, parts, samples = self._reference(samples)
@@ -158,29 +169,40 @@ class _LossCheck:
         return [found, replace(worst, part=None), *gradients] if check == MAIN else [found, worst]
 
     def _reference(self, samples: Sequence[Sample]) -> tuple[Outcome, dict[str, float], dict[str, str], list[Sample]]:
-        head = "scalar" if self.loss in SCALAR else "tokens"
-        load = {"dtype": self.dtype, "device": self.mesh.device, "seed": self.seed, "trust_remote_code": self.code}
-        model = load_model(self.source.source, head=head, **load)  # type: ignore[arg-type]
-        model.train(False)
+        teachers: list[PreTrainedModel] = []
+
+        def load(dtype: torch.dtype) -> PreTrainedModel:
+            """The model, and a teacher where the loss has one; every rank loads both."""
+            options: dict[str, Any] = {"seed": self.seed, "trust_remote_code": self.code, "device": self.mesh.device}
+            head: ModelHead = "scalar" if self.loss in SCALAR else "tokens"
+            model = load_model(self.source.source, head=head, dtype=dtype, **options).train(False)
+            teachers[:] = []
+            if self.loss == "distill":
+                teachers[:] = [load_model(self.source.source, dtype=dtype, **options).train(False)]
+                make_teacher(teachers[0])
+            return model
+
+        def compute(model: PreTrainedModel, given: list[Sample] | None = None, **how: bool) -> _Computed:
+            if model.dtype == torch.float64:
+                for teacher in teachers:
+                    make_float64(teacher)
+            if given is None:
+                own = one_at_a_time(model, samples).logprobs if self.loss == "dpo" else None
+                given = prepared(self.loss, samples, own)
+            return given, plain_loss(model, given, self.loss, teacher=next(iter(teachers), None), **how)
+
+        self.say(f"reference: the {self.loss} loss of {len(samples)} samples by plain code, in float64")
+        found, self.obstacle = exact(samples, self.mesh, self.dtype, lambda: load(torch.float32), compute)
+        model = load(self.dtype)
         parts = parts_of(model)
         outcome, noise = Outcome(logprobs=[], loss=0.0, gradients={}), {}
         box: list[list[Sample]] = [[]]
         if self.mesh.loss.rank == 0:
-            self.say(f"reference: the {self.loss} loss of {len(samples)} samples by plain code")
-            own = one_at_a_time(model, samples).logprobs if self.loss == "dpo" else None
-            box[0] = prepared(self.loss, samples, own)
-            teacher = None
-            if self.loss == "distill":
-                teacher = load_model(self.source.source, **load)  # type: ignore[arg-type]
-                teacher.train(False)
-                make_teacher(teacher)
-            outcome = plain_loss(model, box[0], self.loss, teacher=teacher)
-            other = plain_loss(model, box[0], self.loss, teacher=teacher, padded=True)
+            box[0], outcome = found or compute(model)
+            _, other = compute(model, box[0], padded=True)
             extents = {name: extent(other.gradients.get(name), outcome.gradients.get(name)) for name in parts}
             noise = {part: gap.difference for part, gap in gradient_gaps(extents, parts).items()}
             noise["loss"] = loss_gap(other.loss, outcome.loss).difference
-        elif self.loss == "distill":
-            load_model(self.source.source, **load)  # type: ignore[arg-type]  # every rank calls it alike
         dist.broadcast_object_list(box, src=0, group=self.mesh.loss.group, device=torch.device("cpu"))
         return outcome, noise, parts, box[0]
 

@@ -3,8 +3,8 @@
     one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients added in float32
     padded pairs    [2, L]      the same mathematics with an attention mask and HF's eager attention
 
-The second differs from the first by rounding only. Their difference is the noise that any correct way of computing may
-show in this dtype, on this device, for this model.
+The first runs in float64 where it can (`exact.py`), the second in the dtype that is checked. So their difference is
+rounding: the noise that any correct way of computing may show in this dtype, on this device, for this model.
 
 Every gradient is added to the sums and freed as soon as it is computed, so that besides the sums no more than one
 parameter's gradient is in memory.
@@ -32,7 +32,7 @@ class Outcome:
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample: of every token but the first, which has 0
     loss: float  # mean over the trained tokens
-    gradients: dict[str, Tensor]  # float32, on the CPU; a parameter that got none is not in it
+    gradients: dict[str, Tensor]  # float32 or float64, on the CPU; a parameter that got none is not in it
 
 
 def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
@@ -71,7 +71,8 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
         total.backward()  # type: ignore[no-untyped-call]
         loss += float(total.detach().double())
         for row, index in zip((-losses.detach()).cpu().numpy(), chosen, strict=True):
-            logprobs[index][1:] = row[: len(samples[index]) - 1]
+            with np.errstate(over="ignore"):  # of float64
+                logprobs[index][1:] = row[: len(samples[index]) - 1]
     for hook in hooks:
         hook.remove()
     return Outcome(

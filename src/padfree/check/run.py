@@ -1,13 +1,14 @@
 """`check_model`: the reference, the noise, the packed path, and every way to vary it.
 
-    1  reference     plain HF code, one sample at a time                        rank 0; the others wait
-    2  noise         plain HF code, padded pairs with eager attention           rank 0
+    1  reference     plain HF code, one sample at a time, in float64            rank 0; the others wait
+    2  noise         plain HF code in the dtype, padded pairs, eager attention  rank 0; against 1
     3  packed        log-probabilities, loss, gradients of every part           against 1, in units of 2
     4  leak          other tokens in every second sample                        the others' log-probabilities, against 3
     5  pad           a tail of random tokens behind every row                   against 1; another tail against that one
     6  layouts       other micro-batches, another order, other context methods  against 1
 
-Models are in evaluation mode, without dropout. The reference runs as a whole on one device.
+Models are in evaluation mode, without dropout. The reference runs as a whole on one device. Without the memory for
+float64, or where a model does not run in it, the reference is in the dtype that is checked, and the report says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.check.compare import (
@@ -34,6 +35,7 @@ from padfree.check.compare import (
     normaliser_gap,
     parts_of,
 )
+from padfree.check.exact import exact, reference_line
 from padfree.check.model_source import ModelSource, model_source
 from padfree.check.one_at_a_time import Outcome, one_at_a_time, padded_pairs
 from padfree.check.packed import Logprobs, PackedPath, Variation, variations, with_other_tokens
@@ -59,6 +61,7 @@ class _Reference:
     noise: dict[str, float]  # by quantity, gradients by part
     parts: dict[str, str]  # of each parameter
     attention: str
+    obstacle: str | None  # why it is not float64
     experts: bool
 
 
@@ -109,7 +112,7 @@ def check_model(
             dtype=dtype,
             backend=backend,
             samples_from=origin,
-            reference=f"transformers, one sample at a time, {reference.attention} attention",
+            reference=reference_line(dtype, reference.obstacle, "one sample at a time", reference.attention),
             rows=rows,
             skipped=skipped,
             remark="experts near a tie are chosen differently in bfloat16; check it in float32 as well"
@@ -167,7 +170,7 @@ def shared_report(
         lengths=tuple(len(sample) for sample in samples),
         num_labels=sum(sample.num_labels for sample in samples),
         reference=reference,
-        noise="the same in padded pairs with eager attention",
+        noise=f"transformers in {str(dtype).removeprefix('torch.')}, in padded pairs with eager attention",
         rows=tuple(rows),
         skipped=tuple(skipped),
         remark=remark,
@@ -186,22 +189,33 @@ def _reference(
     trust_remote_code: bool,
     say: Say,
 ) -> _Reference:
-    model = load_model(source.source, dtype=dtype, device=mesh.device, seed=seed, trust_remote_code=trust_remote_code)
-    model.train(False)
+    def load(kind: torch.dtype) -> PreTrainedModel:
+        model = load_model(
+            source.source, dtype=kind, device=mesh.device, seed=seed, trust_remote_code=trust_remote_code
+        )
+        model.train(False)
+        return model
+
+    say(f"reference: {len(samples)} samples, one at a time, in float64")
+    exact_outcome, obstacle = exact(
+        samples, mesh, dtype, lambda: load(torch.float32), lambda model: one_at_a_time(model, samples)
+    )
+    model = load(dtype)
     parts = parts_of(model)
     attention = str(model.config._attn_implementation)
     experts = any("experts" in name for name, _ in model.named_modules())
     outcome, noise = Outcome(logprobs=[], loss=0.0, gradients={}), {}
     if mesh.loss.rank == 0:
-        say(f"reference: {len(samples)} samples, one at a time")
-        outcome = one_at_a_time(model, samples)
+        if exact_outcome is None:
+            say(f"reference: {len(samples)} samples, one at a time")
+        outcome = exact_outcome or one_at_a_time(model, samples)
         say("noise: the same in padded pairs")
         other = padded_pairs(model, samples)
         extents = {name: extent(other.gradients.get(name), outcome.gradients.get(name)) for name in parts}
         noise = {part: gap.difference for part, gap in gradient_gaps(extents, parts).items()}
         noise["log-probabilities"] = logprob_gap(other.logprobs, outcome.logprobs, samples).difference
         noise["loss"] = loss_gap(other.loss, outcome.loss).difference
-    finite = [math.isfinite(outcome.loss)]
+    finite = [math.isfinite(outcome.loss) and math.isfinite(noise.get("loss", 0.0))]
     dist.broadcast_object_list(finite, src=0, group=mesh.loss.group, device=torch.device("cpu"))
     if not finite[0]:
         raise ValueError(
@@ -210,7 +224,9 @@ def _reference(
     del model
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()
-    return _Reference(outcome=outcome, noise=noise, parts=parts, attention=attention, experts=experts)
+    return _Reference(
+        outcome=outcome, noise=noise, parts=parts, attention=attention, obstacle=obstacle, experts=experts
+    )
 
 
 class _Check:

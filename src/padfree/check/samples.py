@@ -13,7 +13,15 @@ import numpy as np
 
 from padfree.batch import Sample
 from padfree.config import DataConfig
-from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset, load_pairs, load_sft, read_rollouts
+from padfree.data import (
+    RolloutDataSettings,
+    SFTDataSettings,
+    TokenizedDataset,
+    load_pairs,
+    load_sft,
+    of_source,
+    read_rollouts,
+)
 from padfree.data.sources import open_sources
 from padfree.train.training_data import open_tokenizer, text_settings
 
@@ -38,6 +46,19 @@ def chosen_samples(
     token ids need none.
     """
     data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
+    if data.sources:
+        parts = {
+            source.label: chosen_samples(
+                data.of_source(source),
+                max(1, count // len(data.sources)),
+                tokenizer=tokenizer,
+                max_length=max_length,
+                trust_remote_code=trust_remote_code,
+                pairs=pairs,
+            )
+            for source in data.sources
+        }
+        return [of_source(name, sample) for name, samples in parts.items() for sample in samples]
     chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
     if pairs:
         if tokenizer is None:

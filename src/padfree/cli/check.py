@@ -100,7 +100,7 @@ def run(settings: argparse.Namespace) -> None:
             pairs=settings.loss in ("dpo", "reward"),
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
-        origin = f"of {', '.join(data.path)}" + (f" ({cut} cut to --max-length)" if cut else "")
+        origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")
     check: Any = check_model if settings.loss == "nll" else partial(check_loss, loss=settings.loss)
     report = check(
         settings.model,

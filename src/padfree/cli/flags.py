@@ -131,6 +131,8 @@ def setting_names(kind: type[Any], prefix: str = "") -> Iterator[str]:
     hints = get_type_hints(kind)
     for entry in fields(kind):
         hint = hints[entry.name]
+        if not entry.metadata.get("setting", True):
+            continue
         if is_dataclass(hint) and isinstance(hint, type):
             yield from setting_names(hint, f"{prefix}{entry.name}.")
         else:

@@ -24,13 +24,16 @@ from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning
 
 COMMANDS = {
+    "chat": ("padfree.cli.chat", "chat with a model, turn by turn"),
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
+    "data": ("padfree.cli.data", "show rows of the data as the model sees them"),
     "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model, on a CPU"),
     "eval": ("padfree.cli.eval", "measure a model on held-out data, as a recipe's [eval] says"),
+    "generate": ("padfree.cli.generate", "let a model answer prompts"),
     "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
-    "dpo": ("padfree.cli.train", "prefer one answer to another: DPO, IPO, hinge, SimPO, ORPO on pairs"),
+    "dpo": ("padfree.cli.train", "train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO"),
     "reward": ("padfree.cli.train", "train a reward model on pairs of answers"),
     "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
     "distill": ("padfree.cli.train", "learn the distributions of a teacher"),
@@ -54,7 +57,7 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
-        epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path='[\"train.jsonl\"]'",
+        epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path=rows.jsonl",
     )
     added = commands.add_subparsers(dest="command", metavar="COMMAND", required=True)
     modules = {COMMANDS[name][0] for name in loaded if name in COMMANDS}
@@ -70,6 +73,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The words of a command line, understood; argparse exits with 2 if they cannot be."""
     commands = parser(words[:1])
     settings, rest = commands.parse_known_args(understood(words))
+    if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
+        settings.prompt = [*settings.prompt, *rest]  # prompts behind a flag, where argparse no longer takes them
+        return settings
     taken = next((name for name in ("overrides", "settings") if hasattr(settings, name)), None)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or taken is None):

@@ -136,7 +136,9 @@ def _says(settings: argparse.Namespace, name: str) -> bool:
 
 
 def _has_data(settings: argparse.Namespace) -> bool:
-    return bool(settings.data or settings.lengths or _recipe(settings)) or _says(settings, "data.path")
+    return bool(settings.data or settings.lengths or _recipe(settings)) or any(
+        _says(settings, f"data.{name}") for name in ("path", "sources")
+    )
 
 
 def _has_cap(settings: argparse.Namespace) -> bool:
@@ -156,7 +158,7 @@ def _config(settings: argparse.Namespace) -> Config:
             raise ValueError("--max-tokens: missing; give the tokens of a micro-batch, or --suggest")
         flags = {
             "model.path": NO_MODEL,
-            "data.path": [settings.lengths or "no data"],
+            "data.path": [] if _says(settings, "data.sources") else [settings.lengths or "no data"],
             "batch.max_tokens": FIRST_CAP,
             "run.folder": "runs",
         }
@@ -262,7 +264,14 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
         need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=code, head=head))
     time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
-        data = load_steps(config, lengths=settings.lengths, processes=settings.ranks, progress=progress)
+        notes: list[str] = []
+        data = load_steps(
+            config, lengths=settings.lengths, processes=settings.ranks, progress=progress, on_note=notes.append
+        )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if need is not None:
+        need.copied_keys = data.copied_keys
     layout, suggestion = config.parallel.layout, None
     if settings.suggest:
         assert need is not None
@@ -324,7 +333,7 @@ def _write_page(
 ) -> None:
     from padfree.planner import write_page
 
-    names = ", ".join(config.data.path)
+    names = ", ".join(config.data.paths)
     title = f"Plan for {names}" if config.model.path == NO_MODEL else f"Plan for {config.model.path} on {names}"
     try:
         write_page(plan, settings.html, title=title, suggestion=suggestion, scaling=scaling)

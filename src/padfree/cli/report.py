@@ -13,15 +13,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree report runs/sft runs/sft-lora --output compare.html --names all,lora",
     )
     command.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run writes to (its run.folder)")
-    command.add_argument("--output", default="report.html", help="file to write (default %(default)s)")
+    command.add_argument(
+        "--output", help="file to write (default: report.html in the run's folder, or next to several)"
+    )
     command.add_argument("--names", help="what to call the runs, with commas between (default: their folders' names)")
     command.set_defaults(run=run)
 
 
 def run(settings: argparse.Namespace) -> None:
-    from padfree.report import write_report
+    from padfree.report import default_output, write_report
 
     names = None if settings.names is None else [name.strip() for name in settings.names.split(",")]
+    output = settings.output or default_output(settings.runs)
     for note in write_report(settings.runs, settings.output, names=names):
         print(f"note: {note}")
-    print(f"written to {settings.output}")
+    print(f"written to {output}")

@@ -11,7 +11,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import COMMANDS, STOPPED
@@ -94,13 +94,10 @@ def trained(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
     """`train`, with what its errors mean to the user."""
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
-        import torch
-
-        from padfree.distributed import PeerLostError
-        from padfree.train.engine import NonFiniteError
+        from padfree.train.failures import one_line_failures
         from padfree.train.run import train
 
-    try:
+    with one_line_failures(config):
         return train(
             config,
             on_step=shown.step,
@@ -110,18 +107,6 @@ def trained(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
             on_activity=shown.activity,
             signals=signals,
         )
-    except (NonFiniteError, PeerLostError) as error:
-        raise ValueError(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"batch.max_tokens: {config.batch.max_tokens}, but the device's memory ran out ({first_sentence(error)}); "
-            "give fewer, or set parallel.checkpointing=full"
-        ) from error
-
-
-def first_sentence(error: Exception) -> str:
-    """What a long message begins with."""
-    return " ".join(str(error).split()).partition(". ")[0]
 
 
 # Dry run
@@ -134,15 +119,19 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     """
     import torch
 
-    from padfree.estimate.cost_file import read_cost
     from padfree.estimate.memory import estimate_memory
+    from padfree.model.sharing import sharing_obstacle
     from padfree.model.structure import skeleton
-    from padfree.packing import CostModel, plan_step
+    from padfree.packing.collate import prefixes_of
     from padfree.packing.context_sizes import context_sizes
+    from padfree.train.batches import distinct
     from padfree.train.decide import decide
     from padfree.train.disk import check_disk, disk_line
+    from padfree.train.row_sharing import copied_keys, run_cost
+    from padfree.train.rows import GROUP_SIZES, source_shares
+    from padfree.train.scorer import plan_samples
     from padfree.train.settle import device_memory, settle
-    from padfree.train.training_data import GROUP_SIZES, make_batcher
+    from padfree.train.training_data import make_batcher
 
     processes, replicate = processes_of(meet=False).world, config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context
@@ -153,32 +142,39 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     decided = decide(config, processes=processes, device_type=device_type, dry=True)
     check_disk(config, decided.model)
     source, model, data = decided.source, decided.model, processes // context
-    cost = CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
+    cost = run_cost(config, model)
     in_pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
-    plans = [
-        plan_step(
-            [len(sample) for group in groups for sample in group],
+    sampled = config.rollout.source is not None
+    # Of prompts only the lengths are known. Samples are compared as the run will compare them.
+    shares = not sampled and config.batch.share_prefixes is not False and sharing_obstacle(model) is None
+
+    def planned(groups: Sequence[Any]) -> StepPlan:
+        flat = list(chain.from_iterable(groups))
+        samples = flat if sampled else distinct(flat)
+        return plan_samples(
+            samples,
+            prefixes_of(samples, config.batch.share_prefixes, cost) if shares else None,
+            keep_groups=in_pairs,
             ranks=data,
             max_tokens=config.batch.max_tokens * context,
             cost=cost,
             overlong=config.batch.overlong,
             contexts=contexts,
-            groups=[number for number, group in enumerate(groups) for _ in group] if in_pairs else None,
         )
-        for groups in islice(make_batcher(config, source.samples), SHOWN_STEPS if processes > 1 else 1)
+
+    plans = [
+        planned(groups)
+        for groups in islice(make_batcher(config, source.samples, source.parts), SHOWN_STEPS if processes > 1 else 1)
     ]
     if not plans:
         raise ValueError("data.path: it gave no batch; give files with at least one sample")
     plan = plans[0]
     lengths = plan.lengths.tolist()
-    sampled = config.rollout.source is not None
-    lengths_of_rows = {
-        "longest": max(
-            -(-int(plan.lengths[row].sum()) // (width or context))
-            for rank in range(plan.ranks)
-            for row, width in plan.rows_of(rank)
-        ),
+    widths = context if plan.widths is None else plan.widths
+    facts: dict[str, Any] = {
+        "longest": int((-(-plan.computed_tokens // widths)).max()),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
+        "copied_keys": copied_keys(config, source.samples, model),
     }
     settled = settle(
         config,
@@ -186,7 +182,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         processes=processes,
         device_type=device_type,
         memory=device_memory(torch.device(device_type)),
-        **lengths_of_rows,
+        **facts,
     )
     asked, config = config, settled.config
     memory = estimate_memory(
@@ -194,7 +190,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
         processes=processes,
         device_type=device_type,
-        **lengths_of_rows,
+        **facts,
     )
 
     if all_settings:
@@ -205,8 +201,11 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     yield f"model: {config.model.path} ({kind}), {memory.parameters:,} parameters, {trained}, {config.model.dtype}"
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
-    files = ", ".join(config.data.path)
-    yield f"data: {len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out} of {files}"
+    used, several = source.report.num_used, source.report.num_used < source.report.num_samples
+    in_rows = f"{used:,} rows, " if several else ""
+    yield f"data: {in_rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
+    for each in source_shares(config, source.samples, source.parts):
+        yield f"  {each.line()}"
     shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
     yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
     for line in settled.lines():
@@ -215,8 +214,8 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     yield disk_line(config, model)
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
-        f"{sum(lengths):,} tokens, {plan.num_micro_batches} micro-batches on each of {data} data ranks, "
-        f"{plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
+        f"{sum(lengths):,} tokens{shared_tokens(plan)}, {plan.num_micro_batches} micro-batches on each of {data} data "
+        f"ranks, {plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
     )
     if plan.widths is not None:
         rows = Counter(plan.widths[plan.is_first].tolist())
@@ -229,6 +228,12 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         yield f"note: {note}"
     if not all_settings:
         yield "all settings: add --all"
+
+
+def shared_tokens(plan: StepPlan) -> str:
+    """How many tokens are computed, if samples share some."""
+    computed = int(plan.computed_tokens.sum())
+    return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 
 
 def traffic_lines(
@@ -267,6 +272,9 @@ def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()) + " }"
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) for entry in value):
+        given = [{name: each for name, each in entry.items() if each is not None} for entry in value]
+        return f"[{', '.join(map(_toml, given))}]"
     return json.dumps(value, ensure_ascii=False)  # strings, numbers, true and false, and lists read the same in TOML
 
 

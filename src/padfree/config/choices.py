@@ -14,6 +14,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 # data
 LossOn = Literal["assistant", "last", "all"]
+Turns = Literal["auto", "together", "apart"]
 PromptFormat = Literal["auto", "chat", "plain"]
 Overlong = Literal["error", "truncate", "drop"]
 OnBadRow = Literal["error", "skip"]
@@ -36,6 +37,7 @@ PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 OldPolicy = Literal["trainer", "sampler", "current"]
 OldPolicySetting = Literal["auto", "trainer", "sampler", "current"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+KLWeighting = Literal["none", "ratio"]
 SequenceStatistic = Literal["mean", "sum", "token"]
 DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]
 

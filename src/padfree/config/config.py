@@ -33,6 +33,10 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 """Advantages that compare the samples of a group."""
 
 
+NOT_A_SETTING = {"setting": False}
+"""The metadata of a field that no recipe can give."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All settings of a run."""
@@ -53,6 +57,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    # Not a setting: the names of those that a recipe or an override gave, unless it was to switch one off
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
         endless = self.data.epochs is None and self.run.steps is None
@@ -195,4 +201,6 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, fit for JSON."""
-        return asdict(self)
+        values = asdict(self)
+        del values["given"]
+        return values

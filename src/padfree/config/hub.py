@@ -28,21 +28,29 @@ KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.
 DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
+GIVEN_TEXT = ("rollout.reward", "eval.reward")
+"""Settings that name a model which is given text, and makes tokens of it with its own tokenizer."""
+
+
+def named_models(config: Config) -> dict[str, str]:
+    """Every folder or Hub id of a model that the run names, by its setting."""
+    named = {
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "reference.path": config.reference.path,
+        "teacher.path": config.teacher.path,
+        "critic.path": config.critic.path,
+        "rollout.reward": model_of(config.rollout.reward),
+        "eval.reward": model_of(config.eval.reward),
+    }
+    return {setting: name for setting, name in named.items() if name is not None}
+
+
 def check_names(config: Config) -> None:
     """Refuse models, and files of data, that a run names and that are nowhere. Nothing is loaded, and no torch."""
-    check_name(config.model.path, "model.path")
-    if config.model.tokenizer is not None:
-        check_name(config.model.tokenizer, "model.tokenizer")
-    if config.reference.path is not None:
-        check_name(config.reference.path, "reference.path")
-    if config.teacher.path is not None:
-        check_name(config.teacher.path, "teacher.path")
-    if config.critic.path is not None:
-        check_name(config.critic.path, "critic.path")
-    judge = model_of(config.rollout.reward)
-    if judge is not None:
-        check_name(judge, "rollout.reward")
-    for part, names in (("data", config.data.path), ("eval.path", config.eval.path)):
+    for setting, model in named_models(config).items():
+        check_name(model, setting)
+    for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
         for name in names:
             if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
                 raise ValueError(f"{part}: {name} does not exist; give a file, a folder or a Hub id")

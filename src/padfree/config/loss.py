@@ -17,6 +17,7 @@ from padfree.config.choices import (
     LOSSES_WITH_COMMAND,
     Advantage,
     KLEstimator,
+    KLWeighting,
     ModelHead,
     OldPolicy,
     OldPolicySetting,
@@ -81,6 +82,7 @@ class LossConfig:
     reward: RewardModelSettings = field(default_factory=RewardModelSettings)
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
+    kl_weighting: KLWeighting = "none"  # ratio: the estimate times π / π_old, with its gradient
     entropy_coefficient: float = 0.0
     epochs: int = 1  # passes over a rollout batch
     mini_batches: int = 1  # optimizer steps in a pass
@@ -111,6 +113,7 @@ class LossConfig:
             corrections=tuple(getattr(self, name) for name in self.corrections),
             kl_coefficient=self.kl_coefficient,
             kl_estimator=self.kl_estimator,
+            kl_weighting=self.kl_weighting,
             entropy_coefficient=self.entropy_coefficient,
         )
 

@@ -15,7 +15,14 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from padfree.config.choices import DivergenceKind, KLEstimator, OldPolicy, PreferenceLoss, SequenceStatistic
+from padfree.config.choices import (
+    DivergenceKind,
+    KLEstimator,
+    KLWeighting,
+    OldPolicy,
+    PreferenceLoss,
+    SequenceStatistic,
+)
 from padfree.config.rules import check_choice, need
 
 SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
@@ -222,6 +229,9 @@ class PolicySettings:
     `old_policy` names the denominator of the ratio: the `trainer`'s own log-probabilities before the update
     (`old_logprobs`), those the `sampler` reported (`rollout_logprobs`), or the `current` ones (each batch serves one
     step, the ratio is 1 and its gradient is that of the log-probability; nothing needs to be computed beforehand).
+
+    With `kl_weighting` "ratio" the KL estimate of a token is multiplied by its ratio to the old policy. The ratio is
+    differentiable, so it changes the gradient even where it is 1.
     """
 
     objective: Objective = ClipSettings()
@@ -229,11 +239,13 @@ class PolicySettings:
     corrections: tuple[Correction, ...] = ()
     kl_coefficient: float = number(0.0, 0.0, LARGEST, "give 0 or more")
     kl_estimator: KLEstimator = "k3"
+    kl_weighting: KLWeighting = "none"
     entropy_coefficient: float = number(0.0, -LARGEST, LARGEST, "give a finite number")
 
     def __post_init__(self) -> None:
         check_choice("loss.old_policy", self.old_policy, OldPolicy)
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
+        check_choice("loss.kl_weighting", self.kl_weighting, KLWeighting)
         _check_numbers(self, "loss.")
         objective, corrections = self._untyped()
         if not isinstance(objective, Objective):
@@ -253,6 +265,11 @@ class PolicySettings:
     def _untyped(self) -> tuple[object, object]:
         """Objective and corrections as they were given, whatever they are."""
         return self.objective, self.corrections
+
+    @property
+    def weighs_kl(self) -> bool:
+        """Whether the KL term is multiplied by the ratio to the old policy."""
+        return self.kl_coefficient > 0 and self.kl_weighting == "ratio"
 
     @property
     def needs_sampler_logprobs(self) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 import math
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -29,17 +31,19 @@ LARGEST_COUNT = (1 << 53) - 1
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
-    values: dict[str, Any] = {} if path is None else _read_recipe(path)
+    values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
     if path is not None:
-        _check_bounds_are_meant(values, kind, overrides, path)
+        said = {override.partition("=")[0].strip() for override in overrides}
+        _check_bounds_are_meant(values, kind, said, path)
     return config_from_dict(values)
 
 
-def _read_recipe(path: str | Path) -> dict[str, Any]:
-    check_regular(path, "config")
+def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file; no setting is checked."""
+    check_regular(Path(path), "config")
     try:
         with open(path, "rb") as file:
             content = file.read(LONGEST_RECIPE + 1)
@@ -57,10 +61,27 @@ def _read_recipe(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
 
 
-def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequence[str], path: str | Path) -> None:
+def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a TOML file, changed by tables of the same form; no setting is checked."""
+    values = read_recipe(path)
+    kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
+    values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
+    _check_bounds_are_meant(values, kind, said, path)
+    return values
+
+
+def _merged(before: Any, changes: Any) -> Any:
+    """Tables within tables; any other value takes the place of the one before."""
+    if not isinstance(before, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    return {**before, **{name: _merged(before.get(name), value) for name, value in changes.items()}}
+
+
+def _check_bounds_are_meant(
+    values: Mapping[str, Any], kind: Any, said: Collection[str], path: str | PathLike[str]
+) -> None:
     """Bounds that a file gives beside its own kind of loss must not reach another kind that an override chooses."""
     loss = _loss_of(values)
-    said = {override.partition("=")[0].strip() for override in overrides}
     for name in BOUNDS:
         inherited = loss.get(name) is not None and f"loss.{name}" not in said
         if inherited and kind is not None and loss.get("kind") != kind:
@@ -70,7 +91,7 @@ def _check_bounds_are_meant(values: dict[str, Any], kind: Any, overrides: Sequen
             )
 
 
-def _loss_of(values: dict[str, Any]) -> dict[str, Any]:
+def _loss_of(values: Mapping[str, Any]) -> dict[str, Any]:
     loss = values.get("loss")
     return loss if isinstance(loss, dict) else {}
 
@@ -81,22 +102,37 @@ def _line(error: Exception) -> str:
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
     """The settings in nested plain values, every one checked."""
-    config = _build(Config, values, "")
+    given: set[str] = set()
+    config = _build(Config, values, "", given)
     assert isinstance(config, Config)
-    return config
+    return replace(config, given=frozenset(given))
 
 
 def _override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
-        raise ValueError(f"override: {override!r}; write section.name=value, such as optimizer.lr=1e-5")
-    place = values
+        raise ValueError(
+            f"override: {override!r}; write section.name=value without spaces, or in quotes, such as optimizer.lr=1e-5"
+        )
+    place: Any = values
     for part in parts[:-1]:
-        place = place.setdefault(part, {})
-        if not isinstance(place, dict):
+        place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
+        if not isinstance(place, (dict, list)):
             raise ValueError(f"override: {override!r} goes into {part!r}, which is a value; write section.name=value")
-    place[parts[-1]] = _parsed(text.strip())
+    if isinstance(place, list):
+        _entry(place, parts[-1], override)
+        place[int(parts[-1])] = _parsed(text.strip())
+    else:
+        place[parts[-1]] = _parsed(text.strip())
+
+
+def _entry(entries: list[Any], part: str, override: str) -> Any:
+    """An entry of a list by its number: data.sources.0.weight."""
+    if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
+        known = f"0 to {len(entries) - 1}" if entries else "none"
+        raise ValueError(f"override: {override!r} asks for entry {part!r} of a list that has {known}; give one of them")
+    return entries[int(part)]
 
 
 def _parsed(text: str) -> Any:
@@ -110,28 +146,29 @@ def _parsed(text: str) -> Any:
     return found["value"] if found.keys() == {"value"} else text
 
 
-def _build(kind: type[Any], values: Any, prefix: str) -> Any:
-    """An instance of the dataclass `kind` from a table."""
+def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
+    """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
-    hints = _hints(kind)
-    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind)}
+    hints = _hints(kind)  # type: ignore[arg-type]
+    names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
     for name in values:
         if name not in names:
             raise ValueError(f"{prefix}{name}: no such setting; {_closest(name, tuple(names), prefix)}")
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
-        if name in values:
-            nested = is_dataclass(hint)
-            given[name] = (
-                _build(hint, values[name], f"{prefix}{name}.")
-                if nested
-                else _value(hint, values[name], f"{prefix}{name}", entry)
-            )
+        if name in values and not is_dataclass(hint) and values[name] is not None:
+            named.add(f"{prefix}{name}")
+        if name in values and is_dataclass(hint):
+            given[name] = _build(hint, values[name], f"{prefix}{name}.", named)  # type: ignore[arg-type]
+        elif name in values and get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+            given[name] = _tables(get_args(hint)[0], values[name], f"{prefix}{name}")
+        elif name in values:
+            given[name] = _value(hint, values[name], f"{prefix}{name}", entry)
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
-                given[name] = _build(hint, {}, f"{prefix}{name}.")  # type: ignore[arg-type]
+                given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
     return kind(**given)
@@ -140,6 +177,18 @@ def _build(kind: type[Any], values: Any, prefix: str) -> Any:
 @cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
+
+
+def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
+    """Instances of the dataclass `kind` from a list of tables; one table is a list of one."""
+    entries = list(values) if isinstance(values, (list, tuple)) else [values]
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            first = next(iter(fields(kind))).name
+            raise ValueError(
+                f"{name}: {entry!r} is not a table; give a list of tables, as in {name}='[{{{first}=\"...\"}}]'"
+            )
+    return tuple(_build(kind, entry, f"{name}.{number}.", set()) for number, entry in enumerate(entries))
 
 
 def _closest(name: str, names: Sequence[str], prefix: str) -> str:
@@ -156,6 +205,10 @@ def _value(hint: Any, value: Any, name: str, entry: Field[Any]) -> Any:
         raise ValueError(f"{name}: {shown_value(value)}; give it without the zero character")
     if converted is not _WRONG:
         _check_numbers(converted, name, entry)
+    if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
+        raise ValueError(
+            f"{name}: {value!r} is what a shell leaves of a table without quotes; {_table_cure(name, value)}"
+        )
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"
@@ -176,6 +229,16 @@ def _check_numbers(value: Any, name: str, entry: Field[Any]) -> None:
             need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that float32 can hold, 3.4e38 at most")
         if type(number) is int and not name.endswith(".seed"):
             need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
+
+
+def _table_cure(name: str, value: str) -> str:
+    """How to write a table on a command line: bash takes braces with a comma apart, and quotes away."""
+    pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
+    named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
+    entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]
+    apart = " ".join(f"{name}.{key}={text}" for key, text in entries)
+    together = ",".join(f'{key}="{text}"' for key, text in entries)
+    return f"write {apart}, or quote it: {name}='{{{together}}}'"
 
 
 _WRONG = object()

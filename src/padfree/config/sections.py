@@ -4,7 +4,7 @@ sections cannot be together is in `padfree.config.config`."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from padfree.config.choices import (
@@ -24,20 +24,27 @@ from padfree.config.choices import (
     RunOverlong,
     ScheduleKind,
     SharePrefixes,
+    Turns,
 )
+from padfree.config.mixture import DataSource, check_sources
 from padfree.config.models import expand_home
+from padfree.config.prompt_template import template_parts
 from padfree.config.rules import LARGEST_GIB, SMALLEST_GIB, check_seconds, need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """`path`: files or folders, or a Hub id; what else there is belongs to `padfree.data`."""
+    """`path`: files or folders, or a Hub id; what else there is belongs to `padfree.data`. `sources`: a mixture."""
 
-    path: tuple[str, ...]
+    path: tuple[str, ...] = ()
+    sources: tuple[DataSource, ...] = ()  # in place of path: several, each with a weight
     subset: str | None = None  # of a Hub id
     split: str = "train"  # of a Hub id
     columns: dict[str, str] = field(default_factory=dict)
     loss_on: LossOn = "assistant"
+    turns: Turns = "auto"  # assistant turns of a conversation in one sample, or in one each
+    system: str | None = None  # the system prompt of conversations that have none
+    prompt_template: str | None = None  # how a text prompt is made of columns: "{prompt}\n\n{hint}"
     prompt_format: PromptFormat = "auto"
     chat_template: str | None = None  # a file; None: the tokenizer's own
     append_eos: bool = True
@@ -49,13 +56,42 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
-        need(len(self.path) > 0, "data.path", list(self.path), "give one file, folder or Hub id, or more")
+        if not self.path and not self.sources:
+            raise ValueError(
+                "data.path: missing; give one file, folder or Hub id, or more, as in data.path=train.jsonl, or a "
+                "mixture as data.sources"
+            )
+        both = bool(self.path and self.sources)
+        cure = "data.sources names the data, too; set data.path=[] for the mixture, or data.sources=[] for the path"
+        need(not both, "data.path", list(self.path), cure)
+        check_sources(self.sources)
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id in place of the empty name")
         need(self.subset != "", "data.subset", self.subset, "give a name, or leave it out")
         need(bool(self.split), "data.split", self.split, "give a name, such as train")
         need(self.chat_template != "", "data.chat_template", self.chat_template, "give a file, or leave it out")
+        need(self.system != "", "data.system", self.system, "give a system prompt, or leave it out")
+        plain = self.system is not None and self.prompt_format == "plain"
+        need(
+            not plain,
+            "data.system",
+            self.system,
+            "leave it out, or set data.prompt_format=chat: plain prompts have none",
+        )
+        if self.prompt_template is not None:
+            template_parts(self.prompt_template)
         need(self.max_length is None or self.max_length >= 2, "data.max_length", self.max_length, "give 2 or more")
         need(self.epochs is None or self.epochs >= 1, "data.epochs", self.epochs, "give 1 or more")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All files, folders and Hub ids, of `path` or of all sources."""
+        return self.path or tuple(path for source in self.sources for path in source.path)
+
+    def of_source(self, source: DataSource) -> DataConfig:
+        """The settings under which one source is read as if it were the only data."""
+        own = {name: getattr(source, name) for name in ("columns", "split", "subset")}
+        given = {name: value for name, value in own.items() if value is not None}
+        return replace(self, path=source.path, sources=(), **given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

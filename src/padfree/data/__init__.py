@@ -7,7 +7,7 @@ sources     JSON Lines, JSON, Parquet, folders, the Hub
 chat        conversations as text, and what the assistant wrote of it
 encode      text to tokens and masks
 store       tokens on disk, keyed by all they depend on
-dataset     TokenizedDataset: the samples of a store
+dataset     TokenizedDataset: the samples of a store; MixedDataset: those of several sources
 prepare     load_sft: all of the above
 rollouts    read_rollouts: rollout files to samples
 rewards     built-in rewards and the user's own
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from padfree.lazy import load_when_used
 
 if TYPE_CHECKING:
-    from padfree.data.dataset import PairDataset, TokenizedDataset
+    from padfree.data.dataset import MixedDataset, PairDataset, StoredSamples, TokenizedDataset, of_source
     from padfree.data.prepare import Progress, load_pairs, load_sft
-    from padfree.data.records import DataReport, SkippedRow
+    from padfree.data.records import DataReport, SkippedRow, labelled
     from padfree.data.rewards import (
         Reward,
         RewardFunction,
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from padfree.data.store import default_cache_folder
 
 _NAMES = {
-    "dataset": ("PairDataset", "TokenizedDataset"),
+    "dataset": ("MixedDataset", "PairDataset", "StoredSamples", "TokenizedDataset", "of_source"),
     "prepare": ("Progress", "load_pairs", "load_sft"),
-    "records": ("DataReport", "SkippedRow"),
+    "records": ("DataReport", "SkippedRow", "labelled"),
     "rewards": (
         "Reward",
         "RewardFunction",
@@ -57,6 +57,7 @@ _LAZY = {name: f"padfree.data.{module}" for module, names in _NAMES.items() for 
 
 __all__ = [
     "DataReport",
+    "MixedDataset",
     "PairDataset",
     "Progress",
     "Reward",
@@ -65,14 +66,17 @@ __all__ = [
     "RolloutDataSettings",
     "SFTDataSettings",
     "SkippedRow",
+    "StoredSamples",
     "TokenizedDataset",
     "check_reward_name",
     "default_cache_folder",
     "exact_match",
+    "labelled",
     "load_pairs",
     "load_reward",
     "load_sft",
     "number_after_hashes",
+    "of_source",
     "read_rollouts",
 ]
 

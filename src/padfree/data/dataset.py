@@ -7,6 +7,13 @@
 A data set is a folder and two settings. Pickled, that is all that travels, so that any number of processes may open it;
 the system keeps one copy of the tokens for all of them.
 
+Neighbouring samples of the same file and line belong to one row: a conversation whose template rewrites earlier turns
+becomes one sample for each trained turn.
+
+    samples      0 | 1 2 3 | 4          row_starts  0 1 4 5
+    uid          train.jsonl:17 | train.jsonl:18 turn 1, turn 2, turn 3 | train.jsonl:19
+    group        None | train.jsonl:18 for each of the three | None
+
 `max_length` is applied here and not when tokenising: another length needs no other cache. Truncation keeps the first
 tokens; a sample that is left with nothing to train on is dropped, and listed as dropped.
 """
@@ -14,7 +21,8 @@ tokens; a sample that is left with nothing to train on is dropped, and listed as
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from operator import index as as_index
@@ -27,7 +35,7 @@ from numpy.typing import NDArray
 from padfree.batch import Sample
 from padfree.config.choices import Overlong
 from padfree.config.rules import check_choice
-from padfree.data.records import DataReport, SkippedRow
+from padfree.data.records import DataReport, SkippedRow, labelled
 from padfree.data.settings import check_max_length
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 
@@ -35,10 +43,50 @@ SCANNED_TOKENS = 1 << 22
 """How many tokens are looked at in one go."""
 
 
-class TokenizedDataset:
-    """The samples of one cache folder; `report` says what became of every row."""
+class StoredSamples(ABC):
+    """Samples whose lengths and rows are known without reading tokens; `report` says what became of every row."""
 
-    samples_per_row: ClassVar[int] = 1
+    lengths: NDArray[np.int64]  # [N] tokens of each sample
+    row_starts: NDArray[np.int64]  # [R+1] row r has samples row_starts[r] to row_starts[r + 1]
+    report: DataReport
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Of tokens and masks of all samples as they are here; other files, settings or versions may give the same."""
+
+    @abstractmethod
+    def __getitem__(self, index: SupportsIndex) -> Sample: ...
+
+    @abstractmethod
+    def place(self, index: int) -> str:
+        """Where a sample stands: its file and line, and the turn if the row has several samples."""
+
+    @abstractmethod
+    def first_token_from(self, least: int) -> tuple[int, int] | None:
+        """The first sample with a token id of `least` or more, and that id; None where there is none.
+
+        All tokens are read for it.
+        """
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def _checked(self, index: SupportsIndex) -> int:
+        number = as_index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return number % len(self)
+
+
+class TokenizedDataset(StoredSamples):
+    """The samples of one cache folder."""
+
+    samples_per_row: ClassVar[int | None] = None  # None: any number
+    drops_whole_rows: ClassVar[bool] = False  # also with overlong "truncate"
 
     def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
         check_max_length(max_length)
@@ -59,21 +107,35 @@ class TokenizedDataset:
         assert offsets[0] == 0
         assert offsets[-1] == num_tokens
         self._starts: NDArray[np.int64] = offsets[:-1]
-        self.lengths: NDArray[np.int64] = np.diff(offsets)  # [N]
+        self.lengths = np.diff(offsets)
         self._kept: NDArray[np.int64] = np.arange(num_samples)
+        begins = np.ones(num_samples, dtype=np.bool_)
+        begins[1:] = (self._rows[1:] != self._rows[:-1]).any(1)
+        self._first_of_row: NDArray[np.int64] = np.append(np.flatnonzero(begins), num_samples)  # [all rows + 1]
+        self._row_of: NDArray[np.int64] = np.cumsum(begins) - 1  # [all samples]
+        if self.samples_per_row is not None:
+            assert (np.diff(self._first_of_row) == self.samples_per_row).all()
         truncated, dropped = self._limit()
+        rows = self._row_of[self._kept]
+        self.row_starts = np.concatenate([[0], np.flatnonzero(np.diff(rows)) + 1, [len(rows)] if len(rows) else []])
+        self.row_starts = self.row_starts.astype(np.int64)
         self.report = DataReport(
             num_rows=sum(int(file["rows"]) for file in self._files),
-            num_samples=len(self.lengths) // self.samples_per_row,
+            num_samples=len(self.lengths) // (self.samples_per_row or 1),
             num_tokens=int(self.lengths.sum()),
             rows_per_file={file["name"]: int(file["rows"]) for file in self._files},
             skipped=tuple(read_skipped(self.folder)),
             dropped=tuple(dropped),
             truncated=tuple(truncated),
+            used=len(self.row_starts) - 1,
         )
 
     def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
-        """Apply `max_length`; the rows that were truncated, and those that were dropped."""
+        """Apply `max_length`; the rows that were truncated, and those that were dropped.
+
+        `overlong` "drop" leaves out a row with a sample that is too long, as if the row were one sample. "truncate"
+        cuts the sample, and drops it if its trained tokens are gone; the other samples of the row stay.
+        """
         if self.max_length is None:
             return [], []
         over = np.flatnonzero(self.lengths > self.max_length)
@@ -84,48 +146,60 @@ class TokenizedDataset:
                 f"first ({self._uid(first)}) {self.lengths[first]} tokens; set data.overlong=truncate or "
                 f"data.overlong=drop, or data.max_length={self.lengths[over].max()}"
             )
-        truncated: list[SkippedRow] = []
-        dropped: list[SkippedRow] = []
-        keep = np.ones(len(self.lengths), dtype=np.bool_)
+        usable = np.ones(len(self.lengths), dtype=np.bool_)
         for place in over.tolist():
             start = self._starts[place]
-            reason = f"{self.lengths[place]} tokens, max_length {self.max_length}"
-            keep[place] = self.overlong == "truncate" and self._mask[start + 1 : start + self.max_length].any()
-            if keep[place]:
-                truncated.append(self._note(place, reason))
-            else:
+            usable[place] = self.overlong == "truncate" and self._mask[start + 1 : start + self.max_length].any()
+        keep = usable.copy()
+        truncated: list[SkippedRow] = []
+        dropped: list[SkippedRow] = []
+        for row in np.unique(self._row_of[over]).tolist():
+            places = np.arange(self._first_of_row[row], self._first_of_row[row + 1])
+            if self.overlong == "drop" or self.drops_whole_rows:
+                keep[places] = usable[places].all()
+            lost = places[~keep[places]]
+            if len(lost) == len(places):
+                first = int(places[~usable[places]][0])
                 nothing = ", and nothing to train on before it" if self.overlong == "truncate" else ""
-                dropped.append(self._note(place, reason + nothing))
-        self._kept = np.flatnonzero(self._kept_together(keep, truncated, dropped))
+                dropped.append(self._note(first, nothing))
+            else:
+                first = int(places[self.lengths[places] > self.max_length][0])
+                gone = ", ".join(str(place - places[0] + 1) for place in lost.tolist())
+                truncated.append(
+                    self._note(first, f"; left out, with nothing to train on: turn {gone}" if gone else "")
+                )
+        self._kept = np.flatnonzero(keep)
         if len(over) and not len(self._kept):
             longest = self.lengths.max()
             raise ValueError(f"data.max_length: {self.max_length} leaves no sample; set data.max_length={longest}")
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
 
-    def _kept_together(
-        self, keep: NDArray[np.bool_], truncated: list[SkippedRow], dropped: list[SkippedRow]
-    ) -> NDArray[np.bool_]:
-        """Which places stay, where some stay only with others."""
-        return keep
-
-    def _note(self, place: int, reason: str) -> SkippedRow:
+    def _note(self, place: int, more: str) -> SkippedRow:
         file, line = self._rows[place]
+        turn = self._turn(place)
+        which = "" if turn is None else f"turn {turn} has "
+        reason = f"{which}{self.lengths[place]} tokens, max_length {self.max_length}{more}"
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
-    def _uid(self, place: int) -> str:
+    def _turn(self, place: int) -> int | None:
+        """Which of the samples of its row this is, from 1; None if the row has no other."""
+        row = self._row_of[place]
+        first, end = self._first_of_row[row], self._first_of_row[row + 1]
+        return None if self.samples_per_row is not None or end - first == 1 else int(place - first) + 1
+
+    def _row_name(self, place: int) -> str:
         file, line = self._rows[place]
         return f"{self._files[file]['name']}:{line}"
 
+    def _uid(self, place: int) -> str:
+        turn = self._turn(place)
+        return self._row_name(place) if turn is None else f"{self._row_name(place)} turn {turn}"
+
     def place(self, index: int) -> str:
-        """Where a sample stands: its file and line."""
         return self._uid(int(self._kept[index]))
 
     def first_token_from(self, least: int) -> tuple[int, int] | None:
-        """The first sample with a token id of `least` or more, and that id; None where there is none.
-
-        All tokens are read for it.
-        """
         for start in range(0, len(self._tokens), SCANNED_TOKENS):
             over = np.flatnonzero(self._tokens[start : start + SCANNED_TOKENS] >= least)
             for position in (over + start).tolist():
@@ -138,17 +212,14 @@ class TokenizedDataset:
 
     @property
     def digest(self) -> str:
-        """Of tokens and masks of all samples as they are here; other files, settings or versions may give the same."""
         places = hashlib.sha256(self._kept.tobytes() + self.lengths.tobytes()).hexdigest()
-        return hash_of([*self._digests, places])
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        # Which samples are one row matters too. Where each row is one sample there is nothing to add.
+        several = self.samples_per_row is None and len(self.row_starts) - 1 < len(self)
+        rows = [hashlib.sha256(self.row_starts.tobytes()).hexdigest()] if several else []
+        return hash_of([*self._digests, places, *rows])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
-        number = as_index(index)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
+        number = self._checked(index)
         place = int(self._kept[number])
         start = self._starts[place]
         end = start + self.lengths[number]
@@ -156,11 +227,9 @@ class TokenizedDataset:
             tokens=self._tokens[start:end],
             loss_mask=self._mask[start:end],
             uid=self._uid(place),
+            group=None if self._turn(place) is None else self._row_name(place),
             source=self._files[self._rows[place, 0]]["name"],
         )
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self[index] for index in range(len(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (type(self), self.folder, self.max_length, self.overlong)
@@ -173,7 +242,8 @@ class PairDataset(TokenizedDataset):
     rows may have margins, that of a pair is the `raw_reward` of its chosen answer.
     """
 
-    samples_per_row: ClassVar[int] = 2
+    samples_per_row: ClassVar[int | None] = 2
+    drops_whole_rows: ClassVar[bool] = True
 
     @cached_property
     def _margins(self) -> NDArray[np.float64] | None:
@@ -181,16 +251,6 @@ class PairDataset(TokenizedDataset):
         if not read_metadata(self.folder).get("margins"):
             return None
         return np.asarray(open_array(self.folder, "margins", (len(self._rows),)))
-
-    def _kept_together(
-        self, keep: NDArray[np.bool_], truncated: list[SkippedRow], dropped: list[SkippedRow]
-    ) -> NDArray[np.bool_]:
-        both = np.repeat(keep.reshape(-1, 2).all(1), 2)
-        gone = {(row.file, row.line): row for row in reversed(dropped)}
-        dropped[:] = gone.values()  # a row is dropped once, for its first answer that is too long
-        cut = {(row.file, row.line): row for row in reversed(truncated)}
-        truncated[:] = [row for place, row in cut.items() if place not in gone]
-        return both
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         sample = super().__getitem__(index)
@@ -203,6 +263,58 @@ class PairDataset(TokenizedDataset):
             group=sample.uid,
             reward=float(chosen),
         )
+
+
+class MixedDataset(StoredSamples):
+    """The samples of several sources by name, one source after the other.
+
+    Samples carry the name of their source: `source`, and in front of `uid` and `group` where it is not the file's name.
+    """
+
+    def __init__(self, parts: Mapping[str, StoredSamples]) -> None:
+        self.parts, self._names = dict(parts), list(parts)
+        each = list(self.parts.values())
+        self._firsts = np.cumsum([0, *map(len, each)])  # [P+1]
+        self.lengths = np.concatenate([part.lengths for part in each])
+        starts = [part.row_starts[:-1] + first for part, first in zip(each, self._firsts[:-1], strict=True)]
+        self.row_starts = np.concatenate([*starts, self._firsts[-1:]])
+        self.report = DataReport.merged({name: part.report for name, part in self.parts.items()})
+
+    def _found(self, index: int) -> tuple[str, StoredSamples, int]:
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        name = self._names[number]
+        return name, self.parts[name], index - int(self._firsts[number])
+
+    @property
+    def digest(self) -> str:
+        return hash_of([part.digest for part in self.parts.values()])
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        name, part, number = self._found(self._checked(index))
+        return of_source(name, part[number])
+
+    def place(self, index: int) -> str:
+        name, part, number = self._found(index)
+        return labelled(name, part.place(number))
+
+    def first_token_from(self, least: int) -> tuple[int, int] | None:
+        for part, first in zip(self.parts.values(), self._firsts, strict=False):
+            if (found := part.first_token_from(least)) is not None:
+                return int(first) + found[0], found[1]
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MixedDataset, (self.parts,)
+
+
+def of_source(name: str, sample: Sample) -> Sample:
+    """The same sample as one of the source `name` of a mixture."""
+    return replace(
+        sample,
+        uid=None if sample.uid is None else labelled(name, sample.uid),
+        group=None if sample.group is None else labelled(name, sample.group),
+        source=name,
+    )
 
 
 def _reopened(

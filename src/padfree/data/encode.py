@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MOST_CHARACTERS = 1 << 23
+"""A longer text takes a tokenizer minutes, and no model can read it."""
+
+
 class Piece(NamedTuple):
     text: str
     trained: bool
@@ -80,17 +84,23 @@ class Encoder:
     def encode(self, passages: Sequence[Passage]) -> list[Encoded | RowError]:
         """All passages in one call of the tokenizer, which is several times as fast as one by one."""
         texts: list[str] = []
-        firsts: list[int] = []
+        firsts: list[int | RowError] = []
         for passage in passages:
-            firsts.append(len(texts))
             pieces = [piece.text for piece in passage.pieces]
+            size = sum(map(len, pieces))
+            if size > MOST_CHARACTERS:
+                firsts.append(
+                    RowError(f"{size:,} characters of text; expected at most {MOST_CHARACTERS:,}, in several rows")
+                )
+                continue
+            firsts.append(len(texts))
             texts += ["".join(pieces)] if passage.joined else pieces
-        if not texts:
-            return []
-        batch = self._ids(texts)
+        batch = self._ids(texts) if texts else {}
         results: list[Encoded | RowError] = []
         for passage, first in zip(passages, firsts, strict=True):
-            if passage.joined:
+            if isinstance(first, RowError):
+                results.append(first)
+            elif passage.joined:
                 results.append(attempt(self._joined, passage, batch, first))
             else:
                 results.append(self._apart(passage, batch["input_ids"][first : first + len(passage.pieces)]))

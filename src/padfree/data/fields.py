@@ -1,12 +1,19 @@
-"""Which columns of a file hold which fields.
+"""Which columns of a file hold which fields, recognised by their names.
 
-    file       question, answer, difficulty          columns={"question": "prompt", "answer": "response"}
-    kind       "pair"
-    fields     {"prompt": "question", "response": "answer", ...}      field -> column of this file
+    file       Instruction, input, output, id
+    format     "pair"                                                     prompt and response
+    fields     {"prompt": "Instruction", "input": "input", "response": "output", ...}     field -> column of this file
+    unused     ("id",)
 
-A kind is a set of fields that together make a sample. Exactly one kind must be there: a file with `messages` and `text`
-could be meant either way, and a column mapping (`{"text": "text"}`) says which.
-Rows keep their own column names, so that an error names what stands in the file.
+A format is a set of fields that together make a sample. A field is known by its own name or by one of its usual names
+(`question` for `prompt`), in upper or lower case. A file that can be read in two ways is refused with the choices, each
+as a `data.columns` that works. `data.columns` maps a column to a field, or to `unused`.
+
+Some columns change what a row means (a `label` that calls the answer bad). A row that has a value there is refused
+unless its format uses the column, or `data.columns` says that it is unused. This holds for each row, because rows of
+JSON Lines may have other columns than the first row.
+
+Rows keep their own column names, so that an error names what is in the file.
 """
 
 from __future__ import annotations
@@ -15,120 +22,301 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
 
-SFT_KINDS = {"messages": ("messages",), "pair": ("prompt", "response"), "text": ("text",)}
-SFT_OPTIONAL = ("tools",)
-USUAL_NAMES = {
-    "prompt": ("question", "query", "instruction", "problem", "input"),
-    "response": ("answer", "output", "completion", "solution", "target", "reply"),
-    "messages": ("conversations", "conversation", "dialogue", "chat"),
-    "text": ("content", "document", "body"),
-    "tokens": ("input_ids", "token_ids"),
-    "prompt_tokens": ("prompt_ids", "prompt_token_ids"),
-    "response_tokens": ("response_ids", "completion_ids", "response_token_ids"),
-}
-"""Columns that many files have for a field: what a hint names first."""
+from padfree.data.records import RowError, shown
+
+UNUSED = "unused"
+MOST_CHOICES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """The fields that a row of this format needs, and those that it may have."""
+
+    kind: str
+    needs: tuple[str, ...]
+    may: tuple[str, ...] = ()
+
+    def takes(self, fields: Iterable[str]) -> bool:
+        return set(fields) <= {*self.needs, *self.may}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """The kinds of sample a reader takes and the fields that may come with any of them."""
+    """The formats that a reader takes. All names of columns are in lower case.
 
-    kinds: Mapping[str, tuple[str, ...]]
-    optional: tuple[str, ...] = ()
-    preferred: tuple[str, ...] = ()  # kinds that win over the others where both are there
+    `names`: columns that are recognised as a field. `hints`: columns that a message suggests for a field. `guarded`:
+    columns that change what a row means, each with what is lost without it. `elsewhere`: columns that belong to other
+    data, and what to do with such data. `rest`: what happens to the other columns.
+    """
+
+    formats: tuple[Format, ...]
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    guarded: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
+    preferred: tuple[str, ...] = ()  # kinds that win over others if a row has both
+    rest: str = "not used"
 
     @property
     def known(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*(field for needed in self.kinds.values() for field in needed), *self.optional)))
+        needed = [name for format in self.formats for name in format.needs]
+        return tuple(dict.fromkeys((*needed, *(name for format in self.formats for name in format.may))))
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        return name, *self.names.get(name, ())
 
     def expected(self) -> str:
-        return ", or ".join(" and ".join(map(repr, needed)) for needed in self.kinds.values())
+        return ", or ".join(" and ".join(map(repr, format.needs)) for format in self.formats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fields:
-    """What `resolve` found: the kind, and the column of every known field (its own name where it is not mapped)."""
+    """How the rows of a file are read. `columns` has the column of every field that the format takes: the field's own
+    name if the first row has no column for it.
+    """
 
     kind: str
     columns: Mapping[str, str]
+    used: tuple[str, ...] = ()  # columns of the first row that are read
+    unused: tuple[str, ...] = ()  # and those that are not
+    watched: Mapping[str, str] = field(default_factory=dict)  # columns, in lower case, in which no row may have a value
+    settled: frozenset[str] = frozenset()  # columns that need no look, in any row
 
-    def __getitem__(self, field: str) -> str:
-        return self.columns[field]
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Columns of a table that are read or looked at."""
+        return (*self.used, *(column for column in self.unused if column not in self.settled))
+
+    def __getitem__(self, name: str) -> str:
+        return self.columns[name]
+
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Refuse a row with a value in a column that would change what the row means."""
+        for column in row.keys() - self.settled:
+            why = self.watched.get(column.lower())
+            if why is not None and has_value(row[column]):
+                value = shown(row[column])
+                raise RowError(f"{column!r} is {value}, {why}; set {setting({column: UNUSED})} to ignore the column")
 
 
-PAIR_SCHEMA = Schema(kinds={"preference": ("prompt", "chosen", "rejected")}, optional=("tools",))
-REWARD_SCHEMA = Schema(kinds=PAIR_SCHEMA.kinds, optional=("tools", "margin"))
-SFT_SCHEMA = Schema(kinds=SFT_KINDS, optional=SFT_OPTIONAL)
+def has_value(value: object) -> bool:
+    """Whether a column says something in a row. False and 0 do."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, Mapping):  # of Parquet: an image of nulls
+        return any(inside not in (None, "", [], {}) for inside in value.values())
+    return value is not None and value != []
 
 
 def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
-    for column, field in mapping.items():
-        if field not in schema.known:
+    for column, name in mapping.items():
+        if name == UNUSED:
+            continue
+        if name not in schema.known:
             raise ValueError(
-                f"data.columns: {column!r} is mapped to {field!r}, which is no field; use one of "
-                f"{', '.join(schema.known)}"
+                f"data.columns: {column!r} is mapped to {name!r}, which is not a field; use one of "
+                f"{', '.join(schema.known)}, or {UNUSED}"
             )
-        if list(mapping.values()).count(field) > 1:
-            both = [name for name, target in mapping.items() if target == field]
+        if list(mapping.values()).count(name) > 1:
+            both = [other for other, target in mapping.items() if target == name]
             raise ValueError(
-                f"data.columns: {both} are all mapped to {field!r}; map one, as in {setting({both[0]: field})}"
+                f"data.columns: {both} are all mapped to {name!r}; map one, as in {setting({both[0]: name})}"
             )
 
 
 def setting(mapping: Mapping[str, str]) -> str:
-    """A mapping as it is written on a command line: `data.columns='{question="prompt"}'`."""
-    keys = {name: name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name) for name in mapping}
-    pairs = ",".join(f"{keys[name]}={json.dumps(field)}" for name, field in mapping.items())
+    """A mapping as it is written on a command line: `data.columns.question=prompt data.columns.answer=response`."""
+    if all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name in mapping):
+        return " ".join(f"data.columns.{name}={target}" for name, target in mapping.items())
+    pairs = ",".join(f"{json.dumps(name)}={json.dumps(target)}" for name, target in mapping.items())
     return f"data.columns={shlex.quote('{' + pairs + '}')}"
 
 
-def _likely(names: Sequence[str], schema: Schema) -> dict[str, str] | None:
-    """A mapping that makes a kind of sample of these columns, by their usual names, else in their order; None: none."""
-    free = [name for name in names if name not in schema.known]
-    for needed in schema.kinds.values():
-        found = {field: _named(field, names) for field in needed}
-        if all(found.values()):
-            return {column: field for field, column in found.items() if column is not None and column != field}
-    usual = [kind for kind in (("prompt", "response"), ("text",), ("prompt",)) if kind in schema.kinds.values()]
-    begun = [kind for kind in schema.kinds.values() if any(field in names for field in kind)]
-    for kind in begun or [*usual, *schema.kinds.values()]:
-        missing = [field for field in kind if field not in names]
+def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
+    """What to write on a command line that has `mapping` to have `more` as well. Braces replace what was there."""
+    words = setting(more)
+    return setting({**mapping, **more}) if words.startswith("data.columns=") else words
+
+
+def resolve(
+    first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema, file: str, also: Sequence[str] = ()
+) -> Fields:
+    """How to read a file with this first row. `also`: columns that are read besides (by `data.prompt_template`)."""
+    for column, name in mapping.items():
+        if column not in first and name != UNUSED:  # a later row may have a column that is not used
+            raise ValueError(
+                f"data.columns: {column!r} (for {name!r}) is not in {file}, which has {sorted(first)}; correct the name"
+            )
+    readings = [reading for format in schema.formats for reading in _readings(format, first, mapping, schema)]
+    readings = _best(readings, first, schema)
+    if not readings:
+        raise ValueError(
+            f"data.columns: {file} has {sorted(first)}; expected {schema.expected()}; {_cure(first, schema)}"
+        )
+    if len(readings) > 1:
+        ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
+        raise ValueError(f"data.columns: {file} can be read in {len(readings)} ways; set {', or '.join(ways)}")
+    (found,) = readings
+    return _fields(found, first, mapping, schema, file, also)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reading:
+    """A format with the columns of this file for its fields."""
+
+    format: Format
+    columns: Mapping[str, str]
+
+
+def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
+    """All ways to read a file in this format: none if a field is missing, several if two columns could be one field."""
+    mapped = {name: column for column, name in mapping.items() if name != UNUSED}
+    if not format.takes(mapped):
+        return []
+    free = [column for column in first if column not in mapping]
+    # `prompt` and `response` are certain. `question`, `answer` and `response` could be meant in two ways.
+    certain = all(name in mapped or name in free for name in format.needs) and "messages" not in format.needs
+    found: dict[str, list[str]] = {}
+    for name in (*format.needs, *format.may):
+        if name in mapped:
+            found[name] = [mapped[name]]
+        elif certain and name in free:
+            found[name] = [name]
+        else:
+            found[name] = [column for column in free if column.lower() in schema.names_of(name)]
+    prompts = found.get("prompt", [])
+    if len(prompts) > 1:  # Alpaca's `input` is a prompt only if nothing else is
+        found["prompt"] = prompts = [column for column in prompts if column.lower() != "input"]
+    follows = "input" in mapped or any(column.lower() == "instruction" for column in prompts)
+    if "input" in found and not follows:
+        found["input"] = []
+    if not all(found[name] for name in format.needs):
+        return []
+    present = [name for name, columns in found.items() if columns]
+    return [
+        _Reading(format=format, columns=dict(zip(present, columns, strict=True)))
+        for columns in product(*(found[name] for name in present))
+    ]
+
+
+def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
+    """The readings that no other one makes needless."""
+    needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
+    # Without its prompt a pair could be read as one that has none.
+    found = [one for one in readings if not any(set(one.format.needs) < other for other in needs.values())]
+    if len({one.format.kind for one in found}) > 1:
+        preferred = [
+            one
+            for one in found
+            if one.format.kind in schema.preferred and all(one.columns[name] == name for name in one.format.needs)
+        ]
+        found = preferred or found
+    return found
+
+
+def _fields(
+    reading: _Reading,
+    first: Mapping[str, Any],
+    mapping: Mapping[str, str],
+    schema: Schema,
+    file: str,
+    also: Sequence[str],
+) -> Fields:
+    also = also if "prompt" in reading.columns else ()
+    unknown = [name for name in also if name not in first and name not in reading.columns]
+    if unknown:
+        raise ValueError(
+            f"data.prompt_template: {{{unknown[0]}}} is not a column of {file}, which has {sorted(first)}; correct it"
+        )
+    if also and not {"prompt", reading.columns["prompt"]} & set(also):
+        raise ValueError(
+            f"data.prompt_template: it has no {{prompt}}, so that {reading.columns['prompt']!r} of {file} would be "
+            "lost; write where it goes"
+        )
+    used = {*reading.columns.values(), *(name for name in also if name in first)}
+    ignored = {column for column, name in mapping.items() if name == UNUSED}
+    left = [column for column in first if column not in used and column not in ignored]
+    for column in left:
+        why = schema.guarded.get(column.lower())
+        if why is not None and has_value(first[column]):
+            follow = f"{added(mapping, {column: 'input'})} to put it behind the prompt, or "
+            follow = follow if _may_follow(column, reading) else ""
+            ignore = f"{added(mapping, {column: UNUSED})} to ignore it"
+            raise ValueError(f"data.columns: {file} has {column!r}, {why}; set {follow}{ignore}")
+    # Later rows may have the optional fields of the format. Other columns that mean something were not foreseen.
+    optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
+    taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))
+    unforeseen = dict.fromkeys(_all_names(schema), "which the first row of the file does not have")
+    return Fields(
+        kind=reading.format.kind,
+        columns={name: reading.columns.get(name, name) for name in taken},
+        used=tuple(column for column in first if column in used),
+        unused=tuple(left),
+        watched={**unforeseen, **schema.guarded},
+        settled=frozenset({*used, *ignored, *optional, *(each for each in left if each.lower() not in schema.guarded)}),
+    )
+
+
+def _takes_input(reading: _Reading) -> bool:
+    return "input" in reading.columns or reading.columns.get("prompt", "").lower() == "instruction"
+
+
+def _may_follow(column: str, reading: _Reading) -> bool:
+    """Whether a column that is left over may be a text that belongs behind the prompt."""
+    possible = "input" in reading.format.may and "input" not in reading.columns
+    return possible and column.lower() in CONTEXT
+
+
+CONTEXT = ("input", "context", "passage")
+"""Columns that belong to a prompt. Only Alpaca's `input`, beside `instruction`, is known to follow it."""
+
+
+def _all_names(schema: Schema) -> set[str]:
+    return {name for format in schema.formats for needed in format.needs for name in schema.names_of(needed)}
+
+
+def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
+    """A way to read a file, as a setting: the columns that are needed, and those that must be called unused."""
+    needed = {reading.columns[name]: name for name in reading.format.needs}
+    lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]
+    unused = dict.fromkeys((name for name in lost if name not in reading.columns.values()), UNUSED)
+    chosen = {**needed, **unused}
+    return added(mapping, {column: name for column, name in chosen.items() if mapping.get(column) != name} or chosen)
+
+
+def _cure(first: Mapping[str, Any], schema: Schema) -> str:
+    """What to do with a file that has none of the formats."""
+    likely = _likely(first, schema)
+    ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
+    if likely is not None:
+        ways.append(f"say which they are, as in {setting(likely)}")
+    return "; or ".join(ways) or "add what is missing"
+
+
+def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
+    """A mapping that makes a sample of these columns: by their usual names, else by their order; None: no idea."""
+    for format in schema.formats:
+        found = {name: _hinted(name, first, schema) for name in format.needs}
+        if all(found.values()) and len(set(found.values())) == len(found):
+            return {str(column): name for name, column in found.items()}
+    known = {*_all_names(schema), *schema.guarded}
+    free = [name for name, value in first.items() if isinstance(value, str) and name.lower() not in known]
+    usual = [format for format in schema.formats if format.needs in (("prompt", "response"), ("text",), ("prompt",))]
+    begun = [format for format in schema.formats if any(name in first for name in format.needs)]
+    for format in begun or usual:
+        missing = [name for name in format.needs if name not in first]
         if len(missing) <= len(free):
             return dict(zip(free, missing, strict=False))
     return None
 
 
-def _named(field: str, names: Sequence[str]) -> str | None:
-    return next((name for name in (field, *USUAL_NAMES.get(field, ())) if name in names), None)
-
-
-def resolve(available: Iterable[str], mapping: Mapping[str, str], schema: Schema, file: str) -> Fields:
-    """The kind of sample in a file with these columns. No kind, or more than one, is refused."""
-    available = list(available)
-    names = sorted(available)
-    for column, field in mapping.items():
-        if column not in names:
-            raise ValueError(
-                f"data.columns: {column!r} (for {field!r}) is not in {file}, which has {names}; correct the name"
-            )
-    columns = {field: field for field in schema.known} | {field: column for column, field in mapping.items()}
-    found = [kind for kind, needed in schema.kinds.items() if all(columns[field] in names for field in needed)]
-    # A mapping speaks for the kinds that need what it names.
-    if asked := [kind for kind in schema.kinds if set(schema.kinds[kind]) & set(mapping.values())]:
-        found = [kind for kind in found if kind in asked]
-    if len(found) > 1 and (preferred := [kind for kind in found if kind in schema.preferred]):
-        found = preferred
-    if not found:
-        likely = _likely(available, schema)
-        cure = "add what is missing" if likely is None else f"say which they are, as in {setting(likely)}"
-        raise ValueError(f"data.columns: {file} has {names}; expected {schema.expected()}; {cure}")
-    if len(found) > 1:
-        choices = [" and ".join(map(repr, schema.kinds[kind])) for kind in found]
-        first = schema.kinds[found[0]][0]
-        raise ValueError(
-            f"data.columns: {file} has {' and also '.join(choices)}; "
-            f"say which is meant, as in {setting({columns[first]: first})}"
-        )
-    return Fields(kind=found[0], columns=columns)
+def _hinted(name: str, first: Mapping[str, Any], schema: Schema) -> str | None:
+    """The column that is probably this field."""
+    names = (*schema.names_of(name), *schema.hints.get(name, ()))
+    columns = {column.lower(): column for column in reversed(list(first))}
+    found = (columns[each] for each in names if each in columns)
+    return next((column for column in found if name != "messages" or isinstance(first[column], list)), None)

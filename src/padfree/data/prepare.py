@@ -5,14 +5,7 @@
 Every process has one chunk at a time: it is given the next one when its result has been taken. So results come in the
 order of the rows whatever the number of processes, memory stays bounded, and no pipe can block.
 
-What is made of a row, and trained on:
-
-    messages           the conversation through the chat template; the assistant's turns
-    prompt, response   the same as one turn of each (a prompt may also be a list of messages); the response. Without a
-                       template: prompt and response as they are, each tokenised by itself, eos behind; response and eos
-    text               the text as it is, eos behind; everything
-
-With `loss_on` "all" everything is trained on in every case. A row that leaves nothing to train on is a bad row.
+`padfree.data.tokenize` says what a row becomes.
 """
 
 from __future__ import annotations
@@ -20,21 +13,20 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from padfree.data.chat import chat_renderer, check_messages, prompt_messages
+from padfree.data.chat import chat_renderer
 from padfree.data.dataset import PairDataset, TokenizedDataset
-from padfree.data.encode import Encoded, Encoder, Passage, Piece
-from padfree.data.fields import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, Fields, Schema, check_mapping, resolve
-from padfree.data.records import LARGEST, RowError, SkippedRow, attempt, bad_row, items, shown, string
+from padfree.data.fields import Fields, Schema, check_mapping, resolve
+from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described
+from padfree.data.records import bad_row
+from padfree.data.rows import is_messages
 from padfree.data.settings import SFTDataSettings
-from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package, record_of
+from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package
 from padfree.data.store import (
     FORMAT,
     Writer,
@@ -47,6 +39,7 @@ from padfree.data.store import (
     read_skipped,
     tokenizer_digest,
 )
+from padfree.data.tokenize import PairTokenizer, RewardTokenizer, RowTokenizer, TokenizedChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,153 +47,11 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with how many bytes of the sources are done and how many there are."""
 
+READING = 1
+"""Counts changes in what rows become."""
+
 BYTES_PER_PROCESS = 16 << 20
 """A process takes seconds to start: below this much text for each it is not worth it."""
-
-
-class TokenizedChunk(NamedTuple):
-    tokens: NDArray[np.int32]  # [T] the samples end to end
-    mask: NDArray[np.bool_]  # [T]
-    lengths: NDArray[np.int64]  # [N]
-    lines: NDArray[np.int64]  # [N]
-    margins: NDArray[np.float64]  # [N]; 0 where a row has none
-    skipped: list[SkippedRow]
-
-
-class RowTokenizer:
-    """A tokenizer and settings: chunks to tokens. It is pickled and sent to the processes."""
-
-    samples_per_row = 1
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings) -> None:
-        self._settings = settings
-        self._encoder = Encoder(tokenizer, append_eos=settings.append_eos)
-        self._chat = chat_renderer(tokenizer, settings)
-
-    @property
-    def renders_chat(self) -> bool:
-        return self._chat is not None
-
-    def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
-        """`fields` is None for a file of which no row could be read, so that here none will be read either."""
-        passages: list[Passage] = []
-        lines: list[int] = []
-        margins: dict[int, float] = {}
-        skipped: list[SkippedRow] = []
-        for line, record in zip(chunk.numbers, chunk.records, strict=True):
-            try:
-                row = record_of(record)
-                assert fields is not None
-                found = self._passages(row, fields)
-                margins[line] = self._margin(row, fields)
-                passages += found
-                lines += [line] * len(found)
-            except RowError as error:
-                skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(error)))
-        samples: list[tuple[Encoded, int]] = []
-        encoded = self._encoder.encode(passages)
-        size = self.samples_per_row
-        for first in range(0, len(encoded), size):
-            whole, line = encoded[first : first + size], lines[first]
-            reason = next((problem for one in whole if (problem := _problem(one)) is not None), None)
-            if reason is not None:
-                skipped.append(SkippedRow(file=chunk.source, line=line, reason=reason))
-            else:
-                samples += [(one, line) for one in whole if isinstance(one, Encoded)]
-        nothing = np.empty(0, dtype=np.int32)
-        return TokenizedChunk(
-            tokens=np.concatenate([nothing, *(one.tokens for one, _ in samples)]),
-            mask=np.concatenate([nothing.astype(np.bool_), *(one.loss_mask for one, _ in samples)]),
-            lengths=np.array([len(one.tokens) for one, _ in samples], dtype=np.int64),
-            lines=np.array([line for _, line in samples], dtype=np.int64),
-            margins=np.array([margins[line] for _, line in samples], dtype=np.float64),
-            skipped=sorted(skipped, key=lambda row: row.line),
-        )
-
-    def _passages(self, row: dict[str, Any], fields: Fields) -> list[Passage]:
-        """Those of the samples that a row makes: always `samples_per_row`."""
-        return [self._passage(row, fields)]
-
-    def _margin(self, row: dict[str, Any], fields: Fields) -> float:
-        return 0.0
-
-    def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
-        loss_on = self._settings.loss_on
-        if fields.kind == "text":
-            return Passage(pieces=(Piece(string(row, fields["text"]), True),))
-        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
-        if fields.kind == "messages":
-            column = fields["messages"]
-            messages = check_messages(items(row, column, "a list of messages"), column)
-        else:
-            response = string(row, fields["response"])
-            if self._chat is None:
-                prompt = string(row, fields["prompt"])
-                return Passage(pieces=(Piece(prompt, loss_on == "all"), Piece(response, True)))
-            messages = [*prompt_messages(row, fields["prompt"]), {"role": "assistant", "content": response}]
-            # Only the response is trained on, whatever the assistant has said before it.
-            loss_on = "all" if loss_on == "all" else "last"
-        assert self._chat is not None
-        return Passage.of_spans(*self._chat.trained_spans(messages, tools, loss_on))
-
-
-def _problem(encoded: Encoded | RowError) -> str | None:
-    """Why there is no sample; None: there is one."""
-    if isinstance(encoded, RowError):
-        return str(encoded)
-    if not encoded.loss_mask[1:].any():
-        return f"{len(encoded.tokens)} tokens and none to train on; expected a token with another before it"
-    return None
-
-
-class PairTokenizer(RowTokenizer):
-    """Rows of `prompt`, `chosen` and `rejected` to two samples each: the prompt with either answer, which is trained.
-
-    An answer is a text, or the messages that follow the prompt.
-    """
-
-    samples_per_row = 2
-
-    def _passages(self, row: dict[str, Any], fields: Fields) -> list[Passage]:
-        return [self._answered(row, fields, answer) for answer in ("chosen", "rejected")]
-
-    def _answered(self, row: dict[str, Any], fields: Fields, answer: str) -> Passage:
-        column = fields[answer]
-        if self._chat is None:
-            return Passage(pieces=(Piece(string(row, fields["prompt"]), False), Piece(string(row, column), True)))
-        prompt = prompt_messages(row, fields["prompt"])
-        if isinstance(row.get(column), list):
-            follow = check_messages(row[column], column)
-            if follow[: len(prompt)] == prompt and len(follow) > len(prompt):
-                follow = follow[len(prompt) :]  # whole conversations, the prompt among them
-        else:
-            follow = [{"role": "assistant", "content": string(row, column)}]
-        if follow[-1]["role"] != "assistant":
-            raise RowError(f"{column}[{len(follow) - 1}].role is not 'assistant'; expected the answer to end with it")
-        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) is not None else None
-        return Passage.of_spans(*self._chat.trained_spans([*prompt, *follow], tools, "last"))
-
-    def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Prompts, texts or messages, each with an answer to it, as `__call__` makes samples of those of pairs."""
-        fields = Fields(kind="preference", columns={name: name for name in PAIR_SCHEMA.known})
-        passages = [
-            attempt(self._answered, {"prompt": prompt, "chosen": answer}, fields, "chosen") for prompt, answer in rows
-        ]
-        encoded = iter(self._encoder.encode([one for one in passages if isinstance(one, Passage)]))
-        return [next(encoded) if isinstance(one, Passage) else one for one in passages]
-
-
-class RewardTokenizer(PairTokenizer):
-    """The same rows, which may have a `margin`: by how much the chosen answer should score more."""
-
-    def _margin(self, row: dict[str, Any], fields: Fields) -> float:
-        column = fields["margin"]
-        value = row.get(column)
-        if value is None:
-            return 0.0
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-            raise RowError(f"{column} is {shown(value)}; expected a finite number")
-        return float(value)
 
 
 def load_pairs(
@@ -213,7 +64,7 @@ def load_pairs(
     progress: bool | Progress = False,
     margins: bool = False,
 ) -> PairDataset:
-    """Preference pairs, as `load_sft` loads samples: `prompt`, `chosen` and `rejected` of each row.
+    """Preference pairs, as `load_sft` loads samples: `chosen` and `rejected` of each row, with what is before them.
 
     With `margins` a row may have a `margin`, too, which is then the `raw_reward` of its chosen answer.
     """
@@ -260,8 +111,12 @@ def _tokenised(
     sources = open_sources(data, split=settings.split, subset=settings.subset)
     folder = Path(cache) if cache is not None else default_cache_folder()
     identity = _identity(sources, tokenizer, settings, folder)
+    chat = chat_renderer(tokenizer, settings, day=settings.day)
+    if chat is not None and chat.depends_on_day:
+        identity["day"] = chat.day.isoformat()
+        settings = replace(settings, day=chat.day)  # midnight may come before the last row
     if schema is not SFT_SCHEMA:
-        identity["kinds"] = list(schema.kinds)
+        identity["kinds"] = [format.kind for format in schema.formats]
     if "margin" in schema.known:
         identity["margins"] = True
 
@@ -294,7 +149,11 @@ def _identity(
             "chat_template": settings.chat_template,
             "template_arguments": dict(settings.template_arguments),
             "append_eos": settings.append_eos,
+            "turns": settings.turns,
+            "system": settings.system,
+            "prompt_template": settings.prompt_template,
         },
+        "reading": READING,
     }
 
 
@@ -308,12 +167,13 @@ def _build(
     num_workers: int | None,
     progress: bool | Progress,
 ) -> None:
-    fields = [_fields_of(source, settings, tokenize.renders_chat, schema) for source in sources]
+    readings = [_reading_of(source, settings, tokenize, schema) for source in sources]
+    fields = [None if reading is None else reading[0] for reading in readings]
     total = sum(source.size for source in sources)
     tasks = (
         (number, chunk, found)
         for number, (source, found) in enumerate(zip(sources, fields, strict=True))
-        for chunk in source.chunks(tuple(found.columns.values()) if found else ())
+        for chunk in source.chunks(found.needed if found else ())
     )
     results = _in_order(tasks, tokenize, _worker_count(num_workers, total))
     rows = [0] * len(sources)
@@ -343,28 +203,46 @@ def _build(
                 "give rows that can"
             )
         files = [
-            {"name": source.name, "unit": source.unit, "rows": count}
-            for source, count in zip(sources, rows, strict=True)
+            {"name": source.name, "unit": source.unit, "rows": count, "read_as": reading and reading[1]}
+            for source, count, reading in zip(sources, rows, readings, strict=True)
         ]
-        writer.finish({**identity, "files": files})
+        given = any(found is not None and found.kind == "tokens" for found in fields)
+        writer.finish({**identity, "files": files, "given_ids": given})
 
 
-def _fields_of(source: RecordSource, settings: SFTDataSettings, renders_chat: bool, schema: Schema) -> Fields | None:
-    columns = source.columns()
-    if columns is None:
+def _reading_of(
+    source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
+) -> tuple[Fields, str] | None:
+    """How a file is read, and the same in words; None if none of its rows can be read."""
+    first = source.first_row()
+    if first is None:
         return None
-    fields = resolve(columns, settings.columns, schema, source.name)
-    if fields.kind == "messages" and not renders_chat:
+    fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
+    if fields.kind in ("messages", "continued") and not tokenize.renders_chat:
         raise ValueError(
             f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} has "
             f"{fields['messages']!r}; give a file as data.chat_template, and set data.prompt_format=chat"
         )
-    if fields.kind == "text" and settings.loss_on == "last":
+    if fields.kind in ("text", "tokens") and settings.loss_on == "last":
+        column = fields["text" if fields.kind == "text" else "input_ids"]
         raise ValueError(
-            f"data.loss_on: 'last', but {source.name} has {fields['text']!r}, all of which is trained on; set "
-            "data.loss_on=all"
+            f"data.loss_on: 'last', but {source.name} has {column!r}, which has no turns; set data.loss_on=assistant"
         )
-    return fields
+    return fields, described(fields, first, schema) + _how(fields, first, settings, tokenize.renders_chat)
+
+
+def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
+    """What happens to the text of a file, and which settings do not apply to it."""
+    plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
+    how = ""
+    if fields.kind in ("pair", "prompted", "continued", "implicit"):
+        how = "; as plain text" if plain else "; through the chat template"
+    idle = []
+    if settings.system is not None and (plain or fields.kind in ("text", "tokens")):
+        idle.append("data.system")
+    if settings.prompt_template is not None and "prompt" not in fields.columns:
+        idle.append("data.prompt_template")
+    return how + (f"; without {' and '.join(idle)}" if idle else "")
 
 
 def _worker_count(asked: int | None, size: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -49,7 +49,10 @@ class SkippedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """What became of every row: `num_rows` = `num_samples` + skipped + dropped; the truncated are among the samples."""
+    """What became of every row: `num_rows` = used + skipped + dropped; the truncated rows are among the used ones.
+
+    A used row gives one sample, or several. `used` is None if every used row gives one.
+    """
 
     num_rows: int
     num_samples: int
@@ -58,10 +61,39 @@ class DataReport:
     skipped: Sequence[SkippedRow] = ()
     dropped: Sequence[SkippedRow] = ()
     truncated: Sequence[SkippedRow] = ()
+    used: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.num_rows == self.num_samples + len(self.skipped) + len(self.dropped)
+        assert self.num_rows == self.num_used + len(self.skipped) + len(self.dropped)
         assert self.num_rows == sum(self.rows_per_file.values())
+
+    @property
+    def num_used(self) -> int:
+        """Rows that gave at least one sample."""
+        return self.num_samples if self.used is None else self.used
+
+    @staticmethod
+    def merged(reports: Mapping[str, DataReport]) -> DataReport:
+        """One report of several sources, by name; file names get the name of their source."""
+        each = list(reports.items())
+
+        def rows(field: str) -> tuple[SkippedRow, ...]:
+            return tuple(
+                replace(row, file=labelled(name, row.file)) for name, report in each for row in getattr(report, field)
+            )
+
+        return DataReport(
+            num_rows=sum(report.num_rows for _, report in each),
+            num_samples=sum(report.num_samples for _, report in each),
+            num_tokens=sum(report.num_tokens for _, report in each),
+            rows_per_file={
+                labelled(name, file): count for name, report in each for file, count in report.rows_per_file.items()
+            },
+            skipped=rows("skipped"),
+            dropped=rows("dropped"),
+            truncated=rows("truncated"),
+            used=sum(report.num_used for _, report in each),
+        )
 
     def summary(self) -> str:
         """`7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`"""
@@ -81,6 +113,15 @@ class DataReport:
                 file.writelines(
                     json.dumps({"action": action, **asdict(row)}, ensure_ascii=False) + "\n" for row in rows
                 )
+
+
+def labelled(name: str, label: str | int) -> str:
+    """The label of a file, sample or group of the source `name` in a mixture: unique if the names are.
+
+    source math     train.jsonl:18 -> math/train.jsonl:18        a.jsonl: a.jsonl:18 -> a.jsonl:18
+    """
+    text = str(label)
+    return text if text == name or text.startswith(f"{name}:") else f"{name}/{text}"
 
 
 def bad_row(row: SkippedRow, unit: str) -> ValueError:
@@ -122,7 +163,7 @@ def as_record(value: object) -> dict[str, Any]:
     return value
 
 
-def _present(record: Mapping[str, Any], field: str, expected: str) -> Any:
+def present(record: Mapping[str, Any], field: str, expected: str) -> Any:
     if field not in record:
         raise RowError(f"no {field!r}; expected {expected} (the row has {', '.join(map(repr, record)) or 'no fields'})")
     if record[field] is None:
@@ -131,7 +172,7 @@ def _present(record: Mapping[str, Any], field: str, expected: str) -> Any:
 
 
 def string(record: Mapping[str, Any], field: str) -> str:
-    value = _present(record, field, "a string")
+    value = present(record, field, "a string")
     if not isinstance(value, str):
         raise RowError(f"{field!r} is {shown(value)}; expected a string")
     return check_encodable(value, field)
@@ -151,21 +192,21 @@ def check_encodable(text: str, field: str) -> str:
 
 def number(record: Mapping[str, Any], field: str) -> float:
     """A finite number; true and false count as 1 and 0."""
-    value = _present(record, field, "a number")
+    value = present(record, field, "a number")
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         raise RowError(f"{field!r} is {shown(value)}; expected a finite number")
     return float(value)
 
 
 def integer(record: Mapping[str, Any], field: str, low: int, high: int) -> int:
-    value = _present(record, field, "an integer")
+    value = present(record, field, "an integer")
     if type(value) is not int or not low <= value <= high:
         raise RowError(f"{field!r} is {shown(value)}; expected an integer from {low} to {high}")
     return value
 
 
 def items(record: Mapping[str, Any], field: str, expected: str) -> list[Any]:
-    value = _present(record, field, expected)
+    value = present(record, field, expected)
     if not isinstance(value, list):
         raise RowError(f"{field!r} is {shown(value)}; expected {expected}")
     return value

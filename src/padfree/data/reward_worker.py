@@ -2,7 +2,8 @@
 
     length (8 bytes), (text, row, uid)   ->   length, (True, reward) or (False, what was wrong)
 
-What the reward prints goes to the standard error, so that the answers stay apart. The process ends with its input.
+What the reward prints goes to the standard error, and what it reads is empty, so that questions and answers stay apart.
+The process ends with its input. A reward that cannot be imported is the answer to every question.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import pickle
 import struct
 import sys
 
-from padfree.data.rewards import load_reward
+from padfree.data.rewards import Reward, load_reward
 
 LENGTH = struct.Struct("<Q")
 
 
 def main(name: str) -> None:
-    answers = os.fdopen(os.dup(1), "wb")
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    reward = load_reward(name)
-    while len(head := sys.stdin.buffer.read(LENGTH.size)) == LENGTH.size:
+    reward: Reward | None = None
+    while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         (length,) = LENGTH.unpack(head)
-        text, row, uid = pickle.loads(sys.stdin.buffer.read(length))
+        text, row, uid = pickle.loads(questions.read(length))
         answer: tuple[bool, float | str]
         try:
+            reward = reward or load_reward(name)
             answer = True, reward(text, row, uid)
         except ValueError as error:
             answer = False, str(error)

@@ -39,9 +39,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import TOKEN_ARRAYS, Sample
-from padfree.data.chat import ChatRenderer, chat_renderer, prompt_messages
+from padfree.data.chat import ChatRenderer, chat_renderer
 from padfree.data.encode import Encoder, Passage, Piece
-from padfree.data.fields import Fields, Schema, check_mapping, resolve
+from padfree.data.fields import Fields, Format, Schema, check_mapping, resolve
+from padfree.data.formats import described, reading_notes
 from padfree.data.records import (
     LARGEST,
     DataReport,
@@ -56,21 +57,30 @@ from padfree.data.records import (
     string,
     token_ids,
 )
+from padfree.data.rows import RowReader
 from padfree.data.settings import RolloutDataSettings
 from padfree.data.sources import Chunk, open_sources, record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *TOKEN_ARRAYS)
 SCHEMA = Schema(
-    kinds={
-        "tokens": ("tokens",),
-        "token pair": ("prompt_tokens", "response_tokens"),
-        "text": ("prompt", "response"),
+    formats=(
+        Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),
+        Format(kind="token pair", needs=("prompt_tokens", "response_tokens"), may=_OPTIONAL),
+        Format(kind="text", needs=("prompt", "response"), may=(*_OPTIONAL, "system", "tools")),
+    ),
+    hints={
+        "prompt": ("question", "query", "instruction", "problem", "input"),
+        "response": ("answer", "output", "completion", "solution"),
+        "tokens": ("input_ids", "token_ids"),
+        "prompt_tokens": ("prompt_ids", "prompt_token_ids"),
+        "response_tokens": ("response_ids", "completion_ids", "response_token_ids"),
     },
-    optional=("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *TOKEN_ARRAYS),
     preferred=("tokens", "token pair"),
 )
+TITLES = {"tokens": "rollouts in tokens", "token pair": "rollouts in tokens", "text": "rollouts in text"}
 LOGPROBS = ("logprobs", "ref_logprobs")
 ROUNDING = 1e-3
 """How far above 0 a log-probability may be: samplers compute them in low precision."""
@@ -83,6 +93,7 @@ class RolloutData:
     samples: Sequence[Sample]
     lines: Sequence[int]  # of each sample in its file, `source`
     report: DataReport
+    notes: tuple[str, ...] = ()  # how the files are read
 
 
 class _Tokens(NamedTuple):
@@ -105,7 +116,14 @@ class _RolloutReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos) if tokenizer is not None else None
-        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings) if tokenizer is not None else None
+        self._chat: ChatRenderer | None = None
+        if tokenizer is not None:
+            self._chat = chat_renderer(tokenizer, settings, day=settings.day)
+        self._rows = RowReader(settings, renders_chat=self._chat is not None) if tokenizer is not None else None
+
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        return () if self._rows is None else self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_Read | RowError]:
         """What each row of the chunk is, in order."""
@@ -137,11 +155,12 @@ class _RolloutReader:
     def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
         if row.get(fields["loss_mask"]) is not None:
             raise RowError(f"{fields['loss_mask']!r} with text; expected it with token ids only")
+        assert self._rows is not None
         response = string(row, fields["response"])
         if self._chat is None:
-            prompt = string(row, fields["prompt"])
+            prompt = self._rows.plain_prompt(row, fields)
         else:
-            prompt = self._chat.render(prompt_messages(row, fields["prompt"]), generation_prompt=True)
+            prompt = self._chat.prompt(self._rows.prompt(row, fields))
         return Passage(pieces=(Piece(prompt, False), Piece(response, True)), begun=self._chat is not None)
 
 
@@ -313,7 +332,7 @@ class _Collected:
             raise bad_row(row, unit)
         self.skipped.append(row)
 
-    def rollouts(self) -> RolloutData:
+    def rollouts(self, notes: tuple[str, ...]) -> RolloutData:
         self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
@@ -333,7 +352,7 @@ class _Collected:
             dropped=tuple(self.dropped),
             truncated=tuple(self.truncated),
         )
-        return RolloutData(samples=self.samples, lines=self.lines, report=report)
+        return RolloutData(samples=self.samples, lines=self.lines, report=report, notes=notes)
 
 
 def read_rollouts(
@@ -347,15 +366,19 @@ def read_rollouts(
     check_mapping(settings.columns, SCHEMA)
     reader = _RolloutReader(tokenizer, settings)
     collected = _Collected(settings)
+    files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
-        columns = source.columns()
-        fields = resolve(columns, settings.columns, SCHEMA, source.name) if columns is not None else None
+        first = source.first_row()
+        fields = None
+        if first is not None:
+            fields = resolve(first, settings.columns, SCHEMA, source.name, reader.template_names)
+            files.append({"name": source.name, "read_as": described(fields, first, SCHEMA, TITLES[fields.kind])})
         if fields is not None and fields.kind == "text" and tokenizer is None:
             raise ValueError(
                 f"model.tokenizer: none, but {source.name} holds text; give a folder or Hub id, or token ids"
             )
         collected.rows_per_file[source.name] = 0
-        for chunk in source.chunks(tuple(fields.columns.values()) if fields else ()):
+        for chunk in source.chunks(fields.needed if fields else ()):
             collected.rows_per_file[source.name] += len(chunk.numbers)
             # Without a row that can be read there are no fields, and none is needed to say what is wrong with them.
             results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
@@ -365,4 +388,4 @@ def read_rollouts(
                 else:
                     collected.add(result, source.name, line, source.unit)
         source.check_unchanged()
-    return collected.rollouts()
+    return collected.rollouts(reading_notes(files))

@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import re
+import stat
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,9 @@ from padfree.data.records import RowError, as_record, parse_line, shown
 
 CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
+LINE_BYTES = 1 << 28
+"""A longer line is not a row: nobody ended the lines of this file."""
+
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Record = bytes | Any
@@ -66,8 +70,13 @@ class RecordSource(ABC):
         """Raise if the content is not what it was when the source was opened."""
 
     @abstractmethod
+    def first_row(self) -> dict[str, Any] | None:
+        """The first row that can be read; None without one."""
+
     def columns(self) -> list[str] | None:
-        """The names of the columns; None where no row can be read."""
+        """The names of the columns; None if no row can be read."""
+        first = self.first_row()
+        return None if first is None else list(first)
 
     @abstractmethod
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
@@ -90,6 +99,11 @@ class FileSource(RecordSource):
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
         self.name = name
+        check_regular(path, "data")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"data: the name of {str(path)!a} is not UTF-8; rename the file") from None
         try:
             with open(path, "rb"):
                 self._opened = path.stat()
@@ -112,13 +126,19 @@ class JsonLinesFile(FileSource):
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            number = 1
+            while line := file.readline(LINE_BYTES):
+                if len(line) == LINE_BYTES:
+                    raise ValueError(
+                        f"data: {self.name} line {number} has {LINE_BYTES:,} bytes or more; end each row with a newline"
+                    )
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                number += 1
 
-    def columns(self) -> list[str] | None:
+    def first_row(self) -> dict[str, Any] | None:
         for _, line in self._lines():
             try:
-                return list(parse_line(line))
+                return parse_line(line)
             except RowError:  # it is reported when its turn comes
                 continue
         return None
@@ -153,8 +173,8 @@ class JsonFile(FileSource):
             raise ValueError(f"{self.name}: {shown(records)}; expected one list of records")
         return records
 
-    def columns(self) -> list[str] | None:
-        return next((list(record) for record in self._records() if isinstance(record, dict)), None)
+    def first_row(self) -> dict[str, Any] | None:
+        return next((record for record in self._records() if isinstance(record, dict)), None)
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         records = self._records()
@@ -170,8 +190,10 @@ class ParquetFile(FileSource):
         except ValueError as error:  # pyarrow's own errors are ValueErrors
             raise ValueError(f"{self.name}: not a Parquet file ({first_line(error)}); correct or remove it") from None
 
-    def columns(self) -> list[str] | None:
-        return list(self._open().schema_arrow.names)
+    def first_row(self) -> dict[str, Any] | None:
+        batch = next(self._open().iter_batches(batch_size=1), None)
+        found: list[dict[str, Any]] = [] if batch is None else batch.to_pylist()
+        return found[0] if found else None
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         file = self._open()
@@ -195,8 +217,10 @@ class HubSource(RecordSource):
     def check_unchanged(self) -> None:
         """What datasets has loaded stays as it is."""
 
-    def columns(self) -> list[str] | None:
-        return list(self.dataset.column_names)
+    def first_row(self) -> dict[str, Any] | None:
+        if not len(self.dataset):
+            return None
+        return {name: values[0] for name, values in self.dataset[:1].items()}
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         wanted = self.dataset.select_columns([name for name in self.dataset.column_names if name in columns])
@@ -205,6 +229,18 @@ class HubSource(RecordSource):
             [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] for table in tables
         )
         yield from self._numbered(parts, len(wanted))
+
+
+def check_regular(path: Path, setting: str) -> None:
+    """Refuse what is not a file on a disk: reading a pipe, a socket or a device may never end."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ValueError(f"{setting}: {path} cannot be read ({error.strerror}); make it readable") from None
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise ValueError(f"{setting}: {path} is {kind}; give a regular file")
 
 
 def optional_package(module: str, reason: str, *, install: str) -> Any:
@@ -258,7 +294,7 @@ def open_sources(
 def _files_below(folder: Path) -> list[Path]:
     inside = (path.relative_to(folder) for path in folder.rglob("*"))
     visible = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and (folder / path).is_file())
+    found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and not (folder / path).is_dir())
     if not found:
         raise ValueError(f"data: the folder {folder} has no {', '.join(SUFFIXES)} file; give one that has")
     return found
@@ -271,7 +307,7 @@ def _file_source(path: Path, name: str) -> FileSource:
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
-    lines = JsonLinesFile(path, name)
+    lines = JsonLinesFile(path, name)  # which refuses what is not a file
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -82,11 +82,13 @@ def estimate_memory(
     device_type: str,
     longest: int = 0,
     prompt_tokens: int = 0,
+    copied_keys: float = 0.0,
 ) -> MemoryEstimate:
     """Of a run with these settings. `model` is a `skeleton` of `model.path`, into which adapters are put if asked for.
 
     `longest`: tokens of a device in its longest micro-batch, where that may be more than `batch.max_tokens`.
-    `prompt_tokens`: of the longest prompt that responses will be written to.
+    `prompt_tokens`: of the longest prompt that responses will be written to. `copied_keys`: keys that attention copies
+    for each token where rows of the data have several samples that share prefixes.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "settled before: see padfree.train.settle"
@@ -133,7 +135,9 @@ def estimate_memory(
         tokens=tokens,
         activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
         offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
-        working=_working(config, model, tokens, size, device_type, prompt_tokens, context),
+        working=_working(
+            config, model, tokens, size, device_type, max(key_copies(config, prompt_tokens), copied_keys), context
+        ),
         reference=reference,
         reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
@@ -213,9 +217,11 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     """How many keys a row copies for each of its tokens where its samples share prefixes of so many tokens.
 
     Of responses that the run writes: a group of G has the keys P + G (P + R) for P + G R tokens. Of others nobody knows
-    before they are compared; they are counted as if half of each sample were shared by eight.
+    before they are compared; they are counted as if half of each sample were shared by eight. SFT compares the samples
+    of a row only, which are counted elsewhere, unless `batch.share_prefixes` is true.
     """
-    if config.batch.share_prefixes is False or config.loss.kind == "sft":
+    sharing = config.batch.share_prefixes
+    if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
         return 0.0
     group, prompt, response = 8, 1, 1
     if config.rollout.source is not None:
@@ -224,7 +230,7 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _working(
-    config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str, prompt_tokens: int, context: int
+    config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str, copies: float, context: int
 ) -> int:
     sizes, parallel = ModelSizes.of(model.config), config.parallel
     layer = max(layer_bytes(model.config, each, size) for each in layers_of(model))
@@ -234,7 +240,7 @@ def _working(
         backward += layer
     if context > 1:  # keys and values of the whole row, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
-    copied = 2 * size * (sizes.key + sizes.value) * key_copies(config, prompt_tokens)  # and their gradients
+    copied = 2 * size * (sizes.key + sizes.value) * copies  # and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:  # one number a token
         return tokens * backward + int(tokens * copied)

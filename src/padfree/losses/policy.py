@@ -2,7 +2,7 @@
 
     loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or the user's own
                       · the corrections         `corrections.py`
-                      + kl_coefficient · KL(π ‖ reference)
+                      + kl_coefficient · KL(π ‖ reference)       · π / π_old with `kl_weighting` "ratio"
                       - entropy_coefficient · entropy
 
 Everything is elementwise in (log π, entropy) except objectives that look at whole sequences (GSPO), OPSM, which needs
@@ -50,7 +50,8 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
     """Whether the trainer's own log-probabilities from before the update must be computed."""
     if settings.old_policy != "trainer":
         return False
-    return bool(settings.corrections) or not traits(settings.objective).needs_no_old_logprobs
+    needed = bool(settings.corrections) or settings.weighs_kl
+    return needed or not traits(settings.objective).needs_no_old_logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,7 +149,11 @@ def _token_losses(
 
     if settings.kl_coefficient:
         assert terms.ref is not None
-        losses = losses + settings.kl_coefficient * kl_divergence(logprobs, terms.ref, settings.kl_estimator)
+        divergence = kl_divergence(logprobs, terms.ref, settings.kl_estimator)
+        if settings.weighs_kl:
+            assert old is not None
+            divergence = divergence * torch.exp((logprobs - old).clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))
+        losses = losses + settings.kl_coefficient * divergence
     if settings.entropy_coefficient:
         assert entropy is not None
         losses = losses - settings.entropy_coefficient * entropy

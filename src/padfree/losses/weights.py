@@ -17,6 +17,9 @@ n_g scored tokens in group g and G groups that have any, a scored token of sampl
 which is always 1 / (divisor × size), with a divisor for the whole global batch and a size for the sample. Because the
 weights are made from the masks of the whole global batch, the sum over any split of it is the same number.
 
+Samples may be parts of one unit: a conversation whose turns became one sample each. Then "sample" above means unit: nᵢ
+counts the scored tokens of all samples of the unit, and B the units. The conversation counts as it would in one sample.
+
 A sample without scored tokens weighs 0 and is counted nowhere: neither B nor G includes it, so that the weights of the
 others are what they would be without it. To divide by a number that includes such samples, use `constant` (or
 `sum-of-sample-mean` and scale the loss).
@@ -50,14 +53,16 @@ def token_weights(
     *,
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
+    units: Sequence[Hashable | None] | None = None,
 ) -> list[NDArray[np.float32]]:
     """One float32 array [n] per sample of the global batch, for `pack(samples, weights=...)`.
 
     `masks[i]` [n] says which tokens of sample i are trained (`Sample.mask`); `groups[i]` names its group, for
-    `group-mean`; `constant` is the divisor of the mode of that name.
+    `group-mean`; `constant` is the divisor of the mode of that name. Samples of one of the `units` [B] count as one
+    sample; None is a sample by itself.
     """
     scored, lengths = _scored(masks)
-    scales = _sample_weights(mode, _counts(scored, lengths), groups, constant)
+    scales = _sample_weights(mode, _counts(scored, lengths), groups, constant, units)
     flat = np.repeat(scales.astype(np.float32), lengths) * scored
     ends = np.cumsum(lengths)
     return [flat[end - length : end] for length, end in zip(lengths, ends, strict=True)]
@@ -172,9 +177,17 @@ def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np
 
 
 def _sample_weights(
-    mode: WeightMode, counts: NDArray[np.int64], groups: Sequence[Hashable] | None, constant: float | None
+    mode: WeightMode,
+    counts: NDArray[np.int64],
+    groups: Sequence[Hashable] | None,
+    constant: float | None,
+    units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
     """[B] what one scored token of each sample weighs."""
+    if units is not None and mode != "group-mean":
+        unit = _unit_index(units, len(counts))
+        totals = np.bincount(unit, weights=counts, minlength=len(np.unique(unit))).astype(np.int64)
+        return _sample_weights(mode, totals, None, constant, None)[unit]
     divisor = weight_divisor(mode, counts, groups=groups, constant=constant)
     sizes = np.ones(len(counts))
     if mode in ("sample-mean", "sum-of-sample-mean"):
@@ -198,6 +211,15 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
             raise ValueError(f"groups: None at index {place}; weights 'group-mean' need the group of each sample")
         numbers.setdefault(group, len(numbers))
     return np.fromiter((numbers[group] for group in groups), dtype=np.int64, count=num_samples)
+
+
+def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
+    """[B] units numbered in the order they first appear; each None is a unit of its own."""
+    if len(units) != num_samples:
+        raise ValueError(f"units: {len(units)} for {num_samples} samples; give the unit of each sample, or None")
+    numbers: dict[Hashable, int] = {}
+    keys = [("alone", place) if unit is None else ("unit", unit) for place, unit in enumerate(units)]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 def _check_mode(mode: str) -> None:

@@ -23,7 +23,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +41,7 @@ from transformers.utils import logging
 
 import padfree
 from padfree.distributed import raise_together
+from padfree.model.finite import nonfinite_tensor
 from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.wrapper import save_whole, wrapper_of
@@ -74,6 +75,7 @@ def export_model(
         if first:
             kept = whole.to(dtypes[name]) if dtype is not None and name in parameters else whole
             tensors[name] = kept.cpu().contiguous()
+    raise_together(_not_finite(tensors, parameters, dtype or model.dtype))
 
     wrapper = wrapper_of(model)
 
@@ -86,6 +88,18 @@ def export_model(
 
     _write_first(folder, write, tokenizer)
     return folder
+
+
+def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtype: torch.dtype) -> str | None:
+    """Weights that nobody should load: not finite, or beyond what the dtype of the files can hold."""
+    found = nonfinite_tensor(tensors, parameters)
+    if found is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"export: {found} has values that are not finite in {name}; set checkpoint.export_dtype=float32, or go on from "
+        "an earlier checkpoint"
+    )
 
 
 @contextmanager

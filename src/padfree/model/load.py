@@ -24,7 +24,8 @@ their names. A parameter to which `shard` has given another dtype is cast while 
 
 Of a multimodal folder the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0.
 
-What the files must be like is in `padfree.model.files`. Every rank must call this alike.
+What the files must be like is in `padfree.model.files`. Weights that are not finite are refused, with the file and
+the tensor. Every rank must call this alike.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from transformers.utils import logging
 from padfree.config.choices import Init, ModelHead
 from padfree.distributed import raise_together
 from padfree.model.files import one_line, open_model, opened
+from padfree.model.finite import nonfinite_tensor
 from padfree.model.lora import initial_values, is_adapter
 from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
 from padfree.model.scalar import first_weight, scalar_config, scalar_model
@@ -153,6 +155,7 @@ def load_model(
                 buffer = module._buffers[buffer_name]
                 if buffer is not None:
                     buffer.copy_(restored[clean_name(f"{module_name}.{buffer_name}")])
+    _check_finite(model, tensors, files or {}, name)
     if files is not None and head == "tokens":
         folder = next(iter(files.values())).parent
         if (folder / "generation_config.json").exists():
@@ -353,6 +356,27 @@ def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
     local = local_part(tensor)
     if local.numel():
         local.copy_(stored[local_region(tensor)] if tensor.ndim else file.get_tensor(name))
+
+
+def nonfinite_weight(model: nn.Module) -> str | None:
+    """The first tensor of which this rank's part is not finite, by its name in HF files."""
+    return nonfinite_tensor(named_tensors(model), {clean_name(name) for name, _ in model.named_parameters()})
+
+
+def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
+    """Refuse weights that hold NaN or infinity, on any rank's part of them."""
+    found, error = nonfinite_weight(model), None
+    if found is not None:
+        where = files.get(found, model_name)
+        error = f"model: {found} of {where} has values that are not finite; copy or download the weights again"
+        if found in files:
+            with opened(files[found]) as file:
+                stored = file.get_tensor(found)
+            if torch.isfinite(stored).all():
+                largest, dtype = float(stored.abs().max()), str(tensors[found].dtype).removeprefix("torch.")
+                error = f"model: {found} of {where} has values up to {largest:.3g}, more than {dtype} can hold"
+                error += "; give weights in its range"
+    raise_together(error)
 
 
 def _initialised(

@@ -5,12 +5,25 @@
     in order     a b c d | a b c d
     shuffled     c a d b | b c a d     one order per epoch, from (seed, epoch) alone
 
+A source may have parts with weights: how many times an epoch shows each sample of the part. The part is an endless
+sequence of passes over its samples in one order, and epoch e shows places floor(e w n) to floor((e + 1) w n) of it:
+
+    part of 5, weight 0.5, order 3 0 4 1 2     epoch 0: 3 0      epoch 1: 4 1 2      epoch 2: 3 0   ...
+    part of 2, weight 2                        epoch 0: 0 0 1 1  ...
+
+So after any number of epochs the counts of two samples of a part differ by one at most, and E epochs show floor(E w n)
+samples. All of it follows from seed, epoch, sizes and weights alone. With weight 1 an epoch is the part in its own
+order.
+
 An iterable without `len` and `[i]` is read once, in order. To go back to a position it is read from its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -22,11 +35,75 @@ from padfree.packing.fill import Indices
 
 T = TypeVar("T")
 
+PART_SEED = 0x9E3779B97F4A7C15
+"""Sets the order inside a part apart from the orders of epochs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Neighbouring samples of a source, and how many times an epoch shows each."""
+
+    size: int
+    weight: Fraction
+
+    def shown(self, epochs: int) -> int:
+        """Samples that so many epochs show."""
+        return math.floor(epochs * self.weight * self.size)
+
+
+class EpochOrder:
+    """Which samples each epoch shows, in which order. `parts` are the whole source, one after the other."""
+
+    def __init__(self, parts: Sequence[Part], *, shuffle: bool, seed: int) -> None:
+        self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
+        self._inside: dict[int, Indices] = {}  # by part
+
+    def start(self, epoch: int) -> int:
+        """Samples shown before this epoch."""
+        return sum(part.shown(epoch) for part in self.parts)
+
+    def epoch_at(self, position: int) -> int:
+        """The epoch of a position among all samples shown. Epochs may be empty, this one is not."""
+        low, high = 0, 1
+        while self.start(high) <= position:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.start(middle) <= position else (low, middle)
+        return low
+
+    def __call__(self, epoch: int) -> Indices:
+        """[n] places in the source."""
+        first, found = 0, []
+        for number, part in enumerate(self.parts):
+            places = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
+            if part.weight.denominator > 1:
+                places = self._order_inside(number)[places]
+            found.append(first + np.sort(places, kind="stable"))
+            first += part.size
+        chosen = np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        return chosen[shuffled(len(chosen), self.seed, epoch)] if self.shuffle else chosen
+
+    def _order_inside(self, number: int) -> Indices:
+        if number not in self._inside:
+            size = self.parts[number].size
+            own = (self.seed ^ PART_SEED) % (1 << 64)
+            self._inside[number] = shuffled(size, own, number) if self.shuffle else np.arange(size)
+        return self._inside[number]
+
 
 class EpochReader(Generic[T]):
     """A source read in order: `position` samples so far, over all epochs. The next one can be looked at first."""
 
-    def __init__(self, source: Iterable[T], *, shuffle: bool, seed: int, epochs: int | None) -> None:
+    def __init__(
+        self,
+        source: Iterable[T],
+        *,
+        shuffle: bool,
+        seed: int,
+        epochs: int | None,
+        parts: Sequence[Part] | None = None,
+    ) -> None:
         random_access = hasattr(source, "__len__") and hasattr(source, "__getitem__")
         self.length: int | None = len(source) if random_access else None  # type: ignore[arg-type]
         if self.length is None and (shuffle or epochs != 1):
@@ -39,19 +116,33 @@ class EpochReader(Generic[T]):
         need_whole("seed", seed, 0, "give a whole number of 0 or more")
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed: {seed}; give 0 or more, below 2**64")
+        # Weights of 1 are the plain order, so that a mixture of them goes on from a state without parts.
+        self.parts = None if parts is None or all(part.weight == 1 for part in parts) else tuple(parts)
+        if self.parts is not None:
+            assert sum(part.size for part in self.parts) == self.length
+        whole = (Part(size=self.length or 0, weight=Fraction(1)),)
+        self.order = EpochOrder(self.parts or whole, shuffle=shuffle, seed=seed)
+        self._end = None if epochs is None else self.order.start(epochs)
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs
         self.position = 0
         self._iterator: Iterator[T] | None = None
         self._next: list[T] = []  # of an iterable, the sample that was looked at
-        self._order: tuple[int, Indices] | None = None  # (epoch, order of its samples)
+        self._epoch: tuple[int, Indices] | None = None  # where an epoch begins, and the order of its samples
 
     def settings(self) -> dict[str, Any]:
-        return {"shuffle": self.shuffle, "seed": self.seed, "epochs": self.epochs, "source_length": self.length}
+        parts = None if self.parts is None else [[part.size, str(part.weight)] for part in self.parts]
+        return {
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epochs": self.epochs,
+            "source_length": self.length,
+            "parts": parts,
+        }
 
     @property
     def ended(self) -> bool:
         if self.length is not None:
-            return not self.length or (self.epochs is not None and self.position >= self.epochs * self.length)
+            return not self.length or (self._end is not None and self.position >= self._end)
         if not self._next:
             if self._iterator is None:
                 self._iterator = iter(self.source)
@@ -59,19 +150,33 @@ class EpochReader(Generic[T]):
         return not self._next
 
     @property
+    def round(self) -> int:
+        """So many neighbouring positions show every sample."""
+        if self.parts is None:
+            return self.length or 0
+        return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))
+
+    @property
     def at_epoch_end(self) -> bool:
-        return self.ended if self.length is None else self.position % self.length == 0
+        if self.length is None or not self.position:
+            return self.ended
+        begin, order = self._epoch_at(self.position - 1)
+        return self.position == begin + len(order)
 
     def index(self, position: int) -> int:
         """The place in the source of the sample that is read at this position."""
         if self.length is None:
             return position
-        epoch, place = divmod(position, self.length)
-        if not self.shuffle:
-            return place
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, shuffled(self.length, self.seed, epoch)
-        return int(self._order[1][place])
+        begin, order = self._epoch_at(position)
+        return int(order[position - begin])
+
+    def _epoch_at(self, position: int) -> tuple[int, Indices]:
+        """Where the epoch of a position begins, and its order."""
+        known = self._epoch
+        if known is None or not known[0] <= position < known[0] + len(known[1]):
+            epoch = self.order.epoch_at(position)
+            self._epoch = known = self.order.start(epoch), self.order(epoch)
+        return known
 
     def peek(self) -> T:
         """The next sample; only before the end."""

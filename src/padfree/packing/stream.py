@@ -17,13 +17,13 @@ resumed stream reads those again: by `source[i]`, or, from an iterable, by readi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from padfree.arrays import need_whole
 from padfree.config.choices import PackOverlong
 from padfree.config.rules import check_choice
-from padfree.packing.epochs import EpochReader
+from padfree.packing.epochs import EpochReader, Part
 
 T = TypeVar("T")
 
@@ -58,6 +58,7 @@ class TokenBudgetBatcher(_Batcher[T]):
     overlong      what happens to a sample longer than `budget`: "error", "truncate", "drop", or "alone" in its batch.
                   `num_overlong` counts them
     length        a function of a sample: how many tokens it has (default: `len`)
+    parts         neighbouring samples of the source with how many times an epoch shows each (`padfree.packing.epochs`)
 
     After each batch, `indices` are the places of its samples in the source, and `step` is the number of batches so far.
     """
@@ -75,8 +76,9 @@ class TokenBudgetBatcher(_Batcher[T]):
         epochs: int | None = 1,
         overlong: PackOverlong = "error",
         length: Callable[[T], int] | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
-        super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs), length)
+        super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs, parts=parts), length)
         _check_positive(budget=budget, buffer_size=buffer_size)
         check_choice("overlong", overlong, PackOverlong)
         self.budget, self.buffer_size, self.overlong = budget, buffer_size, overlong
@@ -113,7 +115,7 @@ class TokenBudgetBatcher(_Batcher[T]):
                 tokens += item.tokens
             fruitless = 0 if item is not None and item.tokens else fruitless + 1
             # without this, an endless stream over such a source would never come back
-            if self._reader.epochs is None and fruitless > (self._reader.length or 0):
+            if self._reader.epochs is None and fruitless > self._reader.round:
                 raise ValueError(
                     f"source: none of its {self._reader.length} samples gives a token (overlong={self.overlong!r}); "
                     f"raise budget (in a recipe: batch.tokens) or give other samples"
@@ -162,7 +164,7 @@ class FixedSizeBatcher(_Batcher[T]):
 
     `max_length` is the most tokens a sample may have: longer ones are an error, or cut with `overlong="truncate"` and
     counted in `num_overlong`.
-    `indices`, `step`, `shuffle`, `seed`, `epochs`, `length` and the state are those of `TokenBudgetBatcher`.
+    `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the state are those of `TokenBudgetBatcher`.
     """
 
     SETTINGS = ("batch_size", "max_length", "overlong")
@@ -178,8 +180,9 @@ class FixedSizeBatcher(_Batcher[T]):
         epochs: int | None = 1,
         overlong: Literal["error", "truncate"] = "error",
         length: Callable[[T], int] | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
-        super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs), length)
+        super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs, parts=parts), length)
         _check_positive(batch_size=batch_size)
         if max_length is not None:
             _check_positive(max_length=max_length)

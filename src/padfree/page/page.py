@@ -93,9 +93,26 @@ class Page:
         )
         self._figures.append({"data": _jsonable(figure["data"]), "layout": layout})
 
+    def add_records(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | None]]) -> None:
+        """A table that the reader searches and sorts; a choice shows rows with one value of the first column only.
+
+        A column of numbers stands on the right. Long texts are cut to a few lines until the reader opens their row.
+        """
+        wrong = [row for row in rows if len(row) != len(columns)]
+        assert not wrong, f"{len(columns)} columns, but a row has {len(wrong[0])}"
+        described = [{"name": name, "kind": _kind([row[i] for row in rows])} for i, name in enumerate(columns)]
+        shown = {"columns": described, "rows": _jsonable(rows)}
+        data = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        self._blocks.append({"kind": "records", "caption": caption, "data": Markup(data)})
+
     def add_details(self, summary: str, text: str) -> None:
         """Text as it is, closed until the reader opens it."""
         self._blocks.append({"kind": "details", "summary": summary, "text": text})
+
+    def add_marked(self, caption: str, pieces: Sequence[tuple[str, bool]]) -> None:
+        """Text as it is, in pieces of which some are marked."""
+        shown = [{"text": text, "marked": marked} for text, marked in pieces]
+        self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
 
     def write(self, path: str | Path) -> None:
         """The whole file at once: a reader sees the old page or the new one."""
@@ -104,7 +121,7 @@ class Page:
         beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self.html(), encoding="utf-8")
+            beside.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON may spell half a character
             beside.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -121,6 +138,7 @@ class Page:
             subtitle=self.subtitle,
             groups=[(is_figures, list(blocks)) for is_figures, blocks in groups],
             has_figures=bool(self._figures),
+            has_records=any(block["kind"] == "records" for block in self._blocks),
             figures=Markup(figures),
             plotly=Markup(_plotly() if self._figures else ""),
             fonts=FONTS,
@@ -153,6 +171,14 @@ def _cell(cell: Cell, right: bool) -> dict[str, str]:
     # Short text is not broken and long text not squeezed: a table that is too wide then scrolls inside itself.
     kind = "number" if right else "short" if len(shown) <= 26 else "long" if len(shown) > 60 else "text"
     return {"kind": kind, "text": shown}
+
+
+def _kind(column: Sequence[Cell | None]) -> str:
+    """Of a column of records: on the right, on one line, or cut to a few lines."""
+    values = [value for value in column if value is not None]
+    if values and not any(isinstance(value, str) for value in values):
+        return "number"
+    return "long" if any(len(str(value)) > 40 or "\n" in str(value) for value in values) else "short"
 
 
 def _jsonable(value: Any) -> Any:

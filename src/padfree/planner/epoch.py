@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
-from padfree.packing import CostModel, StepPlan, plan_step
+from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
 from padfree.packing.cost import Floats
-from padfree.planner.steps import Lengths
+from padfree.planner.steps import Lengths, spread
 
 EXACT_STEPS = 128
 """How many steps are planned, unless more are asked for."""
@@ -76,8 +76,8 @@ class EpochPlan:
 
     @cached_property
     def slot_tokens(self) -> Lengths:
-        """[slots] tokens of every planned micro-batch."""
-        return np.concatenate([plan.tokens.ravel() for plan in self.plans])
+        """[slots] tokens that every planned micro-batch computes."""
+        return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 
     @property
     def fill(self) -> float:
@@ -146,22 +146,21 @@ def plan_epoch(
     *,
     exact_steps: int | None = EXACT_STEPS,
     progress: OnPlannedStep | None = None,
+    prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan `exact_steps` of the steps, spread over the epoch; None: all of them."""
+    """Plan `exact_steps` of the steps, spread over the epoch; None: all of them.
+
+    `prefixes`: what the samples of a step share, where they do.
+    """
     if exact_steps is not None and exact_steps < 1:
         raise ValueError(f"--exact-steps: {exact_steps}; give 1 or more")
     planned = spread(len(steps), exact_steps or len(steps))
     plans = []
     for step in planned.tolist():
+        plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes(step))
         plans.append(
-            plan_step(steps[step], ranks=shape.data_ranks, max_tokens=shape.row_tokens, cost=cost, overlong="alone")
+            plan(steps[step], ranks=shape.data_ranks, max_tokens=shape.row_tokens, cost=cost, overlong="alone")
         )
         if progress is not None:
             progress(len(plans), len(planned))
     return EpochPlan(shape=shape, cost=cost, steps=steps, planned=planned, plans=plans)
-
-
-def spread(number: int, most: int) -> Lengths:
-    """At most `most` of 0 ... number - 1, the middles of as many equal parts: 10, 4 -> 1 3 6 8."""
-    count = min(number, most)
-    return ((2 * np.arange(count) + 1) * number) // (2 * count)

@@ -33,6 +33,7 @@ class DeviceMemory:
             add_adapters(model, config.lora)
         # the adapters are in the model now, and are not to be put in again
         self.config, self.model = replace(config, lora=LoraConfig()), model
+        self.copied_keys = 0.0  # of the data: see `estimate_memory`
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -49,7 +50,9 @@ class DeviceMemory:
         )
         batch = replace(self.config.batch, max_tokens=shape.max_tokens)
         changed = replace(self.config, parallel=parallel, batch=batch)
-        return estimate_memory(changed, self.model, processes=shape.ranks, device_type="cuda")
+        return estimate_memory(
+            changed, self.model, processes=shape.ranks, device_type="cuda", copied_keys=self.copied_keys
+        )
 
     def most_tokens(self, shape: Shape, memory: float, *, checkpointing: Checkpointing | None = None) -> int:
         """The most tokens of a micro-batch that fit in `memory` bytes of a device; 0: none do."""

@@ -7,7 +7,7 @@ step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain num
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from padfree.planner.memory import GIBIBYTE, DeviceMemory
 from padfree.planner.padding import PADDED_ROWS, USUAL_ROWS, Padded, padded
 from padfree.planner.steps import Lengths, StepLengths
 from padfree.planner.time_model import TimeModel
+from padfree.train.rows import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
 """For these numbers of context ranks a long row is laid out, whatever was asked for."""
@@ -31,7 +32,10 @@ class RunPlan:
 
     lengths: Lengths
     over_budget: int  # samples longer than a step's token budget
-    shared_tokens: int | None  # that samples of a group share; None: not known of these data
+    shared_tokens: int | None  # that samples of a group, or of a row, share; None: not known of these data
+    plans_sharing: bool  # whether the planned steps share them
+    rows: int | None  # of the data, where they are not samples
+    sources: tuple[SourceShare, ...]  # of a mixture
     longest_responses: bool  # lengths are those of prompts with the longest responses there may be
     epoch: EpochPlan
     layout: LayoutKind
@@ -81,6 +85,8 @@ class RunPlan:
         seconds = self.time_model.seconds(time)
         return {
             "samples": len(self.lengths),
+            "rows": self.rows,
+            "sources": [asdict(source) for source in self.sources],
             "tokens": self.num_tokens,
             "length": {
                 "shortest": int(self.lengths.min()),
@@ -137,17 +143,22 @@ class RunPlan:
         """The summary in words, a fact a line."""
         found, shape = self.summary(), self.shape
         length = found["length"]
+        rows = "" if self.rows is None else f"{self.rows:,} rows, "
         yield (
-            f"data        {found['samples']:,} samples, {found['tokens']:,} tokens; lengths {length['shortest']:,} to "
-            f"{length['longest']:,}, median {length['median']:,.0f}, mean {length['mean']:,.1f}"
+            f"data        {rows}{found['samples']:,} samples, {found['tokens']:,} tokens; "
+            f"lengths {length['shortest']:,} to {length['longest']:,}, median {length['median']:,.0f}, mean "
+            f"{length['mean']:,.1f}"
         )
+        for source in self.sources:
+            yield f"            {source.line()}"
         if self.longest_responses:
             yield "            responses that the run writes, each as long as rollout.max_new_tokens allows"
         if self.shared_tokens is not None:
             computed = self.num_tokens - self.shared_tokens
+            who, counted = ("rows", "these") if self.plans_sharing else ("groups", "all")
             yield (
-                f"sharing     {found['sharing']:.2f} times fewer tokens if groups share prefixes: {computed:,} are "
-                "computed (batch.share_prefixes); the plan below counts all"
+                f"sharing     {found['sharing']:.2f} times fewer tokens if {who} share prefixes: {computed:,} are "
+                f"computed (batch.share_prefixes); the plan below counts {counted}"
             )
         limit = f"the {shape.row_tokens:,} tokens of a row"
         if shape.context > 1:
@@ -232,12 +243,17 @@ def make_plan(
     progress: OnPlannedStep | None = None,
 ) -> RunPlan:
     """Plan the steps and count what they cost."""
-    epoch = plan_epoch(data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress)
+    epoch = plan_epoch(
+        data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
+    )
     rows = epoch.rows(BALANCE_ROWS)
     return RunPlan(
         lengths=data.lengths,
         over_budget=data.over_budget,
         shared_tokens=data.shared_tokens,
+        plans_sharing=data.prefixes is not None,
+        rows=data.rows,
+        sources=data.sources,
         longest_responses=data.longest_responses,
         epoch=epoch,
         layout=layout,

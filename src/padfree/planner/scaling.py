@@ -25,9 +25,9 @@ import numpy as np
 
 from padfree.config import Config
 from padfree.packing import StepPlan, plan_step
-from padfree.planner.epoch import Shape, spread
+from padfree.planner.epoch import Shape
 from padfree.planner.memory import DeviceMemory
-from padfree.planner.steps import Lengths
+from padfree.planner.steps import Lengths, spread
 from padfree.planner.time_model import TimeModel
 from padfree.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
 from padfree.sizes import ModelSizes

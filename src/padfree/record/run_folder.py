@@ -128,7 +128,7 @@ def _check_inputs(config: Config, folder: Path) -> None:
         ("critic.path", config.critic.path),
         ("rollout.reward", model_of(config.rollout.reward)),
         ("batch.cost", config.batch.cost),
-        *(("data.path", path) for path in config.data.path),
+        *(("data.path", path) for path in config.data.paths),
     ]
     for setting, value in inputs:
         if value is None or not Path(value).exists():

@@ -1,4 +1,4 @@
-"""The page of some runs, from above to below: summary, plots, events, settings.
+"""The page of some runs, from above to below: summary, plots, responses, events, settings.
 
 What is long is cut, and the page says so: plots keep the least and the greatest value of every stretch of steps, lists
 their first rows or their last.
@@ -15,32 +15,53 @@ from typing import Any
 
 from padfree.config.outputs import check_output
 from padfree.page import Cell, Page
+from padfree.record.files import FAILURES, ROLLOUTS
 from padfree.report.panels import figures, panels
+from padfree.report.responses import (
+    MOST_LETTERS,
+    MOST_LETTERS_OF_TEXT,
+    MOST_ROWS,
+    TEXTS,
+    common_beginning,
+    shown_lines,
+    table_of,
+    without_beginning,
+    without_middle,
+)
 from padfree.report.runs import Record, Run, read_runs
 from padfree.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window
 
 ROWS_SHOWN = 100
 CHECKPOINTS_SHOWN = 3
 EVENTS_SHOWN = 200
+HELD_OUT = ("eval/loss", "eval/accuracy", "eval/reward", "eval/pass@1")
 VERSIONS = ("padfree", "python", "torch", "transformers", "device", "processes", "layout")
 NOTHING = "–"
-ENDS = {
-    "end": "finished",
-    "stop": "stopped by a signal",
-    "nonfinite": "stopped: a number was not finite",
-    "failed": "failed: see the last event",
-}
+PAGE = "report.html"
+
+
+def default_output(folders: Sequence[str | Path]) -> Path:
+    """Where the page goes: into the folder of a single run, next to the first of several."""
+    first = Path(folders[0]) if folders else Path()
+    return (first if len(folders) == 1 else first.resolve().parent) / PAGE
 
 
 def write_report(
-    folders: Sequence[str | Path], output: str | Path = "report.html", *, names: Sequence[str] | None = None
+    folders: Sequence[str | Path], output: str | Path | None = None, *, names: Sequence[str] | None = None
 ) -> list[str]:
-    """Write the page of the runs in these folders; what was odd about them, one line each, is on it and returned."""
-    output = Path(output)
+    """Write the page of the runs in these folders; what was odd about them, one line each, is on it and returned.
+
+    `output` None: see `default_output`.
+    """
+    given = output is not None
+    output = Path(output) if output is not None else default_output(folders)
     if output.suffix not in (".html", ".htm"):
         raise ValueError(f"--output: {output}; give a file name that ends in .html")
-    check_output(output, "--output", makes_folder=True)
+    if given:
+        check_output(output, "--output", makes_folder=True)
     runs = read_runs(folders, names)
+    if not given:
+        check_output(output, "--output")
     report_page(runs).write(output)
     return [f"{run.name}: {note}" for run in runs for note in run.notes]
 
@@ -55,6 +76,7 @@ def report_page(runs: Sequence[Run]) -> Page:
     if notes:
         page.add_table("What could not be read as it should", ["run", "note"], notes)
     _add_plots(page, runs)
+    _add_responses(page, runs)
     _add_events(page, runs)
     _add_settings(page, runs)
     return page
@@ -71,11 +93,13 @@ def _summary(runs: Sequence[Run]) -> list[list[Cell]]:
         row("folder", [str(run.folder) for run in runs]),
         row("model", [_text(run.setting("model", "path")) for run in runs]),
         row("loss.kind", [_text(run.setting("loss", "kind")) for run in runs]),
-        row("state", [_state(run) for run in runs]),
+        row("state", [run.state for run in runs]),
         row("steps", [_steps(run) for run in runs]),
         row("loss, last", [_at(run, "loss", -1) for run in runs]),
         row("reward, first", [_at(run, "reward", 0) for run in runs]),
         row("reward, last", [_at(run, "reward", -1) for run in runs]),
+        row("evaluations", [run.num_evaluations or None for run in runs]),
+        *(row(f"{name}, last", [_at(run, name, -1) for run in runs]) for name in HELD_OUT),
         row("tokens", [None if (count := _total(run, "tokens")) is None else int(count) for run in runs]),
         row("time in steps", [_duration(_total(run, "seconds")) for run in runs]),
         row("time in sampling", [_duration(_total(run, "seconds/sampling")) for run in runs]),
@@ -86,14 +110,6 @@ def _summary(runs: Sequence[Run]) -> list[list[Cell]]:
         row("checkpoints", [_newest(run.checkpoints) for run in runs]),
     ]
     return [found for found in rows if any(cell != NOTHING for cell in found[1:])]
-
-
-def _state(run: Run) -> str:
-    """How the last of its processes ended, so far as it could still say."""
-    kinds = [kind for event in run.events if (kind := event.get("kind")) in ("start", *ENDS)]
-    if not kinds:
-        return ENDS["nonfinite"] if run.nonfinite else "not recorded"
-    return ENDS.get(kinds[-1], "no end recorded: it runs, or it was killed")
 
 
 def _newest(checkpoints: Sequence[str]) -> str | None:
@@ -167,6 +183,38 @@ def _add_plots(page: Page, runs: Sequence[Run]) -> None:
 
 def _constant(run: Run, name: str) -> Cell:
     return float(run.metrics[name].values[0]) if name in run.metrics else NOTHING
+
+
+# Responses
+
+
+def _add_responses(page: Page, runs: Sequence[Run]) -> None:
+    """Responses and failed episodes, as many as a page can hold."""
+    parts = [
+        (run, what, file, found)
+        for run in runs
+        for what, file, found in (("Responses", ROLLOUTS, run.responses), ("Failures", FAILURES, run.failures))
+        if found is not None and found.rows
+    ]
+    if not parts:
+        return
+    page.add_heading("Responses")
+    page.add_text("Click a row to read all of it, a column's name to sort.")
+    most = max(MOST_ROWS // len(parts), 1)
+    for run, what, file, found in parts:
+        rows = [found.rows[index] for index in shown_lines(len(found.rows), most)]
+        letters = min(MOST_LETTERS_OF_TEXT, MOST_LETTERS // (len(TEXTS) * len(parts) * len(rows)))
+        caption = what if len(runs) == 1 else f"{what}: {run.name}"
+        left_out = found.total - found.broken - len(rows)
+        if left_out:
+            caption += f", {len(rows):,} of {found.total:,}; the other {left_out:,} are in {file}"
+        beginning = common_beginning(rows)
+        page.add_records(caption, *table_of(without_beginning(rows, beginning), letters))
+        if beginning:
+            page.add_details(
+                "All these prompts begin with the same lines, which the table leaves out",
+                without_middle(beginning, letters),
+            )
 
 
 # Events

@@ -5,11 +5,14 @@
     config.json               the settings
     events.jsonl              starts, resumes, stops
     rows.jsonl                rows of the data that were skipped, dropped or cut
+    rollouts.jsonl            a few responses of each batch of an RL run
+    failures.jsonl            episodes and rewards that raised or hung
     nonfinite-step-*.jsonl    the samples of a step whose loss or gradient was no finite number
     checkpoints/step-*        what can be resumed from
 
-Only `metrics.jsonl` must be there. What cannot be read (half of a last line, a number that is none) is left out, and
-`notes`, which the page shows, says so.
+A run that has just begun has `run.json` and little else; a run of an early version has no `run.json`. What cannot be
+read (half of a last line, a number that is not one, a file without permission) is left out, and `notes`, which the page
+shows, says so. A file that a run does not write (no evaluation, no rollouts) is not worth a note.
 """
 
 from __future__ import annotations
@@ -26,7 +29,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION, EVENTS, METRICS, NONFINITE, ROWS
+from padfree.record.files import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATION,
+    EVENTS,
+    FAILURES,
+    MARKER,
+    METRICS,
+    NONFINITE,
+    ROLLOUTS,
+    ROWS,
+)
+from padfree.report.responses import Responses, read_responses
+from padfree.report.state import state_of
 
 Record = dict[str, Any]
 
@@ -52,6 +68,10 @@ class Run:
     rows: Sequence[Record]
     nonfinite: Sequence[Record]  # {"step": 7, "file": ..., "uids": [...], "samples": 3}
     checkpoints: Sequence[str]
+    state: str
+    num_evaluations: int
+    responses: Responses | None  # None: there is no such file, or it cannot be read
+    failures: Responses | None
     notes: Sequence[str]
 
     def finite(self, metric: str) -> NDArray[np.float64]:
@@ -79,35 +99,46 @@ def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None)
         raise ValueError(f"--names: {len(names)} for {len(paths)} runs; give one for each, with commas between")
     elif len(set(names)) < len(names) or not all(names):
         raise ValueError(f"--names: {','.join(names)!r}; give every run a name of its own")
-    try:
-        return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
-    except OSError as error:
-        raise ValueError(f"RUN: {error.filename} cannot be read ({error.strerror}); make it readable") from error
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> Run:
-    path = folder / METRICS
-    if not path.is_file():
-        what = "no such folder" if not folder.exists() else "there is no metrics.jsonl in it"
-        raise ValueError(f"RUN: {folder}: {what}; give the run.folder of a run that has begun")
+    _check_folder(folder)
     notes: list[str] = []
-    num_steps, metrics = _read_metrics(path, notes)
-    if (folder / EVALUATION).is_file():
-        metrics |= _read_metrics(folder / EVALUATION, notes)[1]
+    num_steps, metrics = _read_metrics(folder / METRICS, notes)
+    num_evaluations, held_out = _read_metrics(folder / EVALUATION, notes)
+    events = _read_lines(folder / EVENTS, notes)
+    nonfinite = [_read_nonfinite(path, notes) for path in sorted(folder.glob(NONFINITE.format(step="*")))]
     return Run(
         name=name,
         folder=folder,
         num_steps=num_steps,
-        metrics=metrics,
+        metrics=metrics | held_out,
         config=_read_config(folder / CONFIG, notes),
-        events=_read_lines(folder / EVENTS, notes),
+        events=events,
         rows=_read_lines(folder / ROWS, notes),
-        nonfinite=[_read_nonfinite(path, notes) for path in sorted(folder.glob(NONFINITE.format(step="*")))],
+        nonfinite=nonfinite,
         checkpoints=sorted(
             path.name for path in (folder / CHECKPOINTS).glob("step-*") if not path.name.endswith(".partial")
         ),
+        state=state_of(folder, events, has_nonfinite=bool(nonfinite)),
+        num_evaluations=num_evaluations,
+        responses=_read_responses(folder / ROLLOUTS, notes),
+        failures=_read_responses(folder / FAILURES, notes),
         notes=notes,
     )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what is not a run folder."""
+    try:
+        if any((folder / name).exists() for name in (MARKER, METRICS, EVENTS)):
+            return
+        what = "no such folder" if not folder.exists() else "it is a file" if folder.is_file() else None
+    except OSError as error:
+        what = f"it cannot be read ({error.strerror})"
+    what = what or f"there is no {MARKER} and no {METRICS} in it"
+    raise ValueError(f"RUN: {folder}: {what}; give the run.folder of a run that has begun")
 
 
 def _names(places: Sequence[Path]) -> list[str]:
@@ -135,8 +166,6 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[int, dict[str, Series]]
         notes.append(f"{path.name}: {without} lines without a step are left out")
     if again:
         notes.append(f"{path.name}: {again} steps are there more than once; the last line of each is shown")
-    if not by_step:
-        notes.append(f"{path.name} has no step yet")
     steps = np.array(sorted(by_step), dtype=np.int64)
     lines = [by_step[step] for step in steps.tolist()]
     metrics: dict[str, Series] = {}
@@ -163,10 +192,12 @@ def _finite(value: float | None) -> float:
 
 
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    if not path.is_file():
-        notes.append("there is no config.json")
+    if not path.exists():
+        if not (path.parent / MARKER).exists() or (path.parent / METRICS).exists():  # a run that begins has none yet
+            notes.append("there is no config.json")
         return {}
-    found = _parsed(path.read_text(encoding="utf-8", errors="replace"))
+    text = "".join(line for _, line in _lines(path, notes))
+    found = _parsed(text) if text else None
     if found is None:
         notes.append("config.json cannot be read")
         return {}
@@ -186,12 +217,10 @@ def _read_nonfinite(path: Path, notes: list[str]) -> Record:
 
 def _read_lines(path: Path, notes: list[str]) -> list[Record]:
     """The objects in a file of JSON lines; none where there is no file."""
-    if not path.is_file():
-        return []
     found: list[Record] = []
     broken: list[int] = []
     count = 0
-    for count, line in _lines(path):
+    for count, line in _lines(path, notes):
         record = _parsed(line)
         if record is None:
             broken.append(count)
@@ -204,12 +233,37 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
     return found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers from 1."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line
+def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers from 1; none where there is no file."""
+    if not _is_file(path, notes):
+        return
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror or error}); it is left out")
+
+
+def _is_file(path: Path, notes: list[str]) -> bool:
+    """Whether there is a file. A folder or a pipe of its name is worth a note."""
+    if path.exists() and not path.is_file():
+        notes.append(f"{path.name} is not a file; it is left out")
+    return path.is_file()
+
+
+def _read_responses(path: Path, notes: list[str]) -> Responses | None:
+    if not _is_file(path, notes):
+        return None
+    try:
+        found = read_responses(path)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read ({error.strerror or error}); it is left out")
+        return None
+    if found.broken:
+        notes.append(f"{path.name}: {found.broken} of the lines that were looked at are not JSON objects; left out")
+    return found
 
 
 def _parsed(text: str) -> Record | None:

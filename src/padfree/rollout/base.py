@@ -40,6 +40,9 @@ OnProgress = Callable[[int], None]
 OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
 """Called with responses that are finished, each with the number of its request: as they come, or together."""
 
+OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
+"""Called with the index of a request and what was written to it since the last call: tokens and log-probabilities."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.rollout import draw
-from padfree.rollout.base import OnProgress, Response, SamplingRequest
+from padfree.rollout.base import OnProgress, OnTokens, Response, SamplingRequest
 from padfree.rollout.cached_model import CachedModel, can_be_captured
 from padfree.rollout.decode_attention import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 from padfree.rollout.kv_cache import Extents, KVCache, LayerShape
@@ -166,16 +166,21 @@ class Decoder:
 
     @torch.no_grad()
     def sample(
-        self, requests: Sequence[SamplingRequest], *, version: int = 0, on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        version: int = 0,
+        on_progress: OnProgress | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Response]:
-        """One response for each request, in their order."""
+        """One response for each request, in their order. With `on_tokens` the host waits for every burst."""
         self.statistics = DecodeStatistics()
         if not requests:
             return []
         buffers = self._buffers = self._fitting_buffers(requests)
         buffers.lanes.zero_()
         buffers.status.zero_()
-        _Sampling(self, buffers, requests, on_progress).run()
+        _Sampling(self, buffers, requests, on_progress, on_tokens).run()
         status, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status, buffers.tokens, buffers.logprobs)
         )
@@ -371,10 +376,12 @@ class _Sampling:
     buffers: _Buffers
     requests: Sequence[SamplingRequest]
     on_progress: OnProgress | None
+    on_tokens: OnTokens | None
     prompts: dict[int, _Prompt] = field(default_factory=dict)  # by the identity of their tokens
     waiting: deque[int] = field(default_factory=deque)
     occupied: list[_Lane] = field(default_factory=list)  # lane i is occupied[i], once they are arranged
     extents: Extents = field(default_factory=lambda: Extents(0))
+    told: dict[int, int] = field(default_factory=dict)  # by request: tokens that `on_tokens` knows
 
     def run(self) -> None:
         self.extents = Extents(self.buffers.cache.num_places)
@@ -394,6 +401,20 @@ class _Sampling:
             # On the CPU nothing is gained by looking later.
             self._release(look if look.event is None else earlier)
             earlier = look
+            if self.on_tokens is not None:
+                self._tell(self.on_tokens)
+
+    def _tell(self, on_tokens: OnTokens) -> None:
+        """What was written since the last call. Reading it waits for the device."""
+        buffers = self.buffers
+        lengths, tokens, logprobs = (
+            tensor.cpu().numpy() for tensor in (buffers.status[0], buffers.tokens, buffers.logprobs)
+        )
+        for number in range(len(self.requests)):
+            begin, end = self.told.get(number, 0), int(lengths[number])
+            if end > begin:
+                self.told[number] = end
+                on_tokens(number, tokens[number, begin:end].copy(), logprobs[number, begin:end].copy())
 
     def _admit(self) -> bool:
         """Give free lanes, and places in the cache, to requests that wait; whether there were any."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from padfree.batch import LmHead
-from padfree.rollout.noise import gumbel_noise
+from padfree.rollout.noise import gumbel_argmax
 
 
 class Drawn(NamedTuple):
@@ -44,7 +44,7 @@ def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, tem
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     scores = torch.log_softmax(logits / temperature, dim=-1)
-    tokens = (scores + gumbel_noise(keys, positions, scores.shape[1])).argmax(1)
+    tokens = gumbel_argmax(scores, keys, positions)
     return Drawn(tokens, scores.gather(1, tokens[:, None])[:, 0])
 
 

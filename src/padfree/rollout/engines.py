@@ -1,12 +1,14 @@
 """Which code samples for a `rollout.engine`, imported when it is asked for.
 
 in_process, vllm     padfree's own
-module:function      the user's: the function takes what `make_sampler` takes, and returns a `Sampler`
+module:function      the user's: the function takes what `make_sampler` takes, and returns a `Sampler`, whose responses
+                     are checked (`CheckedSampler`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +17,17 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh
-from padfree.rollout.base import AheadSampler, Sampler, Score
+from padfree.rollout.base import (
+    AheadSampler,
+    OnFinished,
+    OnProgress,
+    OnResponse,
+    Response,
+    Sampler,
+    SamplingRequest,
+    Score,
+)
+from padfree.rollout.token_ids import checked_response, vocabulary_of
 
 ENGINES = {
     "in_process": "padfree.rollout.in_process:make_in_process_sampler",
@@ -69,4 +81,81 @@ def _made(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
             f"rollout.engine: {name!r} returned {type(sampler).__name__}, which has no {missing[0]}; return a "
             f"padfree.rollout.base.{kind}{needed}"
         )
-    return sampler
+    ahead = all(hasattr(sampler, method) for method in AHEAD_METHODS)
+    return (CheckedAheadSampler if ahead else CheckedSampler)(sampler, name)
+
+
+class CheckedSampler:
+    """A user's sampler. Its responses are checked before anything else sees them."""
+
+    def __init__(self, sampler: Any, name: str) -> None:
+        self.sampler, self._what = sampler, f"rollout.engine: {name!r}"
+        self._vocabulary = 0  # known with the first weights
+
+    def update_weights(self, trained: PreTrainedModel, version: int) -> None:
+        self._vocabulary = vocabulary_of(trained)
+        self.sampler.update_weights(trained, version)
+
+    def sample(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        on_progress: OnProgress | None = None,
+        on_finished: OnFinished | None = None,
+    ) -> list[Response]:
+        def finished(responses: Sequence[tuple[int, Response]]) -> None:
+            assert on_finished is not None
+            on_finished([(index, self._checked(one, requests[index])) for index, one in responses])
+
+        wanted: dict[str, Any] = {"on_progress": on_progress, "on_finished": on_finished and finished}
+        taken = inspect.signature(self.sampler.sample).parameters
+        found = self.sampler.sample(requests, **{name: one for name, one in wanted.items() if name in taken})
+        if not isinstance(found, Sequence) or len(found) != len(requests):
+            number = len(found) if isinstance(found, Sequence) else type(found).__name__
+            raise ValueError(
+                f"{self._what} returned {number} for {len(requests)} requests; return a list with one Response for "
+                "each, in their order"
+            )
+        responses = [self._checked(one, request) for one, request in zip(found, requests, strict=True)]
+        if on_finished is not None and "on_finished" not in taken:
+            on_finished(list(enumerate(responses)))
+        return responses
+
+    def _checked(self, response: Any, request: SamplingRequest, *, whole: bool = True) -> Response:
+        return checked_response(response, request, self._vocabulary, self._what, whole=whole)
+
+    def metrics(self) -> Mapping[str, float]:
+        found: Mapping[str, float] = self.sampler.metrics()
+        return found
+
+    def close(self) -> None:
+        self.sampler.close()
+
+
+class CheckedAheadSampler(CheckedSampler):
+    """The same for one that samples ahead. A wrong response is its `failure`."""
+
+    _wrong: Exception | None = None
+
+    @property
+    def failure(self) -> Exception | None:
+        found: Exception | None = self._wrong or self.sampler.failure
+        return found
+
+    @property
+    def stuck(self) -> bool:
+        return bool(self.sampler.stuck)
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
+        def checked(index: int, response: Response) -> None:
+            try:
+                self._checked(response, requests[index], whole=False)
+            except ValueError as error:  # in a thread of the engine: the run asks for `failure`
+                self._wrong = self._wrong or error
+                return
+            on_response(index, response)
+
+        self.sampler.begin(requests, checked)
+
+    def renew(self) -> None:
+        self.sampler.renew()

@@ -31,8 +31,8 @@ from torch import Tensor
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
-from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
-from padfree.rollout.noise import gumbel_noise
+from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest
+from padfree.rollout.noise import gumbel_argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,14 +112,19 @@ def write_responses(
     version: int = 0,
     on_progress: OnProgress | None = None,
     on_finished: OnFinished | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> list[Response]:
-    """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode."""
+    """One response for each request, in their order, `batch_size` at a time. The model must be in evaluation mode.
+
+    `on_tokens` is called for every token as soon as it is drawn.
+    """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
     found: dict[int, Response] = {}
     for chosen in _batches([len(request.tokens) for request in requests], batch_size, padded=use == "padded"):
         together = [requests[index] for index in chosen]
-        written = _write(model, together, temperature, ends, version, cached=use != "none")
+        tell = None if on_tokens is None else _numbered(on_tokens, chosen)
+        written = _write(model, together, temperature, ends, version, cached=use != "none", on_tokens=tell)
         found.update(zip(chosen, written, strict=True))
         if on_finished is not None:
             on_finished(list(zip(chosen, written, strict=True)))
@@ -144,6 +149,7 @@ def _write(
     version: int,
     *,
     cached: bool,
+    on_tokens: OnTokens | None,
 ) -> list[Response]:
     device = model.device
     input_ids, mask = (tensor.to(device) for tensor in _left_padded([request.tokens for request in requests]))
@@ -166,15 +172,23 @@ def _write(
         )
         cache = output.past_key_values if cached else None
         scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
-        drawn = (scores + gumbel_noise(keys, position, scores.shape[1])).argmax(1)
+        drawn = gumbel_argmax(scores, keys, position)
         tokens.append(drawn)
         logprobs.append(scores.gather(1, drawn[:, None])[:, 0])
+        if on_tokens is not None:
+            for row in writing.nonzero()[:, 0].tolist():
+                on_tokens(row, drawn[row : row + 1].cpu().numpy(), logprobs[-1][row : row + 1].cpu().numpy())
         writing &= ~torch.isin(drawn, ends) & (position + 1 < rooms)
         if not writing.any():
             break
         input_ids, position_ids = _next(input_ids, position_ids, drawn, cached=cached)
         mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
     return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
+
+
+def _numbered(on_tokens: OnTokens, numbers: Sequence[int]) -> OnTokens:
+    """For a batch of these requests: called with the index in the batch, it calls `on_tokens` with the request's."""
+    return lambda row, tokens, logprobs: on_tokens(numbers[row], tokens, logprobs)
 
 
 def _next(input_ids: Tensor, position_ids: Tensor, drawn: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
-from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest, Score
+from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
 from padfree.rollout.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.decode import Decoder
 from padfree.rollout.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
@@ -83,11 +83,13 @@ class InProcessSampler:
         *,
         on_progress: OnProgress | None = None,
         on_finished: OnFinished | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Response]:
+        """As in `Sampler`. `on_tokens` is told tokens while they are written: each one, or every few on a GPU."""
         begin = time.perf_counter()
         if self._decodes:
             decoder = self._decoder = self._decoder or self._made_decoder()
-            responses = decoder.sample(requests, version=self._version, on_progress=on_progress)
+            responses = decoder.sample(requests, version=self._version, on_progress=on_progress, on_tokens=on_tokens)
             if on_finished is not None:
                 on_finished(list(enumerate(responses)))  # all at once: they are on the device until the last has ended
         else:
@@ -101,6 +103,7 @@ class InProcessSampler:
                 version=self._version,
                 on_progress=on_progress,
                 on_finished=on_finished,
+                on_tokens=on_tokens,
             )
         seconds = time.perf_counter() - begin
         tokens = sum(len(response.tokens) for response in responses)

@@ -1,11 +1,12 @@
 """Prompt files to prompts: tokens for the sampler, and the row for the reward.
 
-    {"question": "What is 2+2?", "answer": "4"}         columns={"question": "prompt"}
+    {"question": "What is 2+2?", "answer": "4"}
     Prompt(tokens=[...], room=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
 
-A row has `prompt`, a text or a list of messages, or `messages` that end before the assistant's turn. Text goes through
-the chat template, with the generation prompt, or stands as it is, as `prompt_format` says. All columns of a row are
-kept, under their own names and under those they are mapped to, because the reward may want any of them.
+A row has a `prompt` or `messages` that end before the assistant's turn, in one of the formats of
+`padfree.data.formats`. A prompt goes through the chat template, with the generation prompt, or is used as it is, as
+`prompt_format` says. All columns of a row are kept, under their own names and under those of their fields, because the
+reward may want any of them.
 
 `room` is how many tokens a response may have: `max_new_tokens`, or what `max_length` leaves with `overlong` "truncate".
 A prompt that leaves room for none is dropped, and listed as dropped.
@@ -21,17 +22,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.chat import ChatRenderer, Message, chat_renderer, check_messages, prompt_messages
+from padfree.data.chat import ChatRenderer, chat_renderer
+from padfree.data.conversation import Conversation, Message
 from padfree.data.encode import Encoder, Passage, Piece
-from padfree.data.fields import Fields, Schema, check_mapping, resolve
-from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row, items, string
+from padfree.data.fields import Fields, check_mapping, resolve
+from padfree.data.formats import PROMPT_SCHEMA, described, reading_notes
+from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row
+from padfree.data.rows import RowReader
 from padfree.data.settings import RolloutDataSettings
 from padfree.data.sources import Chunk, open_sources, record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SCHEMA = Schema(kinds={"prompt": ("prompt",), "messages": ("messages",)}, optional=("answer", "tools"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,6 +45,7 @@ class Prompt:
     row: Mapping[str, Any]
     uid: str
     source: str
+    asked: str | Conversation | None = None  # the prompt before it was rendered, for a judge with another template
 
     def __len__(self) -> int:
         return len(self.tokens) + self.room
@@ -54,6 +57,7 @@ class Prompts:
 
     prompts: Sequence[Prompt]
     report: DataReport
+    notes: tuple[str, ...] = ()  # how the files are read
 
 
 def read_prompts(
@@ -65,32 +69,38 @@ def read_prompts(
 ) -> Prompts:
     """Read files of prompts, folders of them, or a data set of the Hub."""
     settings = settings or RolloutDataSettings()
-    check_mapping(settings.columns, SCHEMA)
+    check_mapping(settings.columns, PROMPT_SCHEMA)
     reader = _Reader(tokenizer, settings)
     collected = _Collected(settings, max_new_tokens)
+    files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
-        columns = source.columns()
-        fields = resolve(columns, settings.columns, SCHEMA, source.name) if columns is not None else None
+        first = source.first_row()
+        fields = None
+        if first is not None:
+            fields = resolve(first, settings.columns, PROMPT_SCHEMA, source.name, reader.template_names)
+            how = "through the chat template" if reader.renders_chat else "as plain text"
+            files.append({"name": source.name, "read_as": f"{described(fields, first, PROMPT_SCHEMA)}; {how}"})
         if fields is not None and fields.kind == "messages" and not reader.renders_chat:
             raise ValueError(
                 f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} holds "
                 f"{fields['messages']!r}; give a file as data.chat_template, and set data.prompt_format=chat"
             )
         collected.rows_per_file[source.name] = 0
-        for chunk in source.chunks(tuple(columns or ())):
+        for chunk in source.chunks(tuple(first or ())):
             collected.rows_per_file[source.name] += len(chunk.numbers)
             # Without a row that can be read there are no fields, and none is needed to say what is wrong with them.
             results = reader.read(chunk, fields or Fields(kind="prompt", columns={}))
             for line, result in zip(chunk.numbers, results, strict=True):
                 collected.add(result, source.name, line, source.unit)
         source.check_unchanged()
-    return collected.prompts()
+    return collected.prompts(reading_notes(files))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     tokens: NDArray[np.int32]
     row: dict[str, Any]
+    asked: str | Conversation
 
 
 class _Reader:
@@ -98,49 +108,57 @@ class _Reader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: RolloutDataSettings) -> None:
         self._encoder = Encoder(tokenizer, append_eos=False)
-        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings)
-        self._mapping = settings.columns
+        self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings, day=settings.day)
+        self._rows = RowReader(settings, renders_chat=self.renders_chat)
 
     @property
     def renders_chat(self) -> bool:
         return self._chat is not None
 
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        return self._rows.template_names
+
     def read(self, chunk: Chunk, fields: Fields) -> list[_Read | RowError]:
         """What each row of the chunk is, in order."""
         rows = [attempt(record_of, record) for record in chunk.records]
-        texts = [row if isinstance(row, RowError) else attempt(self._text, row, fields) for row in rows]
+        asked = [row if isinstance(row, RowError) else attempt(self._asked, row, fields) for row in rows]
+        texts = [one if isinstance(one, RowError) else attempt(self._text, one) for one in asked]
         begun = self.renders_chat
         passages = [Passage(pieces=(Piece(text, False),), begun=begun) for text in texts if isinstance(text, str)]
         encoded = iter(self._encoder.encode(passages))
         results: list[_Read | RowError] = []
-        for row, text in zip(rows, texts, strict=True):
+        for row, prompt, text in zip(rows, asked, texts, strict=True):
             found = next(encoded) if isinstance(text, str) else text
-            if isinstance(row, RowError) or isinstance(found, RowError):
+            if isinstance(row, RowError) or isinstance(prompt, RowError) or isinstance(found, RowError):
                 results.append(RowError(str(found)))
             elif not len(found.tokens):
                 results.append(RowError(f"{fields[fields.kind]!r} has no tokens; expected one or more"))
             else:
-                mapped = {field: row.get(column) for column, field in self._mapping.items()}
-                results.append(_Read(found.tokens, {**row, **mapped}))
+                named = {field: row[column] for field, column in fields.columns.items() if column in row}
+                results.append(_Read(found.tokens, {**row, **named}, prompt))
         return results
 
-    def _text(self, row: dict[str, Any], fields: Fields) -> str:
-        column = fields[fields.kind]
+    def _asked(self, row: dict[str, Any], fields: Fields) -> str | Conversation:
+        fields.check(row)
         if self._chat is None:
-            return string(row, column)
-        if fields.kind == "messages":
-            messages = check_messages(items(row, column, "a list of messages"), column)
-        else:
-            messages = prompt_messages(row, column)
-        _check_last(messages, column)
-        tools = items(row, fields["tools"], "a list of tools") if row.get(fields["tools"]) else None
-        return self._chat.render(messages, tools, generation_prompt=True)
+            return self._rows.plain_prompt(row, fields)
+        read = self._rows.conversation if fields.kind == "messages" else self._rows.prompt
+        found = read(row, fields)
+        _check_last(found.messages, fields[fields.kind])
+        return found
+
+    def _text(self, asked: str | Conversation) -> str:
+        if isinstance(asked, str):
+            return asked
+        assert self._chat is not None
+        return self._chat.prompt(asked)
 
 
 def _check_last(messages: Sequence[Message], column: str) -> None:
     if messages[-1]["role"] == "assistant":
         raise RowError(
-            f"{column}[{len(messages) - 1}].role is 'assistant'; expected the conversation to end before the response"
+            f"{column!r} ends with the role 'assistant'; expected the conversation to end before the response"
         )
 
 
@@ -165,7 +183,14 @@ class _Collected:
         room = self._room(len(result.tokens), file, line)
         if room > 0:
             self._found.append(
-                Prompt(tokens=result.tokens, room=room, row=result.row, uid=f"{file}:{line}", source=file)
+                Prompt(
+                    tokens=result.tokens,
+                    room=room,
+                    row=result.row,
+                    uid=f"{file}:{line}",
+                    source=file,
+                    asked=result.asked,
+                )
             )
 
     def _room(self, length: int, file: str, line: int) -> int:
@@ -184,7 +209,7 @@ class _Collected:
         (self._truncated if left > 0 else self._dropped).append(note)
         return max(left, 0)
 
-    def prompts(self) -> Prompts:
+    def prompts(self, notes: tuple[str, ...]) -> Prompts:
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
             raise ValueError(f"data: no rows in {', '.join(self.rows_per_file)}; give a file that has some")
@@ -203,4 +228,4 @@ class _Collected:
             dropped=tuple(self._dropped),
             truncated=tuple(self._truncated),
         )
-        return Prompts(prompts=self._found, report=report)
+        return Prompts(prompts=self._found, report=report, notes=notes)

@@ -24,7 +24,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
 
@@ -40,6 +39,7 @@ from padfree.rollout.base import AheadSampler, Response
 from padfree.rollout.candidates import Candidates, Group, SparePrompts
 from padfree.rollout.journal import Journal
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.within import DaemonPool
 from padfree.rollout.writer import OnSampling, Rewarded, RolloutWriter, Written, numbers_of, signals, told
 
 KEY = "queue"
@@ -256,11 +256,11 @@ class AheadWriter(RolloutWriter, AheadQueue[Written]):
         super().__init__(config, mesh, sampler, tokenizer, prompts)
         self._begin_queue(config)
         self._restored: dict[tuple[int, int], Stored] = {}
-        self._rewarding = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+        self._rewarding = DaemonPool(REWARD_THREADS, "reward")
 
     def close(self) -> None:
         super().close()
-        self._rewarding.shutdown(wait=False, cancel_futures=True)
+        self._rewarding.close()
 
     def _of_all_ranks(self, queued: Queued[Written]) -> dict[int, Written]:
         if self.journal is not None:

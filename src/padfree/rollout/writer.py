@@ -39,6 +39,7 @@ from padfree.rollout.examples import ExamplesFile
 from padfree.rollout.journal import Journal
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.within import call_within
 
 OnSampling = Callable[[int, int], None]
 """Called with the number of this rank's responses that are finished, and of those it has asked for."""
@@ -277,7 +278,12 @@ class RolloutWriter:
     def _rewarded(self, number: int, response: Response, prompt: Prompt, reward: Reward | None = None) -> Written:
         text, reward = self._text_of(response), reward or self.reward
         assert reward is not None
-        return Written(number, response, text, reward(text, prompt.row, prompt.uid))
+        seconds = self.config.rollout.episode_timeout
+        line = (
+            f"reward: {reward.name} took more than {seconds:g} s (rollout.episode_timeout) for sample {prompt.uid!r}; "
+            "correct the function, or raise the setting"
+        )
+        return Written(number, response, text, call_within(seconds, line, reward, text, prompt.row, prompt.uid))
 
     def _gathered(self, written: list[Written], error: str | None) -> dict[int, Written]:
         """Those of all ranks, by number; an error of one rank is raised on all, so that nobody waits for it."""

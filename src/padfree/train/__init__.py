@@ -20,11 +20,13 @@ updates        an update from its begin to its line of metrics
 loop           Loop: batches, updates, metrics, checkpoints
 resume         what may change between a checkpoint and the run that goes on from it
 early_imports  packages of the first step on a GPU, imported while the data is read
+failures       what ends a run, as a line for its user
 run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """
 
-from padfree.train.engine import Engine, LossSettings, NonFiniteError, StepReport
+from padfree.train.engine import Engine, LossSettings, StepReport
+from padfree.train.finite import NonFiniteError
 from padfree.train.loop import Loop, RunResult
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations

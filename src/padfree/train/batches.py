@@ -52,6 +52,8 @@ class Batches:
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.make_samples, self.ahead = make_samples, ahead
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self._had_labels = False  # whether any sample so far had a token to train
+        self.groups = self.groups_without_signal = 0  # of all batches so far
         self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
 
     @property
@@ -68,6 +70,18 @@ class Batches:
         asked = (self.reference, self.teacher, self.critic)
         return needs_old_logprobs(settings) or any(model is not None for model in asked)
 
+    def without_signal(self) -> str | None:
+        """A line if no batch of this start had an advantage other than 0, and no other term changed the weights."""
+        loss = self.engine.settings.loss
+        if not self.groups or self.groups_without_signal < self.groups or not isinstance(loss, PolicySettings):
+            return None
+        if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
+            return None
+        return (
+            f"nothing was learned: none of {self.groups:,} groups had rewards that differ, so that every advantage was "
+            "0; look at the rewards, or give prompts that the model answers rightly at times"
+        )
+
     def cursor(self) -> dict[str, Any]:
         """The place in the data behind the batch that was taken last."""
         return self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()
@@ -82,19 +96,25 @@ class Batches:
                 return None
             number, samples = found
             times.split_sampling(self.ahead.timings)
-            return self._prepared(_distinct(samples), times, number)
+            return self._prepared(distinct(samples), times, number)
         groups = next(self.batcher, None)
         if groups is None:
             return None
         if self.make_samples is None:
-            return self._prepared(_distinct(_flat(groups)), times, self.batcher.step)
+            return self._prepared(distinct(_flat(groups)), times, self.batcher.step)
         with times.measure("sampling"):
             samples = self.make_samples(groups)
         times.split_sampling(getattr(self.make_samples, "timings", {}))
-        return self._prepared(_distinct(samples), times, self.batcher.step)
+        return self._prepared(distinct(samples), times, self.batcher.step)
 
     def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
+        self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
+        if self.sampled and not self._had_labels:
+            raise ValueError(
+                f"{self.config.rollout.source}: none of the {len(batch)} samples of batch {number} has a token to "
+                "train; let the policy write, what an environment adds is not trained"
+            )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         settings = self.engine.settings.loss
         if not isinstance(settings, PolicySettings):
@@ -104,16 +124,14 @@ class Batches:
             return RolloutBatch(
                 samples=batch,
                 parts=parts,
-                metrics={**reward_metrics(batch, end_tokens=self.end_tokens), **self.rollout_metrics()}
-                if sampled
-                else {},
+                metrics={**self._reward_metrics(batch), **self.rollout_metrics()} if sampled else {},
                 times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if sampled else {},
             )
         old = None
         if needs_old_logprobs(settings) or self.teacher is not None:
             with times.measure("old_logprobs"):
                 old = self.engine.scorer.logprobs(batch)
-        metrics = reward_metrics(batch, end_tokens=self.end_tokens) | dict(self.rollout_metrics())
+        metrics = self._reward_metrics(batch) | dict(self.rollout_metrics())
         if self.critic is not None:
             with times.measure("critic"):
                 batch, found = self.critic.judged(batch)
@@ -127,6 +145,8 @@ class Batches:
                 taught = self.teacher.logprobs(batch)
             batch = teacher_advantages(batch, taught, old)
             metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
+        self.groups += int(metrics["groups"])
+        self.groups_without_signal += int(metrics["groups_without_signal"])
         if self.reference is not None:
             batch = self._with_reference(batch, times)
         return RolloutBatch(
@@ -137,6 +157,10 @@ class Batches:
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
+
+    def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
+        sources = [source.label for source in self.config.data.sources]
+        return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
 
     def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
         """The same samples with the reference's log-probabilities of their tokens."""
@@ -160,14 +184,19 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
     return [sample for group in groups for sample in group]
 
 
-def _distinct(samples: list[Sample]) -> list[Sample]:
-    """The same samples; one that a batch has twice (small data, several epochs) gets a uid of its own."""
+def distinct(samples: list[Sample]) -> list[Sample]:
+    """The same samples; one that a batch has twice (small data, several epochs) gets a uid and a group of its own.
+
+    The second time a row, a pair or a group of rollouts is there, it is another unit, weighed and compared by itself.
+    """
     seen: dict[str | int, int] = {}
     found = []
     for sample in samples:
         if sample.uid is not None:
             seen[sample.uid] = seen.get(sample.uid, 0) + 1
             if seen[sample.uid] > 1:
-                sample = replace(sample, uid=f"{sample.uid} (time {seen[sample.uid]})")
+                time = f"(time {seen[sample.uid]})"
+                group = None if sample.group is None else f"{sample.group} {time}"
+                sample = replace(sample, uid=f"{sample.uid} {time}", group=group)
         found.append(sample)
     return found

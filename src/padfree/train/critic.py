@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from padfree.batch import Sample
 from padfree.config import CriticConfig
 from padfree.losses import gae, token_rewards, whiten
-from padfree.train.engine import Engine, NonFiniteError
+from padfree.train.engine import Engine
+from padfree.train.finite import NonFiniteError
 from padfree.train.scalar import ScalarScorer
 
 
@@ -44,7 +45,7 @@ class Critic:
         try:
             report = self.engine.step(samples, lr=lr, step=step)
         except NonFiniteError as error:
-            raise NonFiniteError(f"critic: {error}; lower critic.lr", error.samples) from None
+            raise NonFiniteError(f"critic: {str(error).replace('optimizer.lr', 'critic.lr')}", error.samples) from None
         means = report.statistics
         found = {
             "critic/loss": report.loss,

@@ -11,6 +11,7 @@ settings alone can tell is refused still earlier, by `padfree.config`.
 
 from __future__ import annotations
 
+import datetime
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +24,16 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.attention import BACKENDS, choose_backend
-from padfree.batch import TOKEN_ARRAYS
+from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.config import Config
 from padfree.config.choices import Init, ModelHead
 from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
+from padfree.config.inert import inert_settings
 from padfree.config.outputs import check_folder
 from padfree.config.reader import LARGEST_COUNT
 from padfree.cp.ulysses import check_heads
-from padfree.data import TokenizedDataset
+from padfree.data import StoredSamples
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
 from padfree.distributed import raise_together
@@ -43,21 +45,31 @@ from padfree.model.files import open_model
 from padfree.model.scalar import scalar_head_of
 from padfree.model.structure import skeleton
 from padfree.packing.context_sizes import context_sizes
+from padfree.packing.fill import Indices
 from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import check_engine_name
-from padfree.rollout.environment import check_episode_settings
+from padfree.rollout.environment import check_episode_rows, check_episode_settings
 from padfree.sizes import ModelSizes
-from padfree.train.limits import Limits, check_fits, lengths_of
-from padfree.train.resume import check_newest
+from padfree.train.limits import Limits, check_fits
+from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
-from padfree.train.setup import check_judge, check_placement
-from padfree.train.training_data import (
+from padfree.train.rows import (
     GROUP_SIZES,
     Samples,
+    check_shown,
+    epoch_order,
+    in_rows,
+    lengths_of,
+    row_counts,
+    row_starts,
+)
+from padfree.train.setup import check_judge, check_placement
+from padfree.train.training_data import (
     TrainingData,
     check_rollouts,
+    groups_of,
     held_out_config,
     load_held_out,
     load_tokenizer,
@@ -65,6 +77,7 @@ from padfree.train.training_data import (
     make_batcher,
     open_tokenizer,
 )
+from padfree.train.vocabulary import check_vocabularies
 
 MANY_SAMPLES = 1_000_000
 """So many samples are not put into batches only to count these."""
@@ -95,11 +108,14 @@ def decide(
     `dry`: nothing of the user's is imported, and the device need not be here. `planned`: nothing will be written, and
     samples over the cap are for the plan to count.
     """
+    day = data_day(config)
     if not dist.is_initialized():
-        return _decided(config, processes, device_type, dry, planned, progress)
+        return _decided(config, processes, device_type, dry, planned, progress, day)
+    days: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(days, day)  # midnight may come between two ranks
     found, error = None, None
     try:
-        found = _decided(config, processes, device_type, dry, planned, progress)
+        found = _decided(config, processes, device_type, dry, planned, progress, days[0])
     except ValueError as caught:
         error = str(caught)
     raise_together(error)
@@ -116,7 +132,13 @@ def check_free(config: Config) -> None:
 
 
 def _decided(
-    config: Config, processes: int, device_type: str, dry: bool, planned: bool, progress: Progress | None
+    config: Config,
+    processes: int,
+    device_type: str,
+    dry: bool,
+    planned: bool,
+    progress: Progress | None,
+    day: datetime.date,
 ) -> Decided:
     check_settings(config, processes=processes, device_type=device_type)
     if dry and not planned:  # a run has asked before, on one rank: two that ask at a time would be in each other's way
@@ -127,14 +149,17 @@ def _decided(
     check_context(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
+    notes = [*inert_settings(config), *check_vocabularies(config, tokenizer)]
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
-    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry)
+    source = load_training_data(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     check_source(config, source, limits, tokenizer)
-    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry)
+    if config.data.sources:
+        check_shown(config, groups_of(config, source.samples, source.parts)[1])
+    held_out = load_held_out(config, tokenizer, progress=progress, import_reward=not dry, day=day)
     if held_out is not None:
         check_held_out(config, held_out, limits, tokenizer, processes, planned=planned)
-    notes = [*_notes(config, source, limits, dry)]
+    notes += [*source.notes, *(() if held_out is None else held_out.notes), *_notes(config, source, limits, dry)]
     if not planned:
         check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:
@@ -278,7 +303,8 @@ def check_source(
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
     # Text can hold no token that its tokenizer does not have, so that only a larger one makes it worth looking.
-    looked_at = not isinstance(source.samples, TokenizedDataset) or _largest_id(tokenizer) >= limits.vocabulary
+    text = isinstance(source.samples, StoredSamples) and not source.given_ids
+    looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
         source.samples,
         limits,
@@ -290,8 +316,23 @@ def check_source(
     )
     if config.loss.command == "rl" and not sampled:
         _check_columns(config, source)
+        untrained = untrained_samples(source)
+        if len(untrained) == len(source.samples):
+            raise ValueError(
+                f"{setting}: none of {len(untrained):,} samples has a token to train, the first is "
+                f"{source.place(untrained[0])}; give a response_length of 1 or more, or a loss_mask with a 1 behind "
+                "the first token"
+            )
     if sampled:
         _check_rows(config, source)
+        check_episode_rows(config.rollout, [one for one in source.samples if isinstance(one, Prompt)])
+
+
+def untrained_samples(source: TrainingData) -> list[int]:
+    """Which samples have no token to train. Text that has none is refused, or dropped, when it is read."""
+    if isinstance(source.samples, StoredSamples):
+        return []
+    return [index for index, one in enumerate(source.samples) if isinstance(one, Sample) and not one.num_labels]
 
 
 def _largest_id(tokenizer: Any) -> int:
@@ -306,30 +347,30 @@ def check_lengths(config: Config, source: TrainingData, processes: int, *, budge
     batch, context = config.batch, config.parallel.most_context(processes)
     if batch.overlong != "error":
         return
-    size = GROUP_SIZES.get(config.loss.command, 1)
-    lengths = lengths_of(source.samples).reshape(-1, size).sum(1)  # samples of a pair are on one row
-    longest = int(lengths.max(initial=0))
-    if longest > batch.max_tokens * context:
-        _raise_over("batch.max_tokens", batch.max_tokens, context, lengths, source, size)
-    if budget and batch.tokens is not None and longest > batch.tokens:
-        _raise_over("batch.tokens", batch.tokens, 1, lengths, source, size)
+    alone = np.arange(len(source.samples) + 1)
+    rows = row_starts(config, source.samples)
+    pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
+    # Both answers of a pair are in one micro-batch; all samples of a row are in one step.
+    _check_cap("batch.max_tokens", batch.max_tokens, context, rows if pairs else alone, source)
+    if budget and batch.tokens is not None:
+        _check_cap("batch.tokens", batch.tokens, 1, rows, source)
 
 
-def _raise_over(
-    setting: str,
-    cap: int,
-    context: int,
-    lengths: np.ndarray[Any, np.dtype[np.int64]],
-    source: TrainingData,
-    size: int,
-) -> None:
+def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
+    """Refuse neighbouring samples, from one of `starts` to the next, that together have more tokens than the cap."""
+    lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
+    if not len(over):
+        return
     first, needed = int(over[0]), -(-int(lengths.max()) // context)
-    with_response = " with its response" if isinstance(source.samples[first * size], Prompt) else ""
-    with_response = " in its two answers" if size > 1 else with_response
+    size, sample = int(starts[first + 1] - starts[first]), source.samples[int(starts[first])]
+    with_response = " with its response" if isinstance(sample, Prompt) else ""
+    if size > 1:
+        paired = isinstance(sample, Sample) and sample.reward is not None
+        with_response = " in its two answers" if paired else f" in its {size} samples"
     shared = f" on each of {context} context ranks" if context > 1 else ""
     more = f", and {len(over) - 1} more are too long" if len(over) > 1 else ""
-    place, limit = source.place(first * size), cap * context // size
+    place, limit = source.place(int(starts[first])), cap * context // size
     raise ValueError(
         f"{setting}: {cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}; set "
         f"{setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate"
@@ -381,12 +422,17 @@ def _check_rows(config: Config, source: TrainingData) -> None:
 
 
 def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> Iterator[str]:
+    if config.optimizer.lr == 0:
+        yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight is changed'}"
+    if untrained := untrained_samples(source):
+        count = f"{len(untrained):,} of {len(source.samples):,}"
+        yield f"data.path: {count} samples have no token to train, the first is {source.place(untrained[0])}"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, the model was made for {trained} (max_position_embeddings)"
     steps = config.run.steps
     if steps is not None and config.data.epochs is not None:
-        there = count_steps(config, source.samples, enough=steps)
+        there = count_steps(config, source, enough=steps)
         if there < steps:
             end = "" if config.schedule.kind == "constant" else f", where {config.schedule.kind} ends"
             yield (
@@ -403,37 +449,43 @@ def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> I
         yield f"loss.kind {config.loss.kind} is not imported by a dry run: whether it works is not known"
 
 
-def count_steps(config: Config, samples: Samples, *, enough: int) -> int:
+def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """Optimizer steps that the data give, or `enough`; epochs of a token budget are taken to be like the first."""
-    epochs = config.data.epochs
+    samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
-    if config.loss.command != "rl" and config.rollout.source is None and config.batch.samples is not None:
-        return -(-len(samples) // config.batch.samples) * epochs
-    if config.batch.tokens is not None and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough:
+    if in_rows(config) and config.batch.samples is not None:
+        order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
+        rows = config.batch.samples // GROUP_SIZES[config.loss.command]
+        return sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in range(epochs))
+    if (
+        not source.parts
+        and config.batch.tokens is not None
+        and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough
+    ):
         return enough  # no step has more tokens than its budget
     once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
-    counted = _Lengths(samples) if config.loss.command != "rl" and config.rollout.source is None else samples
+    counted: Any = _Lengths(config, samples) if in_rows(config) else samples
     updates = 0
-    for groups in make_batcher(once, counted):
+    for groups in make_batcher(once, counted, source.parts):
         in_batch = sum(len(group) for group in groups)
         updates += config.loss.epochs * min(config.loss.mini_batches, in_batch)
     return updates * epochs
 
 
-def planned_steps(config: Config, samples: Samples) -> int | None:
+def planned_steps(config: Config, source: TrainingData) -> int | None:
     """Optimizer steps of the run, about; None where counting them would take long."""
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
-    if config.data.epochs is None or (not quick and len(samples) > MANY_SAMPLES):
+    if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
         return steps
-    there = count_steps(config, samples, enough=steps or LARGEST_COUNT)
+    there = count_steps(config, source, enough=steps or LARGEST_COUNT)
     return there if steps is None else min(steps, there)
 
 
 class _Lengths(Sequence[Any]):
     """Samples of which only the lengths are asked for, so that no token is read."""
 
-    def __init__(self, samples: Samples) -> None:
-        self._lengths = lengths_of(samples)
+    def __init__(self, config: Config, samples: Samples) -> None:
+        self._lengths, self.row_starts = lengths_of(samples), row_starts(config, samples)
 
     def __len__(self) -> int:
         return len(self._lengths)

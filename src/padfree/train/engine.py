@@ -21,17 +21,19 @@ this step and in those that were begun after it, and `finish` raises with the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings, ValueSettings
+from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
 from padfree.losses import (
     DPOSettings,
@@ -40,11 +42,13 @@ from padfree.losses import (
     TokenLossSettings,
     WeightMode,
     merge_statistics,
+    segment_sum,
     token_weights,
 )
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.train.busy_clock import BusyClock
+from padfree.train.finite import NonFiniteError, weights_line
 from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
 from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
@@ -61,6 +65,8 @@ class LossSettings:
     loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
+    groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
+    sources: tuple[str, ...] = ()  # of a mixture: the loss of each is reported
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
     router: float = 0.0  # coefficient of the load-balancing loss of experts
@@ -80,15 +86,9 @@ class StepReport:
     padding_share: float  # pads over all tokens that were computed
     plan: StepPlan
     votes: int  # ranks whose `vote` was true when the step began
+    source_losses: Mapping[str, float] = field(default_factory=dict)  # by source: weighted means over its tokens
+    num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
     busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is no finite number. The weights are those before the step."""
-
-    def __init__(self, message: str, samples: Sequence[Sample]) -> None:
-        super().__init__(message)
-        self.samples = samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,6 +98,8 @@ class PreparedStep:
     samples: Sequence[Sample]
     plan: StepPlan
     rows: Sequence[tuple[MicroBatch, Indices]]  # this rank's, with the samples in each
+    source: Indices | None = None  # [B] of a mixture: which of the sources each sample is from
+    source_weights: tuple[float, ...] = ()  # what the tokens of each source weigh together
 
 
 class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
@@ -134,6 +136,7 @@ class _Sums:
     loss: Tensor
     statistics: Statistics
     token_losses: list[Tensor]
+    source_losses: Tensor  # [sources] weighted sums
 
 
 class Engine:
@@ -180,11 +183,13 @@ class Engine:
         plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
+        groups = [sample.group for sample in samples]
         weights = token_weights(
             settings.weights,
             [sample.mask for sample in samples],
-            groups=[sample.group for sample in samples] if grouped else None,
+            groups=groups if grouped else None,
             constant=settings.constant,
+            units=groups if settings.groups_are_rows else None,
         )
 
         def lay_out(indices: Indices, width: int | None) -> MicroBatch:
@@ -201,7 +206,18 @@ class Engine:
             )
 
         rows = LazyRows(plan.rows_of(self.mesh.data.rank), lay_out)
-        return PreparedStep(samples=samples, plan=plan, rows=rows[:] if whole else rows)
+        source, totals = None, [0.0] * len(settings.sources)
+        if settings.sources:
+            source = np.array([settings.sources.index(str(sample.source)) for sample in samples])
+            for number, weight in zip(source.tolist(), weights, strict=True):
+                totals[number] += float(weight.sum(dtype=np.float64))
+        return PreparedStep(
+            samples=samples,
+            plan=plan,
+            rows=rows[:] if whole else rows,
+            source=source,
+            source_weights=tuple(totals),
+        )
 
     def begin(
         self,
@@ -237,14 +253,15 @@ class Engine:
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Gradients of the whole batch in the parameters, and this rank's part of the sums."""
         self.optimizer.zero_grad(set_to_none=True)
-        sums = _Sums(torch.zeros((), dtype=torch.float64, device=self.mesh.device), {}, [])
+        zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
+        sums = _Sums(zeros[0], {}, [], zeros[1:])
         row_loss: Callable[..., LossOutput] = self.row_loss
         if self.router is not None:
             row_loss = partial(self.router.row_loss, self.row_loss)
         with computing(self.model) as masters:
             if self.router is not None:
                 self.router.begin(self.model, prepared.rows)
-            for batch, _ in prepared.rows:
+            for batch, indices in prepared.rows:
                 output = inside(self.model, row_loss, batch)
                 assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
@@ -255,18 +272,23 @@ class Engine:
                 sums.loss += output.loss.detach()
                 sums.statistics = merge_statistics(sums.statistics, output.statistics)
                 sums.token_losses.append(output.token_losses)
+                if prepared.source is not None and not batch.is_filler:
+                    local = batch.local
+                    by_sample = segment_sum(output.token_losses.double(), local.sample_index, local.num_samples)
+                    sums.source_losses.index_add_(0, to_device(prepared.source[indices], self.mesh.device), by_sample)
         if self.router is not None:
             self.router.end()
         return sums
 
     def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:
-        """Loss, number of labels, votes, and (sum, count) of each statistic by name, of the global batch."""
+        """Of the global batch: loss, number of labels, votes, the losses of sources, (sum, count) of each statistic."""
         num_labels = sum(batch.num_labels for batch, _ in prepared.rows)
         numbers = torch.stack(
             [
                 sums.loss,
                 torch.full_like(sums.loss, num_labels),
                 torch.full_like(sums.loss, int(vote)),
+                *sums.source_losses,
                 *(number.to(sums.loss) for name in sorted(sums.statistics) for number in sums.statistics[name]),
             ]
         )
@@ -314,6 +336,8 @@ class PendingStep:
         loss, num_labels, votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._nonfinite_error(loss, norm)
+        sources = self._engine.settings.sources
+        by_source, rest = rest[: len(sources)], rest[len(sources) :]
         names = sorted(self._sums.statistics)
         plan = self._prepared.plan
         num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._engine.mesh.context.size)
@@ -322,6 +346,12 @@ class PendingStep:
             gradient_norm=norm,
             statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
             num_samples=len(self._prepared.samples),
+            num_rows=self._num_rows(),
+            source_losses={
+                name: total / weight
+                for name, total, weight in zip(sources, by_source, self._prepared.source_weights, strict=True)
+                if weight > 0
+            },
             num_tokens=num_tokens,
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
@@ -329,6 +359,11 @@ class PendingStep:
             votes=int(votes),
             busy_seconds=() if self._marks is None else self._seconds(self._marks),
         )
+
+    def _num_rows(self) -> int | None:
+        if not self._engine.settings.groups_are_rows:
+            return None
+        return len({sample.group or index for index, sample in enumerate(self._prepared.samples)})
 
     def device_seconds(self) -> float | None:
         """From the end of the step before to the end of this one, on the device; None where that is not known.
@@ -356,17 +391,18 @@ class PendingStep:
         found = found.to(mesh.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
         where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
+        cause = weights_line(self._engine.model, step)
         if not where:
+            listed = _listed([_uid(samples, index) for index in range(len(samples))])
             return NonFiniteError(
                 f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "
-                f"{len(samples)} samples ({_listed([_uid(samples, index) for index in range(len(samples))])}), "
-                "or lower optimizer.lr",
+                f"{len(samples)} samples ({listed}){cause}",
                 samples,
             )
         ranks = sorted(set(where.values()))
         return NonFiniteError(
             f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; look at sample "
-            f"{_listed([_uid(samples, index) for index in where])}, or lower optimizer.lr",
+            f"{_listed([_uid(samples, index) for index in where])}{cause}",
             [samples[index] for index in where],
         )
 

@@ -36,6 +36,7 @@ from padfree.rollout.noise import GREEDY, response_keys
 from padfree.rollout.writer import RolloutWriter, Written
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
+from padfree.train.finite import check_metrics
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, make_micro_batch
 from padfree.train.parallelize import inside
@@ -47,6 +48,9 @@ from padfree.train.updates import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
 """Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
+
+LARGEST_EXPONENT = 709.0
+"""exp of more is more than a float can hold."""
 
 EVALUATION = 1 << 62
 """The number of the batch whose noise evaluations use: no training batch comes so far."""
@@ -85,7 +89,8 @@ class TokenMeasure:
         return segment_sum(torch.stack([each.double() for each in sums], 1), local.sample_index, local.num_samples)
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        return {**means, "perplexity": math.exp(min(means["loss"], 700.0))}  # what a float can hold
+        loss = means["loss"]
+        return {**means, "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss)}
 
 
 class PairMeasure:
@@ -154,7 +159,7 @@ class HeldOut:
         return by_source(dict(zip(self.sources, totals.tolist(), strict=True)), self._metrics)
 
     def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        count = max(sums[0], 1.0)
+        count = sums[0] or math.nan  # of nothing there is no mean
         means = {name: total / count for name, total in zip(self.measure.names, sums[1:], strict=True)}
         return self.measure.metrics(means)
 
@@ -246,7 +251,27 @@ def make_evaluation(
     reference: Reference | None = None,
     on_activity: OnActivity | None = None,
 ) -> Evaluate | None:
-    """What `[eval]` asks for; None: nothing."""
+    """What `[eval]` asks for; None: nothing. Metrics that are not finite are refused."""
+    measure = _measure(config, engine, held_out, writer, reference, on_activity)
+    if measure is None:
+        return None
+
+    def checked(step: int) -> dict[str, float]:
+        found = measure(step)
+        check_metrics(found, step)
+        return found
+
+    return checked
+
+
+def _measure(
+    config: Config,
+    engine: Engine,
+    held_out: TrainingData | None,
+    writer: RolloutWriter | EpisodeWriter | None,
+    reference: Reference | None,
+    on_activity: OnActivity | None,
+) -> Evaluate | None:
     if held_out is None:
         return None
     samples = list(held_out.samples)

@@ -26,13 +26,13 @@ from padfree.rollout.queue import KEY as RESPONSES
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
 from padfree.train.rl.update_batch import KEY as ROLLOUTS
-from padfree.train.training_data import Samples, make_batcher
+from padfree.train.training_data import TrainingData, make_batcher
 
 OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
 """Beginnings of the settings that decide what is done after the last step."""
 
 
-def finished_step(config: Config, samples: Samples) -> int | None:
+def finished_step(config: Config, source: TrainingData) -> int | None:
     """The number of steps of a run that is finished; None: something is left to do."""
     folder = Path(config.run.folder)
     newest = latest_in(folder / CHECKPOINTS) if config.checkpoint.resume else None
@@ -41,10 +41,10 @@ def finished_step(config: Config, samples: Samples) -> int | None:
     extra: dict[str, Any] = {}
     with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
         extra = read_manifest(newest, "remove it")["extra"]
-    if MADE_WITH not in extra or not _all_trained(config, samples, extra):
+    if MADE_WITH not in extra or not _all_trained(config, source, extra):
         return None
     there, step = extra[MADE_WITH], int(extra["step"])
-    if there["data"] is None or there["data"]["digest"] != data_record(samples)["digest"]:
+    if there["data"] is None or there["data"]["digest"] != data_record(source.samples, source.day)["digest"]:
         return None
     if any(name.startswith(OUTCOME) for name in changed_settings(there["settings"], config)):
         return None
@@ -56,12 +56,12 @@ def finished_step(config: Config, samples: Samples) -> int | None:
     return step if exported and (last.get("kind"), last.get("step")) == (wanted, step) else None
 
 
-def _all_trained(config: Config, samples: Samples, extra: dict[str, Any]) -> bool:
+def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) -> bool:
     if config.run.steps is not None and extra["step"] >= config.run.steps:
         return True
     if ROLLOUTS in extra or extra.get(RESPONSES) or extra.get(EPISODES):
         return False
-    batcher = make_batcher(config, samples)
+    batcher = make_batcher(config, source.samples, source.parts)
     with suppress(ValueError):  # of other settings: the resume says it
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None

@@ -14,8 +14,8 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from padfree.data import TokenizedDataset
-from padfree.train.training_data import Samples
+from padfree.data import StoredSamples
+from padfree.train.rows import Samples, lengths_of
 
 TABLE_MARGIN = 8
 """A table of positions may have a few rows more than the config says (OPT: two)."""
@@ -80,15 +80,8 @@ def check_fits(
         )
 
 
-def lengths_of(samples: Samples) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """[n] tokens of each, those of the longest response included."""
-    if isinstance(samples, TokenizedDataset):
-        return samples.lengths
-    return np.array([len(sample) for sample in samples], dtype=np.int64)
-
-
 def _first_token_from(samples: Samples, least: int) -> tuple[int, int] | None:
-    if isinstance(samples, TokenizedDataset):
+    if isinstance(samples, StoredSamples):
         return samples.first_token_from(least)
     largest = ((index, int(sample.tokens.max(initial=0))) for index, sample in enumerate(samples))
     return next(((index, token) for index, token in largest if token >= least), None)

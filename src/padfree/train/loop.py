@@ -53,8 +53,9 @@ from padfree.train.batches import Batches, MakeSamples
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.distillation import DistillationRowLoss
-from padfree.train.engine import Engine, NonFiniteError, PreparedStep
+from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
+from padfree.train.finite import NonFiniteError, check_weights
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -276,6 +277,8 @@ class Loop:
                 self.save()
         if self.journal is not None:
             self.journal.close()
+        if self.on_note is not None and (line := self.batches.without_signal()) is not None:
+            self.on_note(line)
         by = {} if signals.number is None else {"signal": Signals(signals.number).name}
         self.events.write("stop" if stopped else "end", step=self.step, **by)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
@@ -374,6 +377,9 @@ class Loop:
         """A checkpoint of this moment, which must be between two updates."""
         self.updates.finish()
         self._doing("saving a checkpoint")
+        check_weights(self.engine.model, self.step)
+        if self.batches.critic is not None:
+            check_weights(self.batches.critic.engine.model, self.step, "the critic", "critic.lr")
         extra: dict[str, Any] = {
             "step": self.step,
             "batcher": self._cursor or self.batches.cursor(),

@@ -32,6 +32,7 @@ def step_metrics(
         "gradient_norm": report.gradient_norm,
         "lr": lr,
         "samples": report.num_samples,
+        **({} if report.num_rows is None else {"rows": report.num_rows}),
         "tokens": report.num_tokens,
         "scored_tokens": report.num_labels,
         "seconds": seconds,
@@ -42,6 +43,7 @@ def step_metrics(
         "imbalance": report.plan.imbalance,
         "padding_share": report.padding_share,
         **{f"loss/{name}": value for name, value in report.statistics.items()},
+        **{f"source/{name}/loss": value for name, value in report.source_losses.items()},
     }
     if sum(busy_seconds) > 0:
         found["imbalance_measured"] = max(busy_seconds) * len(busy_seconds) / sum(busy_seconds)
@@ -75,8 +77,10 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere
 
 
-def reward_metrics(samples: Sequence[Sample], *, end_tokens: Collection[int] = ()) -> dict[str, float]:
-    """What a rollout batch earned, and how long its responses are, in trained tokens.
+def reward_metrics(
+    samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
+) -> dict[str, float]:
+    """What a rollout batch earned, and how long its responses are, in trained tokens. `sources`: those of a mixture.
 
     Given the tokens that end a response, also the share of responses that were cut before one.
     """
@@ -93,6 +97,10 @@ def reward_metrics(samples: Sequence[Sample], *, end_tokens: Collection[int] = (
         found["reward_std"] = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         found["reward_min"] = min(rewards)
         found["reward_max"] = max(rewards)
+    for name in sources:
+        own = [sample.reward for sample in samples if sample.source == name and sample.reward is not None]
+        if own:
+            found[f"source/{name}/reward"] = sum(own) / len(own)
     if end_tokens:
         found["response_cut"] = sum(int(sample.tokens[-1]) not in end_tokens for sample in samples) / len(samples)
     return found

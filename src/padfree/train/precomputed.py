@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.data import TokenizedDataset
+from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
 from padfree.train.rl.reference_model import Reference
@@ -33,9 +33,10 @@ SCORED_AT_A_TIME = 1024
 class ReferencedSamples(Sequence[Sample]):
     """Samples with the reference's log-probabilities, read when they are asked for."""
 
-    def __init__(self, samples: TokenizedDataset, logprobs: NDArray[np.float32]) -> None:
+    def __init__(self, samples: StoredSamples, logprobs: NDArray[np.float32]) -> None:
         self._samples, self._logprobs = samples, logprobs
         self._starts = np.concatenate([[0], np.cumsum(samples.lengths)])
+        self.row_starts = samples.row_starts
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -46,7 +47,7 @@ class ReferencedSamples(Sequence[Sample]):
 
 
 def with_reference(
-    samples: TokenizedDataset, reference: Reference, fingerprint: str, config: Config, mesh: Mesh
+    samples: StoredSamples, reference: Reference, fingerprint: str, config: Config, mesh: Mesh
 ) -> ReferencedSamples:
     """The same samples with what the reference, whose weights have this fingerprint, thinks of them.
 
@@ -76,6 +77,6 @@ def with_reference(
     return ReferencedSamples(samples, open_array(cache / key, NAME, shape))
 
 
-def _scored(samples: TokenizedDataset, reference: Reference) -> Iterator[NDArray[np.float32]]:
+def _scored(samples: StoredSamples, reference: Reference) -> Iterator[NDArray[np.float32]]:
     for first in range(0, len(samples), SCORED_AT_A_TIME):
         yield from reference.logprobs([samples[i] for i in range(first, min(first + SCORED_AT_A_TIME, len(samples)))])

@@ -12,8 +12,10 @@ steers the steps to come (learning rate, betas, schedule, coefficients of the lo
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +32,7 @@ from padfree.checkpoint.files import CheckpointError, hash_of
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config, config_from_dict
 from padfree.config.choices import LOSSES_WITH_COMMAND
-from padfree.data import TokenizedDataset
+from padfree.data import StoredSamples
 from padfree.record.files import CHECKPOINTS
 from padfree.rollout import Prompt
 from padfree.train.rl.update_batch import KEY as ROLLOUTS
@@ -100,11 +102,16 @@ RULES: dict[str, Rule] = {
     "rollout.top_p": "may change",
     "rollout.top_k": "may change",
     "data.path": "may change if the samples stay the same",
+    "data.sources": "may change if the samples stay the same",
+    "data.sources.weight": "must stay",
     "data.subset": "may change if the samples stay the same",
     "data.split": "may change if the samples stay the same",
     "data.chat_template": "may change if the samples stay the same",
     "data.columns": "may change if the samples stay the same",
     "data.loss_on": "may change if the samples stay the same",
+    "data.turns": "may change if the samples stay the same",
+    "data.system": "may change if the samples stay the same",
+    "data.prompt_template": "may change if the samples stay the same",
     "data.prompt_format": "may change if the samples stay the same",
     "data.append_eos": "may change if the samples stay the same",
     "data.max_length": "may change if the samples stay the same",
@@ -187,7 +194,7 @@ def made_with(
 
 def flat_settings(config: Config) -> dict[str, Any]:
     """Every setting by its name, as JSON gives it back, without the run folder, which may be moved."""
-    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("data.columns", "rollout.launch.environment"))
+    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
 
@@ -198,16 +205,17 @@ def model_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not set(NOT_ARITHMETIC) & set(name.split("."))}
 
 
-def data_record(samples: Sequence[Sample | Prompt] | TokenizedDataset) -> dict[str, Any]:
-    """A digest of what is trained on, and its size for a person to see."""
-    if isinstance(samples, TokenizedDataset):
-        return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens}
+def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetime.date | None = None) -> dict[str, Any]:
+    """A digest of what is trained on, and its size for a person to see. `day`: the date that the texts hold."""
+    about = {} if day is None else {"day": day.isoformat()}
+    if isinstance(samples, StoredSamples):
+        return {"digest": samples.digest, "samples": len(samples), "tokens": samples.report.num_tokens, **about}
     digest = hashlib.sha256()
     for sample in samples:
         for part in _parts(sample):
             digest.update(len(part).to_bytes(8, "little") + part)
     tokens = sum(len(sample.tokens) for sample in samples)
-    return {"digest": digest.hexdigest(), "samples": len(samples), "tokens": tokens}
+    return {"digest": digest.hexdigest(), "samples": len(samples), "tokens": tokens, **about}
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
@@ -245,7 +253,9 @@ def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
 
 
 def rule_of(name: str) -> Rule:
-    return RULES[name] if name in RULES else RULES[name.partition(".")[0]]
+    """That of a setting, `data.sources.2.weight` too; else that of its table, else that of its section."""
+    plain = re.sub(r"\.\d+", "", name)
+    return next(RULES[key] for key in (plain, plain.rpartition(".")[0], plain.partition(".")[0]) if key in RULES)
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
@@ -253,8 +263,9 @@ def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
     found = {}
-    for name, value in now.items():
-        before = there.get(name, default[name])
+    for name in dict.fromkeys((*now, *(name for name in there if name.startswith("data.sources.")))):
+        missing = default.get(name, 1.0 if name.endswith(".weight") else None)  # data.path is one source of weight 1
+        before, value = there.get(name, missing), now.get(name, missing)
         if before != value:
             found[name] = (before, value)
     return found
@@ -299,7 +310,7 @@ def check_made_with(
                 f"({sizes[0]}); keep it, {anew}"
             )
         raise ValueError(
-            f"data.path: {', '.join(config.data.path)} has other content ({sizes[1]}) than {path} was made with "
+            f"data.path: {', '.join(config.data.paths)} has other content ({sizes[1]}) than {path} was made with "
             f"({sizes[0]}); give the same data, {anew}"
         )
     taught = there.get("teacher"), here["teacher"]
@@ -334,14 +345,30 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
 
 def check_newest(config: Config) -> None:
     """Refuse settings that the newest checkpoint of the run folder cannot be resumed with. Needs no model, no data."""
-    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
-    if newest is None:
-        return
-    extra: dict[str, Any] = {}
-    with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
-        extra = read_manifest(newest, "remove it")["extra"]
-    if KEY in extra:
+    newest, extra = _newest_extra(config)
+    if newest is not None and KEY in extra:
         check_settings(newest, extra[KEY]["settings"], config, inside=ROLLOUTS in extra)
+
+
+def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that the run would resume from, and what it keeps besides tensors."""
+    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
+    extra: dict[str, Any] = {}
+    if newest is not None:
+        with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
+            extra = read_manifest(newest, "remove it")["extra"]
+    return newest, extra
+
+
+def data_day(config: Config) -> datetime.date:
+    """What chat templates take for today: the day of the checkpoint that the run resumes from, or today."""
+    with suppress(KeyError, TypeError, ValueError, OSError):  # without a day, or damaged: loading it says so
+        return datetime.date.fromisoformat(_newest_extra(config)[1][KEY]["data"]["day"])
+    return today()
+
+
+def today() -> datetime.date:
+    return datetime.date.today()
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
@@ -354,7 +381,7 @@ def _required(config: Config) -> dict[str, Any]:
     """The settings that have no default, so that all others can be had with theirs."""
     return {
         "model": {"path": config.model.path},
-        "data": {"path": list(config.data.path)},
+        "data": {"path": list(config.data.paths)},
         "batch": {"samples": 1, "max_tokens": 1},
         "run": {"folder": config.run.folder, "steps": 1},
     }
@@ -364,7 +391,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ())
     """Nested tables by dotted names; those in `keep` are values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in keep:
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, dict) and f"{prefix}{name}" not in keep and name != "columns":
             found |= _flat(value, f"{prefix}{name}.", keep)
         else:
             found[f"{prefix}{name}"] = value

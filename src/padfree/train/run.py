@@ -23,7 +23,7 @@ from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
-from padfree.data import RolloutDataSettings, TokenizedDataset
+from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
@@ -36,6 +36,7 @@ from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
 from padfree.rollout.queue import AheadWriter
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.stop_signals import StopSignals
 from padfree.train.decide import Decided, check_free, decide, planned_steps
@@ -51,6 +52,8 @@ from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
+from padfree.train.row_sharing import copied_keys
+from padfree.train.rows import Samples
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
@@ -62,7 +65,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import Samples, held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnActivity, OnStep
 
 
@@ -118,7 +121,7 @@ def train(
 def _finished(config: Config, mesh: Mesh, decided: Decided) -> int | None:
     """`finished_step`, as the first rank sees it."""
     told: list[int | None] = [None] * mesh.loss.size
-    found = finished_step(config, decided.source.samples) if mesh.loss.rank == 0 else None
+    found = finished_step(config, decided.source) if mesh.loss.rank == 0 else None
     dist.all_gather_object(told, found, group=mesh.loss.group)
     return told[0]
 
@@ -136,7 +139,7 @@ def _train(
     signals: StopSignals,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
-    settled = settle_on(config, mesh, **_longest(config, longest_of(source.samples), mesh.loss.size))
+    settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
     config = settled.config
     if on_note is not None:
         for line in (*decided.notes, *settled.lines()):
@@ -149,7 +152,7 @@ def _train(
         critic_dtype = export_dtype(config, config.critic.path)
     doing("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
-    writer = _rollout_writer(config, mesh, engine, tokenizer, source.samples)
+    writer = _rollout_writer(config, mesh, engine, tokenizer, source)
     with nullcontext() if writer is None else closing(writer):
         journal = None
         if isinstance(writer, RolloutWriter):  # episodes are played again
@@ -161,7 +164,7 @@ def _train(
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
-        batcher = make_batcher(config, samples)
+        batcher = make_batcher(config, samples, source.parts)
         sampling, ahead = None, None
         if isinstance(writer, AheadWriter | AheadEpisodeWriter):
             ahead = BatchesAhead(config, batcher, writer, engine)
@@ -180,10 +183,10 @@ def _train(
             on_note=on_note,
             on_activity=doing,
             evaluate=evaluation,
-            data=data_record(source.samples),
+            data=data_record(source.samples, source.day),
             journal=journal,
             signals=signals,
-            planned_steps=planned_steps(config, source.samples),
+            planned_steps=planned_steps(config, source),
         )
         for line in decided.notes:
             loop.events.write("note", step=loop.step, text=line)
@@ -231,13 +234,13 @@ def evaluate(
         mesh = mesh_of(config, device)
         doing("reading model and data", 0, 0)
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        settled = settle_on(config, mesh, **_longest(config, longest_of(decided.source.samples), mesh.loss.size))
+        settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
         if on_note is not None:
-            for line in settled.lines():
+            for line in (*decided.source.notes, *settled.lines()):
                 on_note(line)
         doing("loading the model", 0, 0)
         engine = build_engine(settled.config, mesh, decided.tokenizer)
-        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source.samples)
+        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source)
         with nullcontext() if writer is None else closing(writer):
             reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
             measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference, on_activity)
@@ -252,7 +255,7 @@ def _pair_reference(config: Config, reference: Reference | None) -> Reference | 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:
     """The samples with the log-probabilities of the reference, which is not needed from then on."""
-    assert isinstance(samples, TokenizedDataset)
+    assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
     fingerprint = Checkpointer(Path(config.run.folder) / CHECKPOINTS).fingerprint(tensors)
@@ -278,21 +281,22 @@ class _Sampling:
 
 
 def _rollout_writer(
-    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, samples: Samples
+    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData
 ) -> RolloutWriter | EpisodeWriter | None:
     """What makes samples of prompts; None where the run's data are samples already."""
     if config.rollout.source is None:
         return None
-    prompts = [prompt for prompt in samples if isinstance(prompt, Prompt)]
+    prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
     chat = None
     if config.rollout.has_episodes:
-        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)))
+        chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
     made = make_ahead_sampler if config.rollout.staleness else make_sampler
     sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         if config.rollout.has_episodes:
             kind = AheadEpisodeWriter if config.rollout.staleness else EpisodeWriter
-            return kind(config, mesh, sampler, tokenizer, prompts, chat=chat)
+            vocabulary = vocabulary_of(engine.model)
+            return kind(config, mesh, sampler, tokenizer, prompts, vocabulary=vocabulary, chat=chat)
         if config.rollout.staleness:
             return AheadWriter(config, mesh, sampler, tokenizer, prompts)
         return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
@@ -316,8 +320,16 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
     )
 
 
-def _longest(config: Config, longest: int, processes: int) -> dict[str, int]:
-    """Tokens of the longest prompt, or of a device in the micro-batch with the longest sample."""
+def _memory_facts(config: Config, decided: Decided, processes: int) -> dict[str, Any]:
+    """Of the data, for the memory estimate.
+
+    Tokens of the longest prompt; or of a device in the micro-batch with the longest sample, and keys that are copied.
+    """
+    samples = decided.source.samples
+    longest = longest_of(samples)
     if config.rollout.source is not None:
         return {"prompt_tokens": longest}
-    return {"longest": -(-longest // config.parallel.most_context(processes))}
+    return {
+        "longest": -(-longest // config.parallel.most_context(processes)),
+        "copied_keys": copied_keys(config, samples, decided.model),
+    }

@@ -34,6 +34,7 @@ from padfree.losses import (
 )
 from padfree.model import hidden_states
 from padfree.model.scalar import scalar_head_of, scalar_scores
+from padfree.train.finite import check_scores
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, make_micro_batch
 from padfree.train.parallelize import inside
@@ -87,7 +88,7 @@ class ScalarScorer(Scorer):
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; 0 where a token is not scored."""
-        return self._of_tokens(samples, row_scores)
+        return self._of_tokens(samples, row_scores, "value")
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
@@ -105,4 +106,6 @@ class ScalarScorer(Scorer):
                     found[torch.from_numpy(indices).to(self.mesh.device)] = sums
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
-        return found.float().cpu().numpy()
+        scores = found.float().cpu().numpy()
+        check_scores(np.split(scores, len(samples)), samples, setting=self.setting, what="score")
+        return scores

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of
+from padfree.train.finite import check_scores
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.train.parallelize import inside
@@ -53,7 +55,10 @@ class Scorer:
         temperature: float = 1.0,
         overlong: PackOverlong = "error",
         cost: CostModel | None = None,
+        setting: str = "model.path",
     ) -> None:
+        """`setting`: what names the model, for messages."""
+        self.setting = setting
         self._check_head(model)  # refused here rather than in the first step
         self.model, self.mesh, self.temperature = model, mesh, temperature
         self.rows = rows or RowSettings()
@@ -70,12 +75,10 @@ class Scorer:
 
         With `keep_groups` samples of a group are on one row.
         """
-        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-        prefixes = self._prefixes(samples)
-        plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
-        return plan(
-            lengths,
-            groups=[sample.group for sample in samples] if keep_groups else None,
+        return plan_samples(
+            samples,
+            self._prefixes(samples),
+            keep_groups=keep_groups,
             ranks=self.mesh.data.size,
             max_tokens=self.max_tokens * self.mesh.context.size,
             cost=self.cost,
@@ -104,10 +107,11 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; at the scorer's own temperature, or at another."""
-        return self._of_tokens(samples, partial(self._scores, self.temperature if temperature is None else temperature))
+        scores = partial(self._scores, self.temperature if temperature is None else temperature)
+        return self._of_tokens(samples, scores, "log-probability")
 
-    def _of_tokens(self, samples: Sequence[Sample], scores: RowScores) -> list[NDArray[np.float32]]:
-        """[n] for each sample, on every rank, of what `scores` gives for the entries of a row."""
+    def _of_tokens(self, samples: Sequence[Sample], scores: RowScores, what: str) -> list[NDArray[np.float32]]:
+        """[n] for each sample, on every rank, of what `scores` gives for the entries of a row; `what` they are."""
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
@@ -130,7 +134,9 @@ class Scorer:
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
         host = found.cpu().numpy()
-        return [host[start:end] for start, end in pairwise(starts)]
+        found_scores = [host[start:end] for start, end in pairwise(starts)]
+        check_scores(found_scores, samples, setting=self.setting, what=what)
+        return found_scores
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """[T/cp]"""
@@ -141,6 +147,15 @@ class Scorer:
             temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs
+
+
+def plan_samples(
+    samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
+) -> StepPlan:
+    """The plan of one step over these samples, which share `prefixes`; `options` as for `plan_step`."""
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
+    return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -71,6 +71,7 @@ def settle(
     memory: float,
     longest: int = 0,
     prompt_tokens: int = 0,
+    copied_keys: float = 0.0,
 ) -> Settled:
     """Decide for devices of `memory` bytes. `model` is a `skeleton`; the rest is as for `estimate_memory`."""
     reasons: dict[str, str] = {}
@@ -91,6 +92,7 @@ def settle(
                 device_type=device_type,
                 longest=longest,
                 prompt_tokens=prompt_tokens,
+                copied_keys=copied_keys,
             )
             estimates.append((candidate, found))
             if (
@@ -106,7 +108,9 @@ def settle(
     return Settled(config=replace(config, parallel=parallel), reasons=reasons)
 
 
-def settle_on(config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: int = 0) -> Settled:
+def settle_on(
+    config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: int = 0, copied_keys: float = 0.0
+) -> Settled:
     """The same for the devices of this run. Every rank calls it, and all decide alike: the smallest device counts."""
     if "auto" not in (config.parallel.compile, config.parallel.checkpointing, config.parallel.reshard):
         return Settled(config=config, reasons={})
@@ -120,6 +124,7 @@ def settle_on(config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: in
         memory=float(memory),
         longest=longest,
         prompt_tokens=prompt_tokens,
+        copied_keys=copied_keys,
     )
 
 

@@ -84,10 +84,14 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         eps=config.optimizer.eps,
         weight_decay=config.optimizer.weight_decay,
     )
+    groups_are_rows = config.loss.command in ("sft", "distill") and config.rollout.source is None
+    mixed = len(config.data.sources) > 1
     settings = LossSettings(
         loss=config.loss.settings(),
         weights=config.loss.weights,
         constant=config.loss.constant,
+        groups_are_rows=groups_are_rows,
+        sources=tuple(source.label for source in config.data.sources) if groups_are_rows and mixed else (),
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
         router=config.loss.router,
@@ -135,9 +139,8 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
         constant=config.loss.constant,
         max_grad_norm=config.critic.max_grad_norm,
     )
-    engine = Engine(
-        _scorer(config, mesh, model, head="scalar"), optimizer, settings, ValueRowLoss(config.critic.value_settings())
-    )
+    scorer = _scorer(config, mesh, model, "scalar", "critic.path")
+    engine = Engine(scorer, optimizer, settings, ValueRowLoss(config.critic.value_settings()))
     return Critic(engine, config.critic)
 
 
@@ -152,7 +155,7 @@ def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except ValueError as error:  # the same line on every rank
         raise ValueError(str(error).replace("model: ", "rollout.reward: ", 1)) from None
-    scorer = _scorer(config, mesh, model, head="scalar")
+    scorer = _scorer(config, mesh, model, "scalar", "rollout.reward")
     assert isinstance(scorer, ScalarScorer)
     scorer.overlong = "alone"  # texts of another tokenizer are no samples of this run
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
@@ -181,7 +184,7 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
     if config.loss.advantage != "teacher":
         return None
     config = settle_on(config, mesh).config
-    return _scorer(config, mesh, build_teacher(config, mesh))
+    return _scorer(config, mesh, build_teacher(config, mesh), setting="teacher.path")
 
 
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> Reference | None:
@@ -200,7 +203,7 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
         model = _load(config, mesh, path, offload=offload, frozen=True)
     except ValueError as error:  # the same line on every rank
         raise ValueError(str(error).replace("model: ", "reference.path: ", 1)) from None
-    reference = ModelReference(_scorer(config, mesh, model), every)
+    reference = ModelReference(_scorer(config, mesh, model, setting="reference.path"), every)
     if engine is not None and every is not None:
         reference.check(engine.model)
     return reference
@@ -278,7 +281,9 @@ def _load(
     )
 
 
-def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel, head: ModelHead = "tokens") -> Scorer:
+def _scorer(
+    config: Config, mesh: Mesh, model: PreTrainedModel, head: ModelHead = "tokens", setting: str = "model.path"
+) -> Scorer:
     ends = config.loss.head == "scalar"
     return (ScalarScorer if head == "scalar" else Scorer)(
         model,
@@ -294,4 +299,5 @@ def _scorer(config: Config, mesh: Mesh, model: PreTrainedModel, head: ModelHead 
         temperature=config.loss.temperature,
         overlong=config.batch.overlong,
         cost=None if config.batch.cost is None else read_cost(config.batch.cost),
+        setting=setting,
     )

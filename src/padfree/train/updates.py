@@ -23,7 +23,8 @@ from padfree.record.files import NONFINITE
 from padfree.record.metrics import MetricsFile, write_samples
 from padfree.record.run_folder import writing
 from padfree.record.trackers import Trackers
-from padfree.train.engine import Engine, NonFiniteError, PendingStep, PreparedStep
+from padfree.train.engine import Engine, PendingStep, PreparedStep
+from padfree.train.finite import NonFiniteError
 from padfree.train.metrics import peak_memory_gib, step_metrics
 
 OnStep = Callable[[Mapping[str, Any]], None]

@@ -40,7 +40,7 @@ def tokenizer(template: str | None = None) -> Any:
 
 def words(template: str | None = None) -> Words:
     made = tokenizer(template)
-    return Words(made, None if template is None else ChatRenderer(made))
+    return Words(made, None if template is None else ChatRenderer(made), len(VOCABULARY))
 
 
 def ids(text: str) -> list[int]:

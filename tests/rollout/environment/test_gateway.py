@@ -15,7 +15,8 @@ import pytest
 
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.environment.agent import agent_episode, filled
+from padfree.rollout.environment.agent import agent_episode
+from padfree.rollout.environment.command import filled
 from tests.rollout.environment.environment_cases import CHAT, THINKING, Scripted, ids, play, prompt, text
 
 AGENT = str(Path(__file__).with_name("agent.py"))
@@ -214,12 +215,12 @@ def test_a_stream() -> None:
         (chat("q", stop=["x"])[0], "chat/completions", 400, "stop is not supported"),
         (chat("q", response_format={"type": "json_object"})[0], "chat/completions", 400, "response_format is not"),
         (chat("q", max_tokens=0.5)[0], "chat/completions", 400, "max_tokens: 0.5; give 1 or more"),
-        (chat("q", n=1000)[0], "chat/completions", 400, "n: 1000; give 1 to 128"),
+        (chat("q", n=1000)[0], "chat/completions", 400, "n: 1000; give an integer from 1 to 128"),
         (chat("q" * 90)[0], "chat/completions", 400, "the context is longer than a sample of the run may be"),
-        ({"messages": []}, "chat/completions", 400, "messages: give a list"),
+        ({"messages": []}, "chat/completions", 400, "messages: a list of 0; give a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat/completions", 400, "no text"),
-        ([1], "chat/completions", 400, "the body is no JSON object"),
-        ({"prompt": ["a", "b"]}, "completions", 400, "prompt: give a text, or a list of token ids"),
+        ([1], "chat/completions", 400, "the body is not a JSON object"),
+        ({"prompt": ["a", "b"]}, "completions", 400, "prompt: 'a' at index 0; give token ids, which are integers"),
         ({}, "embeddings", 404, "no route POST /v1/embeddings"),
     ],
 )

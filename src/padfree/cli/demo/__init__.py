@@ -16,6 +16,8 @@ GPU gains from packing is shown by a few steps of a model that is worth one.
 What a stage found is in `demo.json` once it is done. With `--resume` the demo goes on behind the last of these, and the
 two training runs go on from their checkpoints.
 
+With `--real` a model and data of the user's go through SFT and GRPO instead (`real`).
+
     command     the command line, and the stages in their order
     folder      the folder, its state, and what is shown meanwhile
     recipes     sizes, and the settings of the three runs
@@ -23,6 +25,7 @@ two training runs go on from their checkpoints.
     stages      what each stage does
     padded      the same steps by plain transformers code, and the comparison
     table       the result
+    real        the stages of a demo with a real model
 """
 
 from padfree.cli.demo.command import add_command

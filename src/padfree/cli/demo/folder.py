@@ -25,6 +25,12 @@ LEAVES: Mapping[str, tuple[str, ...]] = {
     "reward": ("rl",),
     "gpu": ("gpu",),
     "report": ("report.html",),
+    # of a demo with a real model
+    "rows": ("real",),
+    "before": (),
+    "tuned": (),
+    "rewarded": (),
+    "page": (),
 }
 """What each stage leaves in the folder."""
 
@@ -52,7 +58,7 @@ class Demo:
             _read_state(state, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
                 raise ValueError(f"--folder: {folder} has {others[0]} besides a demo; give a new or an empty folder")
-            for run in ("sft", "rl"):
+            for run in ("sft", "rl", "real/sft", "real/rl"):
                 check_not_in_use(folder / run)
             shutil.rmtree(folder)  # an earlier demo
         try:

@@ -11,6 +11,7 @@ import torch
 from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.cli.demo.folder import LEAVES, Demo
 from padfree.cli.demo.padded import comparison, padded_steps, read_metrics
+from padfree.cli.demo.real import REAL_STAGES
 from padfree.config import Config
 
 SET_UP = 3
@@ -165,4 +166,4 @@ STAGES: Mapping[str, Stage] = {
     "gpu": Stage("the same comparison on a GPU", compare_on_gpu),
     "report": Stage("report", make_report),
 }
-assert STAGES.keys() == LEAVES.keys()
+assert STAGES.keys() | REAL_STAGES.keys() == LEAVES.keys()

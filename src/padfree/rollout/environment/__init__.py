@@ -4,7 +4,10 @@ trajectory     Branch, Tree, Trajectory: token ids and what of them was sampled
 policy         Policy: what an episode is given
 calculator     a built-in environment: word problems with a calculator
 agent          a program as the environment (`rollout.agent`)
+  command      its words: columns of the row, and what is refused
   gateway      OpenAI's interface to the policy, for such programs
+  listener     HTTP on the loopback address, with limits
+  call_fields  which fields a call may have
   calls        their calls as branches, token for token
 runner         EpisodeRunner: plays many episodes at a time
   loop_thread  the event loop they run on
@@ -18,7 +21,7 @@ rehearse       an environment tried out without a model
 
 from padfree.rollout.environment.agent import Finished, run_agent
 from padfree.rollout.environment.ahead import AheadEpisodeWriter
-from padfree.rollout.environment.choose import check_episode_settings, load_episode
+from padfree.rollout.environment.choose import check_episode_rows, check_episode_settings, load_episode
 from padfree.rollout.environment.policy import Policy, Turn
 from padfree.rollout.environment.rehearse import rehearse
 from padfree.rollout.environment.runner import Played
@@ -33,6 +36,7 @@ __all__ = [
     "Policy",
     "Trajectory",
     "Turn",
+    "check_episode_rows",
     "check_episode_settings",
     "load_episode",
     "rehearse",

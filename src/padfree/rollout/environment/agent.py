@@ -2,7 +2,7 @@
 
     rollout.agent = ["python", "my_agent.py", "{question}"]
 
-    words        {question}: that column of the row
+    words        {question}: that column of the row (`command.py` says what is refused)
     input        the row as JSON
     output       the answer that `rollout.reward` judges
     calls        become the trajectory, token for token
@@ -16,19 +16,23 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from padfree.rollout.environment.command import check_command, filled
 from padfree.rollout.environment.policy import Episode, Policy
 from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.prompts import Prompt
 
-COLUMN = re.compile(r"\{(\w+)\}")
 GRACE = 10.0
 """Seconds that a program gets to be gone after SIGKILL."""
+
+POLL = 0.05
+"""Seconds."""
+
+LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
+"""Bytes of an answer, and of what is kept of the standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +44,9 @@ class Finished:
     errors: str
 
 
-def filled(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    """Columns of the row in the place of their names in braces; braces around anything else stay."""
-    return [COLUMN.sub(lambda found: str(row.get(found[1], found[0])), word) for word in words]
-
-
 async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Finished:
     """Run a program to its end. What it asks of the policy is part of the episode."""
+    check_command(command)
     row = policy.prompt.row
     url = await policy.base_url()
     process = await asyncio.create_subprocess_exec(
@@ -58,13 +58,58 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
         start_new_session=True,
     )
     try:
-        said, errors = await process.communicate(json.dumps(dict(row), default=str).encode())
+        said, errors = await _talked(process, json.dumps(dict(row), default=str).encode())
     finally:
         with contextlib.suppress(ProcessLookupError):  # whatever it has left behind
             os.killpg(process.pid, signal.SIGKILL)
         await _close(process)
     assert process.returncode is not None
     return Finished(code=process.returncode, output=_text(said), errors=_text(errors))
+
+
+async def _talked(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
+    """What a program writes to its end. Programs that it leaves behind, which may hold its pipes, are ended with it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said, errors = bytearray(), bytearray()
+    talking = asyncio.gather(
+        _feed(process.stdin, message),
+        _collect(process.stdout, said, None),
+        _collect(process.stderr, errors, LAST_ERRORS),
+    )
+    try:
+        while not talking.done():
+            await asyncio.wait({talking}, timeout=POLL)
+            if process.returncode is not None and not talking.done():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.wait({talking}, timeout=GRACE)
+                break
+        if talking.done():
+            talking.result()
+        while process.returncode is None:  # it has closed its pipes and lives on
+            await asyncio.sleep(POLL)
+    finally:
+        talking.cancel()
+    return bytes(said), bytes(errors)
+
+
+async def _feed(pipe: asyncio.StreamWriter, message: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its input
+        pipe.write(message)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _collect(pipe: asyncio.StreamReader, found: bytearray, last: int | None) -> None:
+    """All of it, which is bounded, or the `last` bytes of it."""
+    while piece := await pipe.read(1 << 16):
+        found += piece
+        if last is not None:
+            del found[:-last]
+        elif len(found) > LARGEST_OUTPUT:
+            raise RuntimeError(f"it printed more than {LARGEST_OUTPUT} bytes; print the answer alone")
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:

@@ -50,9 +50,10 @@ class AheadEpisodeWriter(EpisodeWriter, AheadQueue[Played]):
         tokenizer: Any,
         prompts: Sequence[Prompt] = (),
         *,
+        vocabulary: int,
         chat: ChatRenderer | None = None,
     ) -> None:
-        super().__init__(config, mesh, sampler, tokenizer, prompts, chat=chat)
+        super().__init__(config, mesh, sampler, tokenizer, prompts, vocabulary=vocabulary, chat=chat)
         self._begin_queue(config)
         self.journal = self.on_sampling = None
         self._restored: dict[tuple[int, int], Played] = {}

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from padfree.data.conversation import Message, read_conversation
+from padfree.data.records import check_encodable
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.environment.policy import Host, Turn
 from padfree.rollout.environment.trajectory import Branch, Tree
 from padfree.rollout.noise import turn_key
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,9 +61,9 @@ class Calls:
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
         """The context of a chat call."""
         assert self._words.chat is not None
-        text = self._words.chat.render(messages, tools, generation_prompt=True)
-        context = self._of_text(text, messages, begun=True)
-        expected = self._expected(messages)
+        conversation = read_conversation(list(messages), "messages", tools=tools)
+        context = self._of_text(self._words.chat.prompt(conversation), conversation.messages, begun=True)
+        expected = self._expected(conversation.messages)
         if expected is not None and (context.seen is None or len(context.seen.ids) < len(expected.branch.ids)):
             self._tree.count("cuts")
         elif context.seen is None and self._seen:
@@ -75,6 +75,8 @@ class Calls:
         if isinstance(prompt, str):
             return self._of_text(prompt, (), begun=False)
         ids = list(prompt)
+        if len(ids) > self._tree.limit:  # for which there is no room: nothing more needs to be known of it
+            return Context(ids=ids, text="")
         found = max(
             (one.branch for one in self._seen if one.branch.ids == ids[: len(one.branch.ids)]),
             key=lambda branch: len(branch.ids),
@@ -109,11 +111,15 @@ class Calls:
         return Turn(tokens=response.tokens, text=self._words.decode(written), ended=response.ended)
 
     def _of_text(self, text: str, messages: Sequence[Message], *, begun: bool) -> Context:
+        check_encodable(text, "messages" if begun else "prompt")
         found = max(
             (one for one in self._seen if text.startswith(one.text)), key=lambda one: len(one.text), default=None
         )
         if found is None:
-            return Context(ids=self._words.encode_prompt(text, begun=begun), text=text, messages=messages)
+            ids = self._words.encode_prompt(text, begun=begun)
+            if not ids:
+                raise ValueError("the prompt has no tokens; give some text")
+            return Context(ids=ids, text=text, messages=messages)
         new = tuple(self._words.encode(text[len(found.text) :]))
         return Context(ids=[*found.branch.ids, *new], text=text, messages=messages, seen=found.branch, new=new)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 from padfree.config.functions import UserFunction
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.environment.agent import agent_episode
+from padfree.rollout.environment.command import check_command, check_row
 from padfree.rollout.environment.policy import Episode, one_turn
+from padfree.rollout.prompts import Prompt
 
 USER_ENVIRONMENT = UserFunction(
     setting="rollout.environment",
@@ -22,10 +25,18 @@ def check_episode_settings(settings: RolloutConfig) -> None:
     """Refuse an environment that cannot be found. Nothing is imported or started."""
     if settings.environment is not None:
         USER_ENVIRONMENT.check(settings.environment)
+    if settings.agent:
+        check_command(settings.agent)
     if settings.agent and shutil.which(settings.agent[0]) is None:
         raise ValueError(
             f"rollout.agent: {settings.agent[0]!r} is no program that can be started; give its path, or one on PATH"
         )
+
+
+def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse rows that the words of `rollout.agent` cannot be made from."""
+    for prompt in prompts if settings.agent else ():
+        check_row(settings.agent, prompt.row, prompt.uid)
 
 
 def load_episode(settings: RolloutConfig) -> Episode:

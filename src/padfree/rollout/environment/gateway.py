@@ -1,205 +1,165 @@
 """OpenAI's interface to the policy, served on this machine for programs that are environments.
 
-    http://127.0.0.1:PORT/KEY/v1/chat/completions        KEY: one for each episode, so that its calls are its own
+    http://127.0.0.1:PORT/KEY/v1/chat/completions        KEY: a secret of the episode, so that its calls are its own
                                  completions
                                  models
 
-The program says what it always says; `padfree.rollout.environment.calls` makes branches of it. Tokens are drawn at
-`loss.temperature`, because the log-probabilities that are trained with are those: other settings of drawing in a call
-are not followed, and such calls are counted. What would change which tokens can be written is refused.
+    listener      connections, heads and bodies, with limits; a body is read for a known key only
+    call_fields   which fields a call may have
+    calls         a call's context as a branch of its episode
+
+Tokens are drawn at `loss.temperature`, because the trainer computes log-probabilities at that temperature. A call that
+cannot be followed is answered with 400 and the reason. An exception of the gateway itself is answered with 500 and
+fails the episode: the run goes on or ends as `rollout.on_failure` says.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hmac
 import json
 import secrets
 import time
-from collections.abc import Mapping
-from http import HTTPStatus
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from padfree.rollout.environment.call_fields import CHAT, COMPLETIONS, check_fields, messages_of, parsed, room_asked
 from padfree.rollout.environment.calls import Calls, Context
+from padfree.rollout.environment.listener import Answer, CallError, Limits, Listener, Reply
 from padfree.rollout.environment.policy import Host, Turn, Words
 from padfree.rollout.environment.trajectory import Tree
+from padfree.rollout.within import shown_safely
 
 MODEL = "policy"
-REFUSED = ("stop", "logit_bias", "echo", "suffix", "logprobs", "best_of")
-"""What a call may not ask for."""
-DRAWING = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "top_k": None}
-LARGEST_BODY = 1 << 26
+ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
 
 
-class CallError(Exception):
-    """A call that is answered with an error, as the interface has them."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Served:
+    """An episode that has an address."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+    key: str
+    tree: Tree
+    calls: Calls
+    pending: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class Gateway:
     """The server, begun with the first address that is asked for. All of it runs in the thread of the loop."""
 
-    def __init__(self, words: Words, temperature: float = 1.0) -> None:
+    def __init__(self, words: Words, temperature: float = 1.0, limits: Limits | None = None) -> None:
         self._words, self._temperature = words, temperature
-        self._server: asyncio.Server | None = None
-        self._starting: asyncio.Lock | None = None
-        self._episodes: dict[str, tuple[Tree, Calls]] = {}
+        self._listener = Listener(self._admit, limits)
+        self._port: int | None = None
+        self._starting = asyncio.Lock()
+        self._episodes: list[_Served] = []
 
     async def address(self, tree: Tree, host: Host) -> str:
         """Of one episode; always the same."""
-        self._starting = self._starting or asyncio.Lock()
         async with self._starting:
-            if self._server is None:
-                self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        known = [key for key, (one, _) in self._episodes.items() if one is tree]
-        key = known[0] if known else secrets.token_hex(12)
-        self._episodes.setdefault(key, (tree, Calls(tree, host)))
-        port = self._server.sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}/{key}/v1"
+            if self._port is None:
+                self._port = await self._listener.start()
+        found = next((one for one in self._episodes if one.tree is tree), None)
+        if found is None:
+            found = _Served(secrets.token_hex(16), tree, Calls(tree, host))
+            self._episodes.append(found)
+        return f"http://127.0.0.1:{self._port}/{found.key}/v1"
 
     def forget(self, tree: Tree) -> None:
-        """The episode has ended: its address is gone."""
-        self._episodes = {key: entry for key, entry in self._episodes.items() if entry[0] is not tree}
+        """The episode has ended: its address is gone, and calls that wait for tokens are broken off."""
+        for one in self._episodes:
+            if one.tree is tree:
+                for task in one.pending:
+                    task.cancel()
+        self._episodes = [one for one in self._episodes if one.tree is not tree]
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._listener.close()
 
-    # HTTP
+    def _admit(self, method: str, path: str) -> Answer:
+        key, _, route = path.partition("?")[0].lstrip("/").partition("/")
+        given, episode = key.encode("latin-1"), None
+        for one in self._episodes:  # all of them, so that the time tells nothing about keys
+            if hmac.compare_digest(given, one.key.encode()):
+                episode = one
+        if episode is None:
+            raise CallError(404, "no such episode, or it has ended")
+        served = episode
+        return lambda raw: self._replied(served, method, route, raw)
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):  # the program is gone
-            try:
-                while await self._exchange(reader, writer):
-                    pass
-            finally:
-                writer.close()
-
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request and its answer; whether the connection stays."""
+    def _replied(self, episode: _Served, method: str, route: str, raw: bytes) -> Coroutine[Any, Any, Reply]:
+        wrong = None
+        body: dict[str, Any] = {}
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        except asyncio.LimitOverrunError:
-            return False
-        method, path, _ = (head[0] + "  ").split(" ", 2)
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-        stays = headers.get("connection", "").lower() != "close"
-        streamed = False
-        try:
-            body = await self._body(reader, writer, headers)
-            answer, streamed = await self._answered(method, path, body)
-            status = 200
+            body = parsed(raw)
         except CallError as error:
-            answer = {"error": {"message": str(error), "type": "invalid_request_error", "code": error.code}}
-            status = error.status
-        if streamed:
-            data, kind, stays = events(answer), "text/event-stream", False
-        else:
-            data, kind = json.dumps(answer).encode(), "application/json"
-        writer.write(
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
-            f"Connection: {'keep-alive' if stays else 'close'}\r\n\r\n".encode()
-            + data
-        )
-        await writer.drain()
-        return stays
+            wrong = error
+        return self._reply(episode, method, route, body, wrong)
 
-    async def _body(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: Mapping[str, str]
-    ) -> dict[str, Any]:
-        if "transfer-encoding" in headers:
-            raise CallError(411, "give the length of the body (Content-Length)")
-        length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > LARGEST_BODY:
-            raise CallError(413, f"a body of {length} bytes")
-        if headers.get("expect", "").lower() == "100-continue":
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        raw = await reader.readexactly(int(length))
+    async def _reply(
+        self, episode: _Served, method: str, route: str, body: Mapping[str, Any], wrong: CallError | None
+    ) -> Reply:
+        task = asyncio.current_task()
+        assert task is not None
+        episode.pending.add(task)
         try:
-            body = json.loads(raw or b"{}")
-        except ValueError as error:
-            raise CallError(400, f"the body is no JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise CallError(400, "the body is no JSON object")
-        return body
+            if ROUTES.get(route) != method:
+                known = ", ".join(f"{allowed} /{name}" for name, allowed in ROUTES.items())
+                raise CallError(405 if route in ROUTES else 404, f"no route {method} /{route}; there are {known}")
+            if wrong is not None:
+                raise wrong
+            return await self._route(episode, route.removeprefix("v1/"), body)
+        except CallError as error:
+            episode.tree.count("refused")
+            return Reply.of_error(error)
+        except RecursionError:
+            episode.tree.count("refused")
+            return Reply.of_error(CallError(400, "the body is nested too deeply"))
+        except Exception as error:  # whatever it is, the other episodes go on
+            line = f"rollout.environment: answering a call of {route} raised {shown_safely(error)}"
+            episode.tree.failure = episode.tree.failure or f"{line}; report it, a program's mistakes are answered"
+            return Reply.of_error(CallError(500, line), last=True)
+        finally:
+            episode.pending.discard(task)
 
     # Calls
 
-    async def _answered(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The answer, and whether it is wanted as a stream of events."""
-        key, _, route = path.partition("?")[0].lstrip("/").partition("/")
-        if key not in self._episodes:
-            raise CallError(404, "no such episode, or it has ended")
-        tree, calls = self._episodes[key]
-        if (method, route) == ("GET", "v1/models"):
-            return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "padfree"}]}, False
-        if method != "POST" or route not in ("v1/chat/completions", "v1/completions"):
-            raise CallError(404, f"no route {method} /{route}; there are chat/completions, completions and models")
-        self._check(tree, body)
-        chat = route == "v1/chat/completions"
+    async def _route(self, episode: _Served, route: str, body: Mapping[str, Any]) -> Reply:
+        if route == "models":
+            models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "padfree"}]
+            return Reply(data=json.dumps({"object": "list", "data": models}).encode())
+        if check_fields(body, route, self._temperature):
+            episode.tree.count("drawn_otherwise")
+        chat = route == CHAT
         try:
-            context = self._messages(calls, body) if chat else self._prompt(calls, body)
-        except ValueError as error:  # of the chat template
+            context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
+        except ValueError as error:  # of the chat template, of token ids, of text that is not Unicode
             raise CallError(400, str(error)) from None
-        room = self._room(tree, calls.room(context), body)
-        turns = await asyncio.gather(*(calls.respond(context, room) for _ in range(self._number(body))))
-        return completion(context, turns, chat=chat, model=str(body.get("model", MODEL))), bool(body.get("stream"))
+        room = episode.calls.room(context)
+        if room < 1:
+            raise CallError(
+                400, "the context is longer than a sample of the run may be; shorten it", "context_length_exceeded"
+            )
+        room = int(min(room, room_asked(body)))
+        turns = await asyncio.gather(*(episode.calls.respond(context, room) for _ in range(body.get("n", 1))))
+        answer = completion(context, turns, chat=chat, model=body.get("model", MODEL))
+        if not body.get("stream"):
+            return Reply(data=json.dumps(answer).encode())
+        usage = body.get("stream_options", {}).get("include_usage", False)
+        return Reply(data=events(answer, usage=usage), kind="text/event-stream", last=True)
 
-    def _check(self, tree: Tree, body: Mapping[str, Any]) -> None:
-        for name in REFUSED:
-            if body.get(name):
-                raise CallError(400, f"{name} is not supported: every token is drawn as the policy is trained")
-        form = body.get("response_format")
-        if form is not None and form != {"type": "text"}:
-            raise CallError(400, "response_format is not supported: every token is drawn as the policy is trained")
-        neutral = {**DRAWING, "temperature": self._temperature}
-        if any(body.get(name) not in (None, value) for name, value in neutral.items()):
-            tree.count("drawn_otherwise")
-
-    def _messages(self, calls: Calls, body: Mapping[str, Any]) -> Context:
-        messages = body.get("messages")
+    def _chat(self, calls: Calls, body: Mapping[str, Any]) -> Context:
         if self._words.chat is None:
             raise CallError(400, "the run has no chat template; ask for completions, or set data.prompt_format=chat")
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise CallError(400, "messages: give a list of objects with role and content")
-        plain = [{**one, "content": content_of(one.get("content"))} for one in messages]
-        return calls.of_messages(plain, body.get("tools") or None)
+        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        return calls.of_messages(messages_of(body["messages"]), tools or None)
 
     def _prompt(self, calls: Calls, body: Mapping[str, Any]) -> Context:
-        prompt = body.get("prompt")
-        ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
-        if not prompt or not (isinstance(prompt, str) or ids):
-            raise CallError(400, "prompt: give a text, or a list of token ids")
+        prompt = body["prompt"]
+        if isinstance(prompt, list):
+            prompt = self._words.checked(prompt, "prompt")
         return calls.of_prompt(prompt)
-
-    def _room(self, tree: Tree, room: int, body: Mapping[str, Any]) -> int:
-        asked = body.get("max_completion_tokens") or body.get("max_tokens")
-        if asked is not None and (type(asked) is not int or asked < 1):
-            raise CallError(400, f"max_tokens: {asked!r}; give 1 or more")
-        if room < 1:
-            tree.count("refused")
-            raise CallError(400, "the context is longer than a sample of the run may be", "context_length_exceeded")
-        return room if asked is None else min(room, asked)
-
-    def _number(self, body: Mapping[str, Any]) -> int:
-        number = body.get("n") or 1
-        if type(number) is not int or not 1 <= number <= 128:
-            raise CallError(400, f"n: {number!r}; give 1 to 128")
-        return number
-
-
-def content_of(content: Any) -> str:
-    """The text of a message: itself, or its parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part["text"]) for part in content)
-    raise CallError(400, "messages: content that is no text")
 
 
 def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -> dict[str, Any]:
@@ -224,9 +184,9 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
     }
 
 
-def events(answer: Mapping[str, Any]) -> bytes:
-    """The same answer as a stream: all words at once, then how it ended."""
-    parts = []
+def events(answer: Mapping[str, Any], *, usage: bool = False) -> bytes:
+    """The same answer as a stream: all words at once, then how it ended, then the numbers of tokens if asked for."""
+    parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}
         del chunk["usage"]
@@ -239,4 +199,6 @@ def events(answer: Mapping[str, Any]) -> bytes:
             {**chunk, "choices": [{**first, "finish_reason": None}]},
             {**chunk, "choices": [{**last, "finish_reason": choice["finish_reason"]}]},
         ]
+    if usage:
+        parts = [{**part, "usage": None} for part in parts] + [{**chunk, "choices": [], "usage": answer["usage"]}]
     return "".join(f"data: {json.dumps(part)}\n\n" for part in parts).encode() + b"data: [DONE]\n\n"

@@ -6,6 +6,7 @@ The thread and those that serve `asyncio.to_thread` are daemons: a tool that nev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -46,10 +47,12 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._asked: float | None = None  # when the loop was asked to give a sign, if it has not yet
+        self._closing = False
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
+            self._closing = False
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(DaemonThreads(1))
             self._thread = threading.Thread(target=self._run, args=(self._loop,), name="episodes", daemon=True)
@@ -57,10 +60,15 @@ class LoopThread:
         return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
+        """Until `close`: neither an episode that stops the loop nor `sys.exit()` in a task of its own ends it.
+
+        asyncio lets SystemExit and KeyboardInterrupt of a task through to whoever runs the loop, and keeps them for
+        whoever awaits the task.
+        """
+        while not self._closing:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+        loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -93,8 +101,11 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSING / 2)
+            _, left = await asyncio.wait(tasks, timeout=CLOSING / 2)
+            for task in left:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # its episode's failure has told
         try:
             await asyncio.wait_for(last(), CLOSING / 2)
         finally:
+            self._closing = True
             loop.call_soon(loop.stop)

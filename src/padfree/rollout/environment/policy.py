@@ -20,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.data.chat import ChatRenderer
+from padfree.data.conversation import read_conversation
 from padfree.data.encode import Encoder, Passage, Piece
-from padfree.data.records import RowError
+from padfree.data.records import RowError, shown
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.environment.trajectory import Branch, Trajectory, Tree
 from padfree.rollout.noise import turn_key
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
 """Stands for a response where a chat template shows what it writes behind one."""
@@ -43,21 +45,24 @@ class Turn:
 class Words:
     """A tokenizer as environments need it: text to ids and back, and what a chat template writes between turns."""
 
-    def __init__(self, tokenizer: Any, chat: ChatRenderer | None) -> None:
-        self._tokenizer, self.chat = tokenizer, chat
+    def __init__(self, tokenizer: Any, chat: ChatRenderer | None, vocabulary: int) -> None:
+        """`vocabulary`: rows of the model's embedding matrix; the tokenizer may know more tokens, or fewer."""
+        self._tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
         self._prompts = Encoder(tokenizer, append_eos=False)
 
     def encode_prompt(self, text: str, *, begun: bool) -> list[int]:
         """As prompts of the data are: with what begins a text, unless it is there already."""
         (found,) = self._prompts.encode([Passage(pieces=(Piece(text, False),), begun=begun)])
         assert not isinstance(found, RowError)
-        ids: list[int] = found.tokens.tolist()
-        return ids
+        return self.checked(found.tokens, "model.tokenizer")
 
     def encode(self, text: str) -> list[int]:
         """Without what begins a text; control tokens that stand in it are control tokens."""
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        return self.checked(self._tokenizer(text, add_special_tokens=False)["input_ids"], "model.tokenizer")
+
+    def checked(self, ids: Any, what: str) -> list[int]:
+        """Ids from outside as a list; refused unless the model has embeddings for all of them."""
+        return checked_ids(ids, self.vocabulary, what)
 
     def decode(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """As it was written, control tokens too."""
@@ -73,14 +78,13 @@ class Words:
             {"role": "assistant", "content": MARK},
             {"role": role, "content": content},
         ]
-        rendered = self.chat.render(messages, generation_prompt=True)
-        _, found, behind = rendered.partition(MARK)
-        if not found:
+        if MARK not in self.chat.render(messages, generation_prompt=True):
             raise ValueError(
                 "data.chat_template: it leaves earlier responses out, so that nothing can be added behind one; give a "
                 "template that keeps them"
             )
-        return behind.removeprefix(end)
+        rendered = self.chat.prompt(read_conversation(messages, "messages"))
+        return rendered.partition(MARK)[2].removeprefix(end)
 
 
 class Host(Protocol):
@@ -144,9 +148,11 @@ class Policy:
             raise ValueError(
                 "rollout.environment: two calls of generate at a time on one branch; take policy.branch() for each"
             )
+        if max_tokens is not None and (type(max_tokens) is bool or not isinstance(max_tokens, (int, np.integer))):
+            raise ValueError(f"rollout.environment: generate with max_tokens {shown(max_tokens)}; give an integer")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"rollout.environment: generate with max_tokens {max_tokens}; give 1 or more")
-        room = self.room if max_tokens is None else min(max_tokens, self.room)
+        room = self.room if max_tokens is None else int(min(max_tokens, self.room))
         if room < 1:
             return Turn(tokens=np.zeros(0, np.int64), text="", ended=False)
         branch, self._asked = self._branch, True
@@ -162,7 +168,8 @@ class Policy:
 
     def add(self, words: str | Sequence[int] | NDArray[np.integer[Any]]) -> bool:
         """Append words or ids of the environment. False: there is no room, nothing is added, and none is left."""
-        ids = self._host.words.encode(words) if isinstance(words, str) else [int(token) for token in words]
+        known = self._host.words
+        ids = known.encode(words) if isinstance(words, str) else known.checked(words, "rollout.environment: add")
         if len(ids) > self.room:
             self._full = True
             return False

@@ -18,6 +18,7 @@ from padfree.rollout.environment.policy import Episode, Words
 from padfree.rollout.environment.runner import EpisodeRunner, Play, RunnerSettings
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.token_ids import tokenizer_size
 
 
 def rehearse(
@@ -35,7 +36,7 @@ def rehearse(
 
     `prompt` stands as it is; with `chat` what the environment replies goes through the tokenizer's chat template.
     """
-    words = Words(tokenizer, ChatRenderer(tokenizer) if chat else None)
+    words = Words(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
     judge = None if reward is None else Judge(load_reward(reward))
     settings = RunnerSettings(name="the episode", most=1, timeout=60.0, skips=False)
     runner = EpisodeRunner(episode, _Turns(turns, words, tokenizer.eos_token_id), words, judge, settings)

@@ -5,7 +5,9 @@
                    |                   |
                    raises, hangs       raises, hangs          Played with a failure, or the end of the run
 
-The time-out counts an episode's own time: while it waits for tokens, its clock stands still.
+The time-out counts an episode's own time: while it waits for tokens, its clock stands still. An episode is
+the user's code: whatever it raises, `SystemExit` too, is its failure, and one that ignores its cancellation is left
+behind.
 
 `play` waits for its episodes. `begin` does not: those of batches ahead go on while others are trained, in the order in
 which they were begun.
@@ -32,6 +34,13 @@ from padfree.rollout.environment.policy import Episode, Policy, Words
 from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.within import shown_safely
+
+MOST_TURNS = 10_000
+"""Requests for tokens of one episode."""
+
+GRACE = 5.0
+"""Seconds that an episode gets to end when it is cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -203,37 +212,41 @@ class _Session:
         self.words, self.key = runner.words, play.key
         self._tree = Tree(play.prompt)
         self._clock = asyncio.timeout(None)
-        self._asking = 0
+        self._asking = self._turns = 0
         self._remaining = runner._settings.timeout
         self._left = False
 
     async def play(self, episode: Episode, judge: Judge | None) -> Played:
         settings, prompt = self._runner._settings, self._play.prompt
         failure = None
-        trajectory: Trajectory | None = None
         leaves: tuple[Leaf, ...] = ()
+        metrics: dict[str, float] = {}
         try:
             async with self._clock:
                 self._run_clock()
-                trajectory = await episode(prompt, Policy(self._tree, self._tree.root, self))
+                trajectory = await _apart(episode(prompt, Policy(self._tree, self._tree.root, self)), prompt.uid)
                 self._leave()
-                leaves = await self._leaves(_checked(trajectory, self._tree, settings.name), judge)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # an environment is code of its own
+                trajectory = _checked(trajectory, self._tree, settings.name)
+                metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
+                leaves = await self._leaves(trajectory, judge)
+        except BaseException as error:  # an environment is code of its own
+            task = asyncio.current_task()
+            assert task is not None
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():  # by the run, not by the episode
+                raise
             if self._clock.expired():
                 failure = f"took more than {settings.timeout:g} s (rollout.episode_timeout)"
             elif isinstance(error, ValueError) and str(error).startswith(("reward: ", "rollout.", "data.")):
                 failure = str(error)
             else:
-                failure = f"raised {shown_error(error)}"
+                failure = f"raised {shown_safely(error)}"
         finally:
             self._leave()
-            self._runner._gateway.forget(self._tree)
+        failure = self._tree.failure or failure
         if failure is not None:
             if not settings.skips:
                 raise ValueError(self._line(failure))
             return Played(number=self._play.number, failure=failure, counts=dict(self._tree.counts))
-        assert trajectory is not None
-        metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
         return Played(number=self._play.number, leaves=leaves, metrics=metrics, counts=dict(self._tree.counts))
 
     def _line(self, failure: str) -> str:
@@ -281,6 +294,14 @@ class _Session:
     # What policies ask for
 
     async def respond(self, place: Place, request: SamplingRequest) -> Response:
+        if self._left:
+            raise ValueError("rollout.environment: an episode asks for tokens after its end; await what it has begun")
+        self._turns += 1
+        if self._turns > MOST_TURNS:  # its clock stands still meanwhile, so that nothing else would end it
+            raise ValueError(
+                f"rollout.environment: {self._runner._settings.name} has asked for tokens {MOST_TURNS} times for "
+                f"{self._play.prompt.uid!r}; let an episode end"
+            )
         if not self._asking and not self._left:
             when = self._clock.when()
             if when is not None:
@@ -302,11 +323,26 @@ class _Session:
         return await self._runner._gateway.address(tree, self)
 
     def _leave(self) -> None:
-        """Another episode may begin."""
+        """It asks for no more tokens, so that another episode may begin."""
         if not self._left:
+            self._runner._gateway.forget(self._tree)
             self._source.left(self._play.number)
             self._free()
             self._left = True
+
+
+async def _apart(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
+    """Await a task of its own for it: one that does not end when it is cancelled is left behind."""
+    task = asyncio.ensure_future(coroutine)
+    if isinstance(task, asyncio.Task):
+        task.set_name(name)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE)
+        raise
+    return task.result()
 
 
 def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
@@ -315,6 +351,9 @@ def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
         raise ValueError(
             f"rollout.environment: {name} returned {shown(trajectory)} for {uid!r}; return policy.trajectory(...)"
         )
+    answer = trajectory.answer
+    if answer is not None and not isinstance(answer, str):
+        raise ValueError(f"rollout.environment: {name} gave {uid!r} {shown(answer)} as an answer; give a text")
     if not tree.leaves():
         raise ValueError(
             f"rollout.environment: {name} had the policy write nothing for {uid!r}; await policy.generate()"

@@ -88,6 +88,7 @@ class Tree:
         self.root = Branch(prompt.tokens)
         self.branches = [self.root]
         self.counts: dict[str, float] = {}  # of what happened, for the metrics of the batch
+        self.failure: str | None = None  # of what serves the episode: it fails, whatever it returns
 
     @property
     def limit(self) -> int:

@@ -52,13 +52,17 @@ class EpisodeWriter:
         tokenizer: Any,
         prompts: Sequence[Prompt] = (),
         *,
+        vocabulary: int,
         chat: ChatRenderer | None = None,
     ) -> None:
-        """`prompts` are all of the run, for `rollout.filter` to take others from; `chat` renders messages."""
+        """`prompts` are all of the run, for `rollout.filter` to take others from; `chat` renders messages.
+
+        `vocabulary`: rows of the model's embedding matrix; other token ids of environments are refused.
+        """
         settings = config.rollout
         self.config, self.mesh, self.sampler = config, mesh, sampler
         self.timings: dict[str, float] = {}  # seconds of the last batch besides episodes, by what they were spent on
-        self.words = Words(tokenizer, chat)
+        self.words = Words(tokenizer, chat, vocabulary)
         reward = None if settings.reward is None else load_reward(settings.reward)
         self._runner = EpisodeRunner(
             load_episode(settings),

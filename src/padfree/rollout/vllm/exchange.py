@@ -23,6 +23,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
 from padfree.model.export import export_adapters
 from padfree.rollout.base import Score
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores
 from padfree.rollout.vllm.http import NO_WEIGHTS, Server, ServerLostError
 from padfree.rollout.vllm.launch import Launcher
@@ -52,6 +53,7 @@ class WeightExchange:
         self._first = mesh.loss.rank == 0
         self._model, self._launcher, self._score = model, launcher, score
         self._sequences, self._salt = sequences, salt
+        self._vocabulary = vocabulary_of(trained)
         self._stream = Stream(trained, getattr(torch, config.model.dtype))
         self._canary = Canary(config.rollout.canary or LIMITS[config.model.dtype])
         self._folder = transfer_folder(config)
@@ -182,6 +184,7 @@ class WeightExchange:
             rows[server.url] = server.score(
                 self._sequences,
                 drawn=DRAWN,
+                vocabulary=self._vocabulary,
                 temperature=temperature,
                 model=self.name(version),
                 salt=f"{self._salt} canary {version}",

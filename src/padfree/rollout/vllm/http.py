@@ -27,12 +27,14 @@ import numpy as np
 
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.noise import GREEDY
+from padfree.rollout.token_ids import checked_ids
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
 NO_WEIGHTS = "default"
 """What vLLM calls the weights that it has loaded itself."""
 
 _SEEDS = (1 << 63) - 1  # vLLM takes -1 for no seed
+_ANY_ID = 1 << 31
 
 
 class ServerLostError(RuntimeError):
@@ -45,6 +47,10 @@ class LateError(ServerLostError):
 
 class _IncompleteError(Exception):
     """An answer without what was asked for."""
+
+
+_UNUSABLE = (_IncompleteError, KeyError, IndexError, TypeError, ValueError, OverflowError)
+"""What reading an answer of another form than the one that was asked for may raise."""
 
 
 class VersionError(ValueError):
@@ -148,7 +154,14 @@ class Server:
         return self._response(choice, request, drawing, version)
 
     def score(
-        self, sequences: Sequence[Sequence[int]], *, drawn: int, temperature: float, model: str, salt: str
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        drawn: int,
+        temperature: float,
+        model: str,
+        salt: str,
+        vocabulary: int = _ANY_ID,
     ) -> list[tuple[list[int], list[float]]]:
         """For each sequence its tokens and `drawn` more, and the log-probabilities of all but the first.
 
@@ -169,15 +182,16 @@ class Server:
         for sequence, choice in zip(sequences, self._choices(answer, len(sequences), model), strict=True):
             try:
                 given = [
-                    entry[str(token)]["logprob"]
+                    float(entry[str(token)]["logprob"])
                     for token, entry in zip(sequence[1:], choice["prompt_logprobs"][1:], strict=True)
                 ]
                 tokens, logprobs = _drawn_of(choice)
                 if len(tokens) != drawn:
                     raise _IncompleteError(f"{len(tokens)} tokens instead of {drawn}")
-            except (_IncompleteError, KeyError, TypeError, ValueError) as error:
+                checked_ids(tokens, vocabulary, "token_ids")
+            except _UNUSABLE as error:
                 raise self._lost(f"answered without the log-probabilities of the canary ({_line(error)})") from None
-            found.append(([*sequence, *tokens], [*map(float, given), *logprobs]))
+            found.append(([*sequence, *tokens], [*given, *logprobs]))
         return found
 
     def hang_up(self) -> None:
@@ -210,7 +224,7 @@ class Server:
         content = self._answer(connection, method, path, body, cure)
         try:
             answer = json.loads(content) if content else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._lost(f"{path} answered what is no JSON ({content[:80]!r})") from None
         if not isinstance(answer, dict):
             raise self._lost(f"{path} answered {type(answer).__name__} in place of a JSON object")
@@ -286,7 +300,7 @@ class Server:
     def _drawn(self, choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
         try:
             return _drawn_of(choice)
-        except (_IncompleteError, KeyError, TypeError, ValueError) as error:
+        except _UNUSABLE as error:
             raise self._lost(
                 f"/v1/completions answered without token ids and log-probabilities ({_line(error)})"
             ) from None
@@ -347,10 +361,8 @@ def _plain_sampling(temperature: float) -> dict[str, Any]:
 
 
 def _drawn_of(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise _IncompleteError("token ids that are no whole numbers")
-    values = [float(value) for value in logprobs]
+    tokens = checked_ids(choice["token_ids"], _ANY_ID, "token_ids")  # each caller knows the size of the vocabulary
+    values = [float(value) for value in choice["logprobs"]["token_logprobs"]]
     if len(values) != len(tokens):
         raise _IncompleteError(f"{len(tokens)} tokens and {len(values)} log-probabilities")
     if not np.isfinite(values).all() or max(values, default=0.0) > 1e-4:
@@ -361,7 +373,7 @@ def _drawn_of(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 def _message(content: bytes) -> str:
     """What an error answer says, short enough for a line."""
     text = content.decode(errors="replace")
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         answer = json.loads(text)
         if isinstance(answer, dict):
             error = answer.get("error", answer.get("detail", text))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import SFTDataSettings
-from padfree.data.prepare import PairTokenizer
+from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import watching
 from padfree.rollout import Prompt
 from padfree.train.limits import Limits
@@ -57,7 +57,10 @@ class ModelReward:
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> tuple[list[NDArray[np.int32]], str | None]:
         """Of each response with its prompt, and what is wrong with one of them."""
-        rows = [(prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers]
+        # What the policy was asked, before its own chat template.
+        rows = [
+            (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
+        ]
         found: list[NDArray[np.int32]] = []
         for (prompt, _), encoded in zip(answers, self._tokenize.answers(rows), strict=True):
             if isinstance(encoded, ValueError):

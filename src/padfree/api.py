@@ -1,0 +1,311 @@
+"""A whole run in one call: `padfree.sft`, `dpo`, `reward`, `distill`, `rl`, and `padfree.evaluate`.
+
+    run = padfree.sft(
+        model="my-model",                               # [model]      path = "my-model"
+        data={"path": "train.jsonl", "epochs": 2},      # [data]       path = "train.jsonl"    epochs = 2
+        optimizer={"lr": 1e-5},                         # [optimizer]  lr = 1e-5
+        run="runs/first",                               # [run]        folder = "runs/first"
+    )
+    run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
+
+The keywords are the sections of a recipe, with the names and values that a recipe has; `recipe=` names a file that they
+change. A section may be its main setting alone: the `path` of model, data, reference, teacher, critic and eval, and the
+`folder` of run. Functions (a reward, an environment, a loss) may be given themselves, if they have a name by which a
+module or the notebook holds them.
+
+Each call runs in this process and returns when the run has ended. It writes nothing to stdout without
+`progress=True`, puts signal handlers and random state back, and leaves no process group behind. Ctrl-C, or a notebook's
+interrupt, ends the run after the step it is in, with a checkpoint; the same call then goes on from there. Mistakes are
+`ValueError`s. The calls work under torchrun, too; then every process makes the same call.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from padfree.collector import paused_collector
+from padfree.config import Config, config_from_dict
+from padfree.config.hub import check_names
+from padfree.config.reader import changed_recipe
+
+OnStep = Callable[[Mapping[str, Any]], None]
+OnNote = Callable[[str], None]
+
+MAIN_SETTING = {
+    "model": "path",
+    "data": "path",
+    "reference": "path",
+    "teacher": "path",
+    "critic": "path",
+    "eval": "path",
+    "run": "folder",
+}
+"""What a section is about: the setting that stands for a section which is given as one value."""
+
+LOSS_KINDS = {"sft": "sft", "dpo": "dpo", "reward": "reward", "distill": "distill", "rl": "clip"}
+"""The loss of each call, unless `loss` or the recipe names one."""
+
+SAMPLES, MAX_TOKENS = 64, 16384
+"""`batch.samples` and `batch.max_tokens` of a call that neither gives nor has a recipe, as in recipes/."""
+
+
+class Sections(TypedDict, total=False):
+    """The keywords of every call: the sections of a recipe, each a table or its main setting."""
+
+    model: Any
+    data: Any
+    batch: Mapping[str, Any]
+    run: Any
+    lora: Mapping[str, Any]
+    reference: Any
+    teacher: Any
+    critic: Any
+    rollout: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    parallel: Mapping[str, Any]
+    loss: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
+    track: Mapping[str, Any]
+    eval: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRun:
+    """A run that has ended."""
+
+    folder: Path  # everything that the run wrote
+    model: Path | None  # the exported model; None: the run was stopped, or checkpoint.export is false
+    best_model: Path | None  # the export of the best evaluation, with checkpoint.best
+    steps: int  # optimizer steps, those before a resume included
+    stopped: bool  # by a signal: the same call goes on from here
+    metrics: list[dict[str, Any]]  # one entry a step, as in metrics.jsonl
+    evaluations: list[dict[str, Any]]  # one entry an evaluation, as in evaluation.jsonl
+    config: Config  # all settings
+
+
+def sft(
+    *,
+    recipe: str | PathLike[str] | None = None,
+    on_step: OnStep | None = None,
+    on_note: OnNote | None = None,
+    progress: bool = False,
+    **sections: Unpack[Sections],
+) -> TrainedRun:
+    """Fine-tune a model on chat, prompt/response or plain text.
+
+    `on_step` is called with the metrics of each step, `on_note` with what was decided for the user. `progress` prints
+    both, a line each. The other keywords are the sections of a recipe.
+    """
+    return _trained("sft", recipe, sections, on_step, on_note, progress)
+
+
+def dpo(
+    *,
+    recipe: str | PathLike[str] | None = None,
+    on_step: OnStep | None = None,
+    on_note: OnNote | None = None,
+    progress: bool = False,
+    **sections: Unpack[Sections],
+) -> TrainedRun:
+    """Train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO. The keywords are those of `sft`."""
+    return _trained("dpo", recipe, sections, on_step, on_note, progress)
+
+
+def reward(
+    *,
+    recipe: str | PathLike[str] | None = None,
+    on_step: OnStep | None = None,
+    on_note: OnNote | None = None,
+    progress: bool = False,
+    **sections: Unpack[Sections],
+) -> TrainedRun:
+    """Train a reward model on pairs of answers. The keywords are those of `sft`."""
+    return _trained("reward", recipe, sections, on_step, on_note, progress)
+
+
+def distill(
+    *,
+    recipe: str | PathLike[str] | None = None,
+    on_step: OnStep | None = None,
+    on_note: OnNote | None = None,
+    progress: bool = False,
+    **sections: Unpack[Sections],
+) -> TrainedRun:
+    """Train a student on the distributions of a `teacher`. The keywords are those of `sft`."""
+    return _trained("distill", recipe, sections, on_step, on_note, progress)
+
+
+def rl(
+    *,
+    recipe: str | PathLike[str] | None = None,
+    on_step: OnStep | None = None,
+    on_note: OnNote | None = None,
+    progress: bool = False,
+    **sections: Unpack[Sections],
+) -> TrainedRun:
+    """Update a policy on rollout files, or on its own responses: `rollout={"reward": my_function}`.
+
+    The keywords are those of `sft`.
+    """
+    return _trained("rl", recipe, sections, on_step, on_note, progress)
+
+
+def evaluate(
+    *,
+    recipe: str | PathLike[str] | None = None,
+    on_note: OnNote | None = None,
+    **sections: Unpack[Sections],
+) -> dict[str, float]:
+    """What `eval` measures of the model as it is; nothing is trained, and no run folder is written.
+
+    With `rollout` responses to held-out prompts are sampled, without it held-out samples are measured.
+    """
+    values = _values(recipe, sections)
+    held_out = values.get("eval", {}).get("path")
+    if held_out is not None:
+        values.setdefault("data", {}).setdefault("path", held_out)  # the training data is not read
+    values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS["rl" if values.get("rollout") else "sft"])
+    config = config_from_dict(_with_defaults(values, "eval"))
+    if not config.eval.path:
+        raise ValueError("eval.path: missing; give held-out data, as in eval='test.jsonl'")
+    check_names(replace(config, data=replace(config.data, path=config.eval.path)))
+    with paused_collector():
+        from padfree.train.run import evaluate as measured
+
+    with _undisturbed(config):
+        return measured(config, on_note=on_note)
+
+
+def _trained(
+    command: str,
+    recipe: str | PathLike[str] | None,
+    sections: Mapping[str, Any],
+    on_step: OnStep | None,
+    on_note: OnNote | None,
+    progress: bool,
+) -> TrainedRun:
+    values = _values(recipe, sections)
+    values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS[command])
+    config = config_from_dict(_with_defaults(values, command))
+    if config.loss.command != command:
+        raise ValueError(
+            f"loss.kind: {config.loss.kind!r} for padfree.{command}; call padfree.{config.loss.command} for it"
+        )
+    check_names(config)
+    with paused_collector():
+        from padfree.record.files import BEST_MODEL, EVALUATION, METRICS, MODEL
+        from padfree.train.run import train
+
+    def stepped(metrics: Mapping[str, Any]) -> None:
+        if progress:
+            of = "" if config.run.steps is None else f"/{config.run.steps}"
+            _say(f"step {metrics['step'] + 1}{of}  loss {metrics['loss']:.4f}")
+        if on_step is not None:
+            on_step(metrics)
+
+    def noted(line: str) -> None:
+        if progress:
+            _say(f"note: {line}")
+        if on_note is not None:
+            on_note(line)
+
+    with _undisturbed(config):
+        result = train(config, on_step=stepped, on_note=noted)
+    folder = Path(config.run.folder)
+    exported = config.checkpoint.export and not result.stopped
+    best = exported and config.checkpoint.best is not None
+    return TrainedRun(
+        folder=folder,
+        model=folder / MODEL if exported else None,
+        best_model=folder / BEST_MODEL if best and (folder / BEST_MODEL).exists() else None,
+        steps=result.step,
+        stopped=result.stopped,
+        metrics=_lines(folder / METRICS),
+        evaluations=_lines(folder / EVALUATION),
+        config=config,
+    )
+
+
+@contextmanager
+def _undisturbed(config: Config) -> Iterator[None]:
+    """A block whose failures are one line each, and after which random numbers go on as if it had not been."""
+    from padfree.train.determinism import random_state, restore_random_state
+    from padfree.train.failures import one_line_failures
+
+    state = random_state()
+    try:
+        with one_line_failures(config):
+            yield
+    finally:
+        restore_random_state(state)
+
+
+# Settings
+
+
+def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as plain values, changed by the keywords of a call."""
+    changes = {}
+    for name, given in sections.items():
+        value = _plain(given, name)
+        is_table = isinstance(value, dict) or name not in MAIN_SETTING
+        changes[name] = value if is_table else {MAIN_SETTING[name]: value}
+    values = changes if recipe is None else changed_recipe(recipe, changes)
+    for name, value in values.items():
+        if name in Sections.__annotations__ and not isinstance(value, dict):
+            raise ValueError(f"{name}: {value!r} is not a table; give {name}={{...}} with its settings")
+    return values
+
+
+def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
+    """What a call without a recipe need not say."""
+    batch = values.setdefault("batch", {})
+    if batch.get("tokens") is None:
+        batch.setdefault("samples", SAMPLES)
+    batch.setdefault("max_tokens", MAX_TOKENS)
+    values.setdefault("run", {}).setdefault("folder", f"runs/{command}")
+    return values
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A value as a recipe would have it: paths as text, functions as `module:function`."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry, name) for entry in value]
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if callable(value):
+        return _function_name(value, name)
+    return value
+
+
+def _function_name(function: Callable[..., Any], name: str) -> str:
+    module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if getattr(sys.modules.get(str(module)), own, None) is not function:
+        raise ValueError(
+            f"{name}: {own or type(function).__name__} of {module} cannot be found by that name; define it with `def` "
+            "at the top of a module or of a notebook's cell, or give 'module:function'"
+        )
+    return f"{module}:{own}"
+
+
+# Results
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - the caller asked for it

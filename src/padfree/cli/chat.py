@@ -1,0 +1,157 @@
+"""`padfree chat MODEL`: a conversation on the terminal, or from a pipe a turn for every line.
+
+padfree chat runs/sft
+padfree chat runs/sft --system "Answer in one sentence." < questions.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from padfree.cli.main import COMMANDS
+from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+
+if TYPE_CHECKING:
+    from padfree.talk.conversation import Conversation
+
+HELP = """\
+/reset          forget the conversation
+/system TEXT    set the system message and forget the conversation; without TEXT: show it
+/help           this list
+//...           a message that begins with /
+Ctrl-C stops an answer, Ctrl-D ends the chat."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = COMMANDS["chat"][1]
+    command = commands.add_parser(
+        "chat",
+        help=text,
+        usage="padfree chat MODEL [options]",
+        description="Chats with a model on the terminal. From a pipe every line is a turn. /help lists the commands.",
+        formatter_class=OneLineHelp,
+        epilog='example: padfree chat runs/sft --system "Answer in one sentence."',
+    )
+    add_options(command)
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    output = Output()
+    is_terminal = output.is_terminal and sys.stdin.isatty()
+    try:
+        speaker = speaker_of(settings)
+        if speaker.words.chat is None:
+            raise ValueError(
+                f"MODEL: {settings.model} was trained on prompts without a chat template; talk to it with padfree "
+                "generate, or give --chat-template"
+            )
+        from padfree.talk.conversation import Conversation
+
+        conversation = Conversation(speaker, settings.system)
+        chat = _Chat(conversation, output, settings)
+        if is_terminal:
+            output.write(f"{settings.model}; /help lists the commands, Ctrl-D ends\n")
+            with _on_interrupt(signal.default_int_handler):
+                _on_terminal(chat)
+        else:
+            for line in read_lines(sys.stdin, "standard input"):
+                chat.take(line)
+    except KeyboardInterrupt:
+        output.write("\n")
+        raise SystemExit(130) from None
+
+
+def _on_terminal(chat: _Chat) -> None:
+    with suppress(ImportError):
+        import readline  # noqa: F401  gives `input` a history and its keys
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            chat.output.write("\n")
+            return
+        except KeyboardInterrupt:
+            chat.output.write("\n(Ctrl-D ends the chat)\n")
+            continue
+        except UnicodeDecodeError:
+            chat.output.write("that is not UTF-8 text\n")
+            continue
+        try:
+            with _on_interrupt(chat.interrupt):
+                chat.take(line)
+        except ValueError as error:  # a full context, say: the chat goes on
+            chat.output.write(f"{error}\n")
+
+
+class _Chat:
+    """Lines in, answers out."""
+
+    def __init__(self, conversation: Conversation, output: Output, settings: argparse.Namespace) -> None:
+        self.conversation, self.output = conversation, output
+        self._max_new_tokens, self._json = settings.max_new_tokens, settings.json
+        self.stop = False  # set by Ctrl-C
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        """The first Ctrl-C ends the answer at its next token, another one the program."""
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+
+    def take(self, line: str) -> None:
+        """A message, or a command."""
+        text = line.strip()
+        if text.startswith("/") and not text.startswith("//"):
+            self._command(text)
+        elif text:
+            self._ask(text.removeprefix("/") if text.startswith("//") else line)
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        if name == "/reset" and not rest:
+            self.conversation.reset()
+        elif name == "/system" and rest:
+            self.conversation.reset(rest.strip())
+        elif name == "/system":
+            self.output.write(f"{self.conversation.system or '(no system message)'}\n")
+        elif name == "/help":
+            self.output.write(f"{HELP}\n")
+        else:
+            raise ValueError(f"{text.split()[0]}: no such command; /help lists them, // begins a message with /")
+
+    def _ask(self, text: str) -> None:
+        from padfree.talk.speaker import StopAnswer
+
+        def show(_: int, piece: str) -> None:
+            if not self._json:
+                self.output.write(piece)
+            if self.stop:
+                raise StopAnswer
+
+        self.stop = False
+        try:
+            answer = self.conversation.ask(text, max_new_tokens=self._max_new_tokens, on_text=show)
+        except ValueError as error:
+            if "fill the model's context" in str(error):
+                raise ValueError(f"{error.args[0].partition(';')[0]}; /reset forgets the conversation") from None
+            raise
+        if self._json:
+            self.output.write_json({"prompt": text, **answer.as_json()})
+            return
+        notes = {"interrupted": " [stopped]", "length": " [cut: --max-new-tokens]", "context": " [context full]"}
+        self.output.write(f"{notes.get(answer.end, '')}\n")
+
+
+@contextmanager
+def _on_interrupt(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """What Ctrl-C does in a block."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,106 @@
+"""`padfree data show`: rows of a recipe's data as the model sees them, in the terminal or as a page.
+
+padfree data show recipes/sft.toml model.path=my-model data.path=train.jsonl
+padfree data show recipes/sft.toml data.path=train.jsonl --row train.jsonl:17
+padfree data show recipes/dpo.toml data.path=pairs.jsonl --rows 50 --page pairs.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from padfree.cli.main import COMMANDS
+from padfree.config import load_config
+
+if TYPE_CHECKING:
+    from padfree.page import Page
+    from padfree.train.data_view import ShownRow, ShownSample
+
+COLOURS = "\033[30;42m", "\033[0m"
+MARKS = "[[", "]]"
+"""Around what is trained: colours on a terminal, brackets elsewhere."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "data",
+        help=COMMANDS["data"][1],
+        description="Shows rows of a recipe's data as the model sees them: the text, which part of it is trained, how "
+        "many tokens it has, and where each message went.",
+        epilog="example: padfree data show recipes/sft.toml data.path=train.jsonl --row train.jsonl:17",
+    )
+    command.add_argument("action", choices=("show",))
+    command.add_argument("recipe", help="TOML file of the run")
+    command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
+    command.add_argument("--row", default="1", metavar="N", help="the first row: its number, or file:line (default 1)")
+    command.add_argument("--rows", type=int, default=1, metavar="K", help="how many rows (default 1)")
+    command.add_argument("--eval", action="store_true", help="held-out data, of eval.path")
+    command.add_argument("--page", metavar="FILE", help="write an HTML page instead of printing")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    config = load_config(settings.recipe, settings.overrides)
+    if settings.rows < 1:
+        raise ValueError(f"--rows: {settings.rows}; give 1 or more")
+
+    from padfree.train.data_view import shown_rows
+    from padfree.train.training_data import held_out_config, load_tokenizer, load_training_data
+
+    if settings.eval:
+        if not config.eval.path:
+            raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
+        config = held_out_config(config)
+    tokenizer = load_tokenizer(config)
+    source = load_training_data(config, tokenizer, import_reward=False)
+    rows = shown_rows(config, source, tokenizer, first=settings.row, count=settings.rows)
+    about = [*source.notes, f"data: {source.report.summary()}"]
+    if settings.page is None:
+        for line in (*about, "", *lines(rows, coloured=sys.stdout.isatty())):
+            print(line)
+        return
+    from padfree.page import Page
+
+    page = Page(f"Data of {Path(settings.recipe).name}", about[-1])
+    for note in about[:-1]:
+        page.add_text(note)
+    fill_page(page, rows)
+    page.write(settings.page)
+    print(f"written to {settings.page}")
+
+
+def lines(rows: list[ShownRow], *, coloured: bool) -> Iterator[str]:
+    """Rows as text, the trained part in colour or in brackets."""
+    begin, end = COLOURS if coloured else MARKS
+    for row in rows:
+        for sample in row.samples:
+            yield f"{sample.name}: {counts(sample)}"
+            text = "".join(f"{begin}{part.text}{end}" if part.trained else part.text for part in sample.parts)
+            yield from (f"    {line}" for line in text.split("\n"))
+            for number, role, tokens, trained in message_table(sample):
+                yield f"  message {number:<3} {role:<10} {tokens:<16} {trained}"
+            yield ""
+
+
+def fill_page(page: Page, rows: list[ShownRow]) -> None:
+    for row in rows:
+        page.add_heading(row.place)
+        for sample in row.samples:
+            page.add_marked(f"{sample.name}: {counts(sample)}", [(part.text, part.trained) for part in sample.parts])
+            if sample.messages:
+                page.add_table("Messages", ["message", "role", "where", "trained"], list(message_table(sample)))
+
+
+def counts(sample: ShownSample) -> str:
+    facts = "".join(f", {name}: {value}" for name, value in sample.facts.items())
+    return f"{sample.num_tokens:,} tokens, {sample.num_trained:,} trained{facts}"
+
+
+def message_table(sample: ShownSample) -> Iterator[tuple[str, str, str, str]]:
+    for message in sample.messages:
+        where = f"tokens {message.first} to {message.end - 1}"
+        yield str(message.number), message.role, where, f"{message.num_trained} trained" if message.num_trained else ""

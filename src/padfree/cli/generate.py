@@ -1,0 +1,111 @@
+"""`padfree generate MODEL PROMPT ...`: answers of a model.
+
+padfree generate runs/sft "What is the capital of France?"
+padfree generate runs/sft --prompts questions.txt --json > answers.jsonl
+cat letter.txt | padfree generate my-model - --system "Summarise the letter."
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from padfree.cli.main import COMMANDS
+from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+
+if TYPE_CHECKING:
+    from padfree.talk.speaker import Answer, Speaker
+
+STDIN = "-"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = COMMANDS["generate"][1]
+    command = commands.add_parser(
+        "generate",
+        help=text,
+        usage="padfree generate MODEL [PROMPT ...] [options]",
+        description="Writes the answer of a model to each prompt.",
+        formatter_class=OneLineHelp,
+        epilog='example: padfree generate runs/sft "What is the capital of France?"',
+    )
+    add_options(command)
+    command.add_argument("prompt", nargs="*", metavar="PROMPT", help="text; - reads one prompt from standard input")
+    command.add_argument("--prompts", metavar="FILE", help="a prompt on every line; - is standard input")
+    command.add_argument("--plain", action="store_true", help="prompts as they are, without the chat template")
+    command.set_defaults(run=run)
+
+
+def run(settings: argparse.Namespace) -> None:
+    prompts = _prompts(settings.prompt, settings.prompts)
+    output = Output()
+    try:
+        speaker = speaker_of(settings)
+        ids = [speaker.prompt(prompt, system=settings.system) for prompt in prompts]
+        rooms = [speaker.room(one, settings.max_new_tokens) for one in ids]  # refuse before anything is written
+        assert len(rooms) == len(prompts)
+        if len(prompts) == 1 and not settings.json:
+            _stream(speaker, ids[0], settings.max_new_tokens, output)
+            return
+        for number, answer in enumerate(_answers(speaker, ids, settings.max_new_tokens)):
+            if settings.json:
+                output.write_json({"prompt": prompts[number], **answer.as_json()})
+            else:
+                output.write(f"{'' if number == 0 else chr(10)}> {prompts[number]}\n{answer.text}\n")
+    except KeyboardInterrupt:
+        output.write("\n")
+        raise SystemExit(130) from None
+
+
+def _stream(speaker: Speaker, ids: Sequence[int], max_new_tokens: int, output: Output) -> None:
+    (answer,) = speaker.answer([ids], max_new_tokens=max_new_tokens, on_text=lambda _, text: output.write(text))
+    output.write("\n")
+    if answer.end == "context":
+        print("padfree generate: the answer was cut, the model's context is full", file=sys.stderr)
+
+
+def _answers(speaker: Speaker, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Answer]:
+    from padfree.talk.speaker import BATCH
+
+    for first in range(0, len(prompts), BATCH):
+        yield from speaker.answer(prompts[first : first + BATCH], max_new_tokens=max_new_tokens, first=first)
+
+
+def _prompts(words: Sequence[str], file: str | None) -> list[str]:
+    """The prompts of the command line and of the file."""
+    found = list(words)
+    if STDIN in found:
+        if found.count(STDIN) > 1 or file == STDIN:
+            raise ValueError("PROMPT: standard input can be read once; give - once")
+        found[found.index(STDIN)] = "\n".join(read_lines(sys.stdin, "standard input"))
+    if file is not None:
+        found += _lines_of(file)
+    if not found:
+        raise ValueError("PROMPT: none; give a text, - for standard input, or a file with --prompts")
+    for prompt in found:
+        if not prompt.strip():
+            raise ValueError("PROMPT: one of them is empty; give a text")
+    return found
+
+
+def _lines_of(name: str) -> list[str]:
+    if name == STDIN:
+        lines = list(read_lines(sys.stdin, "--prompts"))
+    else:
+        path = Path(name).expanduser()
+        if path.exists() and not path.is_file():
+            raise ValueError(f"--prompts: {name} is not a file; give a file with a prompt on every line")
+        try:
+            with path.open(encoding="utf-8-sig") as file:
+                lines = list(read_lines(file, f"--prompts: {name}"))
+        except OSError as error:
+            reason = error.strerror or os.strerror(error.errno or 0)
+            raise ValueError(f"--prompts: {name} cannot be read ({reason}); give another file") from None
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise ValueError(f"--prompts: {name} has no prompt; give a file with a prompt on every line")
+    return found

@@ -1,0 +1,106 @@
+"""What `padfree generate` and `padfree chat` have in common: their options, and text on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from padfree.talk.find import find_model
+
+if TYPE_CHECKING:
+    from padfree.talk.speaker import Speaker
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class OneLineHelp(argparse.HelpFormatter):
+    """A column for the options that is wide enough for the longest of them."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Options of both commands."""
+    command.add_argument("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
+    command.add_argument("--base", metavar="NAME", help="other base model for an adapter folder")
+    command.add_argument("--system", metavar="TEXT", help="system message")
+    command.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
+    command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: likeliest tokens")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default 0)")
+    command.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
+    command.add_argument("--template-arguments", metavar="JSON", help='such as {"enable_thinking": false}')
+    command.add_argument("--json", action="store_true", help="lines of JSON: text, end, tokens, logprobs")
+    command.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="auto, cpu or cuda")
+    command.add_argument("--dtype", choices=DTYPES, default="auto", metavar="NAME", help="auto, float32, bfloat16, ...")
+
+
+def speaker_of(settings: argparse.Namespace) -> Speaker:
+    """The model that the options name."""
+    arguments = _arguments(settings.template_arguments)
+    files = find_model(settings.model, base=settings.base)
+    plain = getattr(settings, "plain", False)
+    if plain and (settings.chat_template is not None or arguments is not None):
+        raise ValueError("--plain: it uses no chat template; leave --chat-template and --template-arguments out")
+    plain = plain or (files.plain and settings.chat_template is None)
+
+    from transformers.utils import logging as untyped
+
+    from padfree.talk.speaker import open_speaker
+
+    logging: Any = untyped
+    logging.disable_progress_bar()
+    return open_speaker(
+        files,
+        plain=plain,
+        chat_template=settings.chat_template,
+        template_arguments=arguments,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        device=settings.device,
+    )
+
+
+def _arguments(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f'--template-arguments: {text!r}; give a JSON object such as {{"enable_thinking": false}}')
+    return found
+
+
+class Output:
+    """Standard output. On a terminal control characters are shown and not obeyed."""
+
+    def __init__(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")  # a terminal may know fewer characters than a model
+        self.is_terminal = sys.stdout.isatty()
+
+    def write(self, text: str) -> None:
+        """At once, not when a line is full."""
+        sys.stdout.write(text.translate(CONTROLS) if self.is_terminal else text)
+        sys.stdout.flush()
+
+    def write_json(self, value: dict[str, Any]) -> None:
+        self.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def read_lines(text: Any, name: str) -> Any:
+    """Lines of a stream; bytes that are not UTF-8 are one line of error."""
+    try:
+        for line in text:
+            yield line.rstrip("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: it is not UTF-8 text; convert it") from None

@@ -1,0 +1,288 @@
+"""Settings that were given and that this run does not read.
+
+    loss.kind = "sft"              loss.clip.low=0.1 has no effect with loss.kind=sft
+    rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
+
+`READ_BY` has an entry for every setting, or for a table of settings that are read together: None if every run reads
+it, else a function that says why a run does not. What must be a mistake is refused by the sections themselves. This is
+for the rest, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind` was changed to gspo. Only settings that
+the recipe or an override names are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from padfree.config.config import Config
+from padfree.config.functions import model_of
+from padfree.config.loss import CORRECTIONS, OBJECTIVES
+
+Reason = Callable[[Config], str | None]
+"""What keeps a run from reading a setting, as the end of a sentence; None: it reads it."""
+
+
+def _unless(read: Callable[[Config], bool], reason: Callable[[Config], str]) -> Reason:
+    return lambda config: None if read(config) else reason(config)
+
+
+def _kind(*kinds: str) -> Reason:
+    return _unless(lambda config: config.loss.kind in kinds, lambda config: f"with loss.kind={config.loss.kind}")
+
+
+def _command(*commands: str) -> Reason:
+    return _unless(lambda config: config.loss.command in commands, lambda config: f"in padfree {config.loss.command}")
+
+
+def _correction(name: str) -> Reason:
+    return _unless(
+        lambda config: name in config.loss.corrections, lambda config: f"without {name!r} in loss.corrections"
+    )
+
+
+def _first(*reasons: Reason) -> Reason:
+    """The first of several that holds."""
+    return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
+
+
+_sampled = _unless(
+    lambda config: config.rollout.source is not None,
+    lambda config: "without rollout.reward, rollout.environment or rollout.agent",
+)
+_vllm = _unless(
+    lambda config: config.rollout.engine == "vllm", lambda config: f"with rollout.engine={config.rollout.engine}"
+)
+_adapters = _unless(lambda config: config.lora.rank > 0, lambda config: "with lora.rank=0")
+_evaluated = _unless(lambda config: bool(config.eval.path), lambda config: "without eval.path")
+_kl = _unless(lambda config: config.loss.kl_coefficient > 0, lambda config: "with loss.kl_coefficient=0")
+_falls = _unless(lambda config: config.schedule.kind != "constant", lambda _: "with schedule.kind=constant")
+_compiled = _unless(lambda config: config.parallel.compile != "none", lambda _: "with parallel.compile=none")
+_context = _unless(lambda config: config.parallel.context != 1, lambda config: "with parallel.context=1")
+
+
+_conversations = _first(
+    _command("sft", "distill"),
+    _unless(lambda config: config.rollout.source is None, lambda _: "with rollouts, whose responses are trained"),
+)
+
+
+def _data_split(config: Config) -> str | None:
+    return None if _any_on_hub(config.data.paths) else "with data.path, which names files and no Hub id"
+
+
+def _eval_split(config: Config) -> str | None:
+    return None if _any_on_hub(config.eval.path) else "with eval.path, which names files and no Hub id"
+
+
+def _any_on_hub(paths: tuple[str, ...]) -> bool:
+    return any(not Path(path).exists() for path in paths)
+
+
+READ_BY: dict[str, Reason | None] = {
+    "model.path": None,
+    "model.init": None,
+    "model.tokenizer": None,
+    "model.dtype": None,
+    "model.attention": None,
+    "model.trust_remote_code": None,
+    "lora.rank": None,
+    "lora.alpha": _adapters,
+    "lora.dropout": _adapters,
+    "lora.targets": _adapters,
+    "lora.export": _adapters,
+    "reference.path": None,
+    "reference.offload": _unless(lambda config: config.reference.path is not None, lambda _: "without reference.path"),
+    "reference.refresh": None,
+    "reference.precompute": None,
+    "teacher.path": None,
+    "teacher.offload": _unless(lambda config: config.teacher.path is not None, lambda _: "without teacher.path"),
+    "critic": _unless(
+        lambda config: config.loss.advantage == "gae", lambda config: f"with loss.advantage={config.loss.advantage}"
+    ),
+    "rollout.reward": None,
+    "rollout.environment": None,
+    "rollout.agent": None,
+    "rollout.episode_timeout": _first(
+        _sampled, _unless(lambda config: config.rollout.has_episodes, lambda _: "without episodes")
+    ),
+    "rollout.on_failure": _sampled,
+    "rollout.reward_processes": _sampled,
+    "rollout.group": _sampled,
+    "rollout.max_new_tokens": _sampled,
+    "rollout.engine": _sampled,
+    "rollout.batch": _sampled,
+    "rollout.kv_cache_memory": _first(
+        _sampled,
+        _unless(
+            lambda config: config.rollout.engine == "in_process",
+            lambda config: f"with rollout.engine={config.rollout.engine}",
+        ),
+    ),
+    "rollout.staleness": _sampled,
+    "rollout.filter": _sampled,
+    "rollout.oversample": _first(
+        _sampled, _unless(lambda config: config.rollout.filter != "none", lambda _: "with rollout.filter=none")
+    ),
+    "rollout.filter_bound": _first(
+        _sampled, _unless(lambda config: config.rollout.filter != "none", lambda _: "with rollout.filter=none")
+    ),
+    "rollout.overlong_buffer": _sampled,
+    "rollout.overlong_penalty": _first(
+        _sampled, _unless(lambda config: config.rollout.overlong_buffer > 0, lambda _: "with rollout.overlong_buffer=0")
+    ),
+    "rollout.servers": _first(_sampled, _vllm),
+    "rollout.launch.command": _first(_sampled, _vllm),
+    "rollout.launch": _first(
+        _sampled,
+        _vllm,
+        _unless(lambda config: bool(config.rollout.launch.command), lambda _: "without rollout.launch.command"),
+    ),
+    "rollout.transfer": _first(_sampled, _vllm),
+    "rollout.transfer_folder": _first(
+        _sampled,
+        _vllm,
+        _unless(
+            lambda config: config.rollout.transfer == "files",
+            lambda config: f"with rollout.transfer={config.rollout.transfer}",
+        ),
+    ),
+    "rollout.timeout": _first(_sampled, _vllm),
+    "rollout.canary": _first(_sampled, _vllm),
+    "rollout.top_p": None,
+    "rollout.top_k": None,
+    "data.path": None,
+    "data.subset": _data_split,
+    "data.split": _data_split,
+    "data.columns": None,
+    "data.sources": None,
+    "data.loss_on": _conversations,
+    "data.turns": _conversations,
+    "data.system": None,
+    "data.prompt_template": None,
+    "data.prompt_format": None,
+    "data.chat_template": None,
+    "data.append_eos": _unless(
+        lambda config: config.rollout.source is None or model_of(config.rollout.reward) is not None,
+        lambda _: "with rollouts, which end where the policy ends them",
+    ),
+    "data.max_length": None,
+    "data.overlong": _unless(lambda config: config.data.max_length is not None, lambda _: "without data.max_length"),
+    "data.on_bad_row": None,
+    "data.shuffle": None,
+    "data.epochs": None,
+    "batch.samples": None,
+    "batch.tokens": None,
+    "batch.max_tokens": None,
+    "batch.overlong": None,
+    "batch.buffer": _unless(lambda config: config.batch.tokens is not None, lambda _: "without batch.tokens"),
+    "batch.cost": None,
+    "batch.share_prefixes": None,
+    "loss.kind": None,
+    "loss.weights": _command("sft", "distill", "rl"),
+    "loss.constant": None,
+    "loss.temperature": None,
+    "loss.router": None,
+    "loss.router_bias": None,
+    "loss.advantage": _command("rl"),
+    "loss.low": None,
+    "loss.high": None,
+    "loss.dual": None,
+    **{f"loss.{name}": _kind(name) for name in (*OBJECTIVES, "dpo", "distill", "reward")},
+    "loss.distill.beta": _first(
+        _kind("distill"),
+        _unless(
+            lambda config: config.loss.distill.divergence == "jsd",
+            lambda config: f"with loss.distill.divergence={config.loss.distill.divergence}",
+        ),
+    ),
+    "loss.dpo.label_smoothing": _first(
+        _kind("dpo"),
+        _unless(
+            lambda config: config.loss.dpo.variant in ("sigmoid", "simpo"),
+            lambda config: f"with loss.dpo.variant={config.loss.dpo.variant}",
+        ),
+    ),
+    "loss.dpo.gamma": _first(
+        _kind("dpo"),
+        _unless(
+            lambda config: config.loss.dpo.variant == "simpo",
+            lambda config: f"with loss.dpo.variant={config.loss.dpo.variant}",
+        ),
+    ),
+    "loss.old_policy": _command("rl"),
+    "loss.corrections": _command("rl"),
+    **{f"loss.{name}": _correction(name) for name in CORRECTIONS},
+    "loss.kl_coefficient": _command("rl"),
+    "loss.kl_estimator": _first(_command("rl"), _kl),
+    "loss.kl_weighting": _first(_command("rl"), _kl),
+    "loss.entropy_coefficient": _command("rl"),
+    "loss.epochs": _command("rl"),
+    "loss.mini_batches": _command("rl"),
+    "optimizer.lr": None,
+    "optimizer.betas": None,
+    "optimizer.eps": None,
+    "optimizer.weight_decay": None,
+    "optimizer.max_grad_norm": None,
+    "schedule.kind": None,
+    "schedule.warmup": None,
+    "schedule.final": _unless(
+        lambda config: config.schedule.kind != "constant", lambda _: "with schedule.kind=constant"
+    ),
+    "parallel.context": None,
+    "parallel.replicate": None,
+    "parallel.layout": _context,
+    "parallel.method": _context,
+    "parallel.checkpointing": None,
+    "parallel.compile": None,
+    "parallel.kernels": _unless(
+        lambda config: config.parallel.compile != "none", lambda _: "with parallel.compile=none"
+    ),
+    "parallel.head_memory": _command("sft", "dpo", "distill", "rl"),
+    "parallel.reshard": None,
+    "parallel.offload": None,
+    "checkpoint.every": None,
+    "checkpoint.keep": None,
+    "checkpoint.asynchronous": None,
+    "checkpoint.resume": None,
+    "checkpoint.export": None,
+    "checkpoint.export_dtype": _unless(
+        lambda config: config.checkpoint.export, lambda _: "with checkpoint.export=false"
+    ),
+    "checkpoint.best": None,
+    "checkpoint.better": None,
+    "track.tensorboard": None,
+    "track.wandb": None,
+    "track.trackio": None,
+    "eval.path": None,
+    "eval.split": _first(_evaluated, _eval_split),
+    "eval": _evaluated,
+    "run.folder": None,
+    "run.steps": None,
+    "run.seed": None,
+    "run.device": None,
+    "run.timeout": None,
+    "run.deterministic": None,
+}
+"""Why a run does not read a setting, for every setting, or for all others of a table."""
+
+
+def rule_of(name: str) -> Reason | None:
+    """Of a setting, or of the innermost table that has one."""
+    while name not in READ_BY:
+        name, _, last = name.rpartition(".")
+        if not last or not name:
+            raise KeyError(name)
+    return READ_BY[name]
+
+
+def inert_settings(config: Config) -> list[str]:
+    """A line for all given settings that this run does not read for the same reason."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(config.given):
+        rule = rule_of(name)
+        reason = None if rule is None else rule(config)
+        if reason is not None:
+            found.setdefault(reason, []).append(name)
+    return [
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {why}" for why, names in found.items()
+    ]

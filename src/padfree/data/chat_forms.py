@@ -1,0 +1,67 @@
+"""What can be spelled in several ways, as a chat template wants it.
+
+`read_conversation` gives one spelling. Most templates take it. DeepSeek-V3's wants the arguments of a call as JSON text
+and null as content beside calls; some want tools without `{"type": "function", "function": ...}` around them, or
+content as a list of parts. Which form a template wants shows when the guards look at what it rendered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from padfree.data.conversation import Conversation, Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    arguments_as_text: bool = False
+    null_content: bool = False  # beside tool calls, if there is no text
+    bare_tools: bool = False
+    content_parts: bool = False
+
+
+def forms_of(conversation: Conversation) -> Iterator[Form]:
+    """The usual form first, then every other one that makes a difference for this conversation."""
+    calls = [message for message in conversation.messages if message.get("tool_calls")]
+    either, usual = (False, True), (False,)
+    for parts, bare, text, null in product(
+        either,
+        either if conversation.tools else usual,
+        either if calls else usual,
+        either if any(not message["content"] for message in calls) else usual,
+    ):
+        yield Form(arguments_as_text=text, null_content=null, bare_tools=bare, content_parts=parts)
+
+
+def formed(conversation: Conversation, form: Form) -> tuple[list[Message], list[Any] | None]:
+    tools = conversation.tools
+    if tools is not None and form.bare_tools:
+        tools = [tool.get("function", tool) for tool in tools]
+    return [formed_message(message, form) for message in conversation.messages], tools
+
+
+def formed_message(message: Message, form: Form) -> Message:
+    calls = message.get("tool_calls")
+    if not calls and not form.content_parts and "reasoning_content" not in message:
+        return message
+    changed = dict(message)
+    if "reasoning_content" in changed:
+        changed.setdefault("thinking", changed["reasoning_content"])  # as transformers does, for gpt-oss
+    if form.content_parts and changed["content"]:
+        changed["content"] = [{"type": "text", "text": changed["content"]}]
+    if calls and form.null_content and not changed["content"]:
+        changed["content"] = None
+    if calls and form.arguments_as_text:
+        changed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return changed
+
+
+def _as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,283 @@
+"""The shape of a conversation, and a twin of the same shape whose every text is a marker.
+
+    {"role": "user", "content": " Hi\\n"}      shape   user, content " ", a text, "\\n"
+                                              leaves  "Hi"
+                                              twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
+
+What a template does with the twin is what it does with every conversation of the shape, unless it looks into the texts:
+which of them it shows, where, and in which form. A marker has a backslash, a quotation mark and a letter outside ASCII,
+so that its text, its JSON and Python's repr of it all differ:
+
+    text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
+
+Numbers have markers as well. Booleans, nulls, keys, roles and the white space at the ends of a text belong to the
+shape. So do the tags of a thought: `<think>a</think>b` has two texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from padfree.data.conversation import Conversation, Message
+
+Span = tuple[int, int]
+
+THOUGHT_FIELDS = ("reasoning_content",)
+RESULT_ROLES = ("tool", "function", "ipython")
+MAX_LEAVES = 10_000
+_TAGS = re.compile(r"(\s*(?:</?(?:think|thinking|thought|reasoning)>|\[/?THINK\])\s*)")
+_FIRST_NUMBER = 70_000_000_007  # the four digits before 07 are the index of the leaf
+_MARKER = re.compile(
+    r'zq(?P<text>\d+)x(?:(?P<plain>\\"éw)|(?P<json>\\\\\\"éw)|(?P<ascii>\\\\\\"\\u00e9w))?'
+    r"|zq(?P<id>\d+)yk*|70000(?P<number>\d{4})07(?:\.5)?"
+)
+
+
+class Leaf(NamedTuple):
+    """A text or number of a conversation. A `thought` may be left out once other messages follow; an `identifier` joins
+    a call with its result.
+    """
+
+    message: int
+    field: str  # "tool_calls[0].function.name"
+    value: str | int | float
+    thought: bool = False
+    identifier: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """`key` is equal for conversations of the same shape; the leaves are of this one. `shuffled` is the first tool
+    message that does not answer the next call in order.
+    """
+
+    key: Hashable
+    leaves: tuple[Leaf, ...]
+    twin: Conversation
+    shuffled: int | None
+
+
+def shape_of(conversation: Conversation) -> Shape:
+    return _Dissection().dissect(conversation)
+
+
+class _Dissection:
+    def __init__(self) -> None:
+        self._key: list[Hashable] = []
+        self._leaves: list[Leaf] = []
+        self._identifiers: dict[str, int] = {}
+        self._waiting: list[tuple[Message, int]] = []  # calls without a result, and the leaf of the name
+        self._shuffled: int | None = None
+
+    def dissect(self, conversation: Conversation) -> Shape:
+        twins = []
+        for index, message in enumerate(conversation.messages):
+            twins.append(self._message(message, index))
+        self._key += [conversation.untrained, self._shuffled]
+        if conversation.tools:
+            self._key.append(json.dumps(conversation.tools))
+        twin = Conversation(messages=tuple(twins), tools=conversation.tools, untrained=conversation.untrained)
+        return Shape(key=tuple(self._key), leaves=tuple(self._leaves), twin=twin, shuffled=self._shuffled)
+
+    def _message(self, message: Message, index: int) -> Message:
+        role = message["role"]
+        self._key.append(role)
+        answered = self._answered(message, index) if role in RESULT_ROLES else None
+        twin: Message = {"role": role}
+        for field, value in message.items():
+            if field == "role":
+                continue
+            self._key.append(field)
+            if field == "name" and answered is not None and value == answered[0]["function"]["name"]:
+                self._key.append(answered[1])
+                twin[field] = _text_marker(answered[1])
+            elif isinstance(value, str) and field != "tool_call_id":
+                twin[field] = self._text(value, field, index, assistant=role == "assistant")
+            elif field == "tool_calls":
+                twin[field] = [self._call(call, f"{field}[{at}]", index) for at, call in enumerate(value)]
+            else:
+                twin[field] = self._value(value, field, index)
+        return twin
+
+    def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
+        """The call that a result belongs to: by its id, or the next one."""
+        if not self._waiting:
+            return None
+        answered = message.get("tool_call_id")
+        found = next((one for one in self._waiting if answered and one[0].get("id") == answered), self._waiting[0])
+        if found is not self._waiting[0] and self._shuffled is None:
+            self._shuffled = index
+        self._waiting.remove(found)
+        return found
+
+    def _text(self, value: str, field: str, message: int, *, assistant: bool) -> str:
+        thought = assistant and field in THOUGHT_FIELDS
+        twin = []
+        for literal, text, inside in _parts(value, tags=assistant and field == "content"):
+            self._key += [literal, bool(text)]
+            twin.append(literal)
+            if text:
+                twin.append(_text_marker(len(self._leaves)))
+                self._leaves.append(Leaf(message, field, text, thought or inside))
+        self._key.append(None)
+        return "".join(twin)
+
+    def _call(self, call: Message, field: str, message: int) -> Message:
+        function = call["function"]
+        place = len(self._leaves)
+        twin: Message = {}
+        for name, value in call.items():
+            self._key.append(name)
+            if name == "function":
+                place = len(self._leaves)
+                twin[name] = self._value(function, f"{field}.function", message)
+            elif name == "type":
+                twin[name] = value
+            else:
+                twin[name] = self._value(value, f"{field}.{name}", message)
+        self._waiting.append((call, place))
+        return twin
+
+    def _value(self, value: Any, field: str, message: int) -> Any:
+        if isinstance(value, str):
+            if field == "tool_call_id" or field.endswith("].id"):
+                return self._identifier(value, field, message)
+            return self._text(value, field, message, assistant=False)
+        if value is None or isinstance(value, bool):
+            self._key.append("null" if value is None else f"{value}")
+            return value
+        if isinstance(value, (int, float)):
+            number = _FIRST_NUMBER + 100 * len(self._leaves)
+            self._key.append(type(value))
+            self._leaves.append(Leaf(message, field, value))
+            return number if isinstance(value, int) else number + 0.5
+        if isinstance(value, list):
+            self._key.append(("list", len(value)))
+            return [self._value(one, f"{field}[{index}]", message) for index, one in enumerate(value)]
+        self._key.append(("object", *value))
+        return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
+
+    def _identifier(self, value: str, field: str, message: int) -> str:
+        """Of the same length, because Mistral's template wants 9 characters; one marker for an id wherever it is."""
+        place = self._identifiers.setdefault(value, len(self._leaves))
+        if place == len(self._leaves):
+            self._leaves.append(Leaf(message, field, value, identifier=True))
+        self._key += [place, len(value)]
+        return f"zq{place}y".ljust(len(value), "k")
+
+
+def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
+    """White space or tags, then a text (maybe empty), and whether it is a thought."""
+    pieces = _TAGS.split(value) if tags else [value]
+    if len(pieces) == 1:
+        text = value.strip()
+        start = value.index(text)
+        yield value[:start], text, False
+        if start + len(text) < len(value):
+            yield value[start + len(text) :], "", False
+        return
+    closing = max((index for index in range(1, len(pieces), 2) if "/" in pieces[index]), default=-1)
+    literal = ""
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            literal += piece
+            continue
+        text = piece.strip()
+        start = piece.index(text)
+        yield literal + piece[:start], text, index < closing
+        literal = piece[start + len(text) :]
+    yield literal, "", False
+
+
+def _text_marker(index: int) -> str:
+    return f'zq{index}x\\"éw'
+
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "plain": lambda text: text,
+    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "ascii": lambda text: json.dumps(text)[1:-1],
+}
+
+
+def written(value: str | int | float, form: str) -> str:
+    return FORMS[form](value) if isinstance(value, str) else json.dumps(value)
+
+
+class Slot(NamedTuple):
+    """A leaf in the text of a twin. `form` is empty if it is neither the text nor its JSON."""
+
+    leaf: int
+    start: int
+    end: int
+    form: str
+
+
+def slots_of(text: str) -> list[Slot]:
+    found = []
+    for match in _MARKER.finditer(text):
+        form = next((form for form in FORMS if match[form] is not None), "")
+        if match["id"] is not None:
+            form = "plain"
+        elif match["number"] is not None:
+            form = "json"
+        leaf = int(match["text"] or match["id"] or match["number"])
+        found.append(Slot(leaf, match.start(), match.end(), form))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skeleton:
+    """The text of a twin, as literals with a leaf between each two, and the trained spans of it."""
+
+    literals: tuple[str, ...]  # one more than slots
+    slots: tuple[tuple[int, str], ...]  # leaf, form
+    borders: tuple[tuple[int, int], ...]  # starts and ends of the spans in turn, as (literal, character of it)
+
+    @staticmethod
+    def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
+        """None if a span begins or ends inside a leaf."""
+        literals, slots, done = [], [], 0
+        starts = []
+        for slot in slots_of(text):
+            literals.append(text[done : slot.start])
+            starts.append(done)
+            slots.append((slot.leaf, slot.form))
+            done = slot.end
+        literals.append(text[done:])
+        starts.append(done)
+        borders = []
+        for offset in (border for span in spans for border in span):
+            for index, (start, literal) in enumerate(zip(starts, literals, strict=True)):
+                if start <= offset <= start + len(literal):
+                    borders.append((index, offset - start))
+                    break
+            else:
+                return None
+        return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
+
+    def filled(self, leaves: Sequence[Leaf]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
+        """The text that a conversation of the shape should have, its spans, and where each message stands in it."""
+        parts = [self.literals[0]]
+        starts = [0]
+        places: dict[int, Span] = {}
+        seen: set[int] = set()
+        end = len(parts[0])
+        for (index, form), literal in zip(self.slots, self.literals[1:], strict=True):
+            leaf = leaves[index]
+            value = leaf.value if form == "plain" and isinstance(leaf.value, str) else written(leaf.value, form)
+            start, end = end, end + len(value)
+            if index not in seen:
+                seen.add(index)
+                first = places.get(leaf.message)
+                places[leaf.message] = (start, end) if first is None else (min(first[0], start), max(first[1], end))
+            parts += [value, literal]
+            starts.append(end)
+            end += len(literal)
+        offsets = [starts[index] + character for index, character in self.borders]
+        spans = list(zip(offsets[::2], offsets[1::2], strict=True))
+        return "".join(parts), spans, sorted(places.items())

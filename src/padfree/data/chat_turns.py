@@ -1,0 +1,158 @@
+"""Where the turns of a conversation begin and end in its text, and how it is cut into samples.
+
+    before the turn, with the generation prompt    <|user|>Hi<|end|>\\n<|assistant|>
+    up to and with the turn                        <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
+                                                                                   [----------)
+
+The first must be how the second begins. If the second is how the whole conversation begins, for every turn, all turns
+are trained in one text (`together`). Otherwise each is trained in a text of its own (`apart`).
+
+Some templates change the conversation before a turn once the turn is there: Mistral-Nemo's shows the system message
+only if the last message is the user's. Then the text of `apart` is the conversation as the model sees it, and behind it
+what the template writes for the turn. That is done only if both renderings agree on everything from the text of the
+message before the turn up to the turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from padfree.config.choices import Turns
+from padfree.data.conversation import Message
+from padfree.data.records import RowError
+
+Span = tuple[int, int]
+Render = Callable[[Sequence[Message], bool, bool], tuple[str, list[Span]]]
+"""Messages, whether with the generation prompt, whether to return what markers enclose: text and spans."""
+
+_OTHER_ANSWER = "\u00a4"
+
+
+class UnstableError(RowError):
+    """The template changes what it showed of earlier turns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The text of a sample with the first `stop` messages. `alone`: only the last one is trained; then the text begins
+    with the conversation before it. `joined`: it is made of two renderings.
+    """
+
+    stop: int
+    text: str
+    spans: tuple[Span, ...]
+    alone: bool = False
+    joined: bool = False
+
+
+class TurnCutter:
+    """`marked`: the template has `{% generation %}` markers. `closing` are control tokens that can end a turn."""
+
+    def __init__(self, render: Render, *, marked: bool, closing: tuple[str, ...]) -> None:
+        self._render, self._marked, self._closing = render, marked, closing
+
+    def cut(self, messages: Sequence[Message], trained: Sequence[int], turns: Turns) -> list[Cut]:
+        """`trained` are the indexes of the assistant's messages to train on, in order."""
+        if turns != "apart":
+            try:
+                return [self.together(messages, trained)]
+            except UnstableError:
+                if turns == "together":
+                    raise
+        return [self.apart(messages, turn) for turn in trained]
+
+    def together(self, messages: Sequence[Message], trained: Sequence[int]) -> Cut:
+        text, marked = self._render(messages, False, self._marked)
+        spans: list[Span] = []
+        for turn in trained:
+            through = text if turn == len(messages) - 1 else self._text(messages[: turn + 1])
+            if not text.startswith(through):
+                raise UnstableError(
+                    f"message {turn + 1} reads differently once others follow, because the chat template rewrites "
+                    "earlier turns; set data.turns=auto, which makes one sample of each turn, or data.loss_on=last"
+                )
+            if self._marked:
+                start = self._begin(messages, turn, trained, text)
+                spans += [span for span in marked if start <= span[0] < len(through)]
+                continue
+            before = self._before(messages, turn)
+            if not text.startswith(before):
+                raise UnstableError(
+                    f"the text before message {turn + 1}, with the generation prompt, is not how the conversation "
+                    "begins: the chat template is not prefix-stable; set data.turns=auto, which makes one sample of "
+                    "each turn, or data.loss_on=all"
+                )
+            spans.append((len(before), self._end(through, len(before))))
+        return Cut(stop=len(messages), text=text, spans=merged(spans))
+
+    def apart(self, messages: Sequence[Message], turn: int) -> Cut:
+        shown, marked = self._render(messages[: turn + 1], False, self._marked)
+        before = self._before(messages, turn)
+        if not shown.startswith(before):
+            return self._joined(messages, turn, before, shown)
+        spans = [(len(before), self._end(shown, len(before)))]
+        if self._marked:
+            start = len(self._text(messages[:turn]))
+            spans = [span for span in marked if span[0] >= start]
+        return Cut(stop=turn + 1, text=shown, spans=merged(spans), alone=True)
+
+    def _joined(self, messages: Sequence[Message], turn: int, before: str, shown: str) -> Cut:
+        other = self._text([*messages[:turn], {"role": "assistant", "content": _OTHER_ANSWER}])
+        common = _common(shown, other)
+        said = messages[turn - 1].get("content")
+        anchor = before.rfind(said.strip()) if isinstance(said, str) and said.strip() else -1
+        if self._marked or anchor < 0 or not common.endswith(before[anchor:]):
+            raise RowError(
+                f"the text before message {turn + 1}, with the generation prompt, is not how the text with the message "
+                "begins, so the model would be trained on what it does not see; give another template as "
+                "data.chat_template, or change data.template_arguments"
+            )
+        text = before + shown[len(common) :]
+        spans = [(len(before), self._end(text, len(before)))]
+        return Cut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
+
+    def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
+        """Where markers of a turn may begin; anywhere if all of the assistant's messages are trained."""
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if turn == 0 or list(trained) == turns:
+            return 0
+        before = self._text(messages[:turn])
+        if not text.startswith(before):
+            raise UnstableError(
+                f"the text before message {turn + 1} is not how the conversation begins: the chat template is not "
+                "prefix-stable; set data.turns=auto, or data.loss_on=all"
+            )
+        return len(before)
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        return self._render(messages, False, False)[0]
+
+    def _before(self, messages: Sequence[Message], turn: int) -> str:
+        if turn == 0:
+            raise RowError(
+                "message 1 is the assistant's: no prefix shows where it begins; begin with the user, give the message "
+                "weight 0, put {% generation %} markers into data.chat_template, or set data.loss_on=all"
+            )
+        return self._render(messages[:turn], True, False)[0]
+
+    def _end(self, through: str, start: int) -> int:
+        body = through[start:].rstrip()
+        return start + len(body) if body.endswith(self._closing) else len(through)
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Sorted, apart, none empty."""
+    found: list[Span] = []
+    for start, end in sorted(set(spans)):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif start < end:
+            found.append((start, end))
+    return tuple(found)

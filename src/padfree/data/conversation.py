@@ -1,0 +1,335 @@
+"""Messages as people bring them, in one spelling.
+
+    {"from": "human", "value": "Hi"}                                     -> {"role": "user", "content": "Hi"}
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]}        -> {"role": "user", "content": "Hi"}
+    {"role": "assistant", "content": null, "tool_calls": [{"name": "add", "arguments": "{\\"a\\": 1}"}]}
+        -> {"role": "assistant", "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+
+The result is OpenAI's spelling with JSON values only: content is a string, arguments are an object, a tool is
+`{"type": "function", "function": ...}`. What a chat template needs in another form (arguments as JSON text, `null`
+beside tool calls) is a matter of the template: `ChatRenderer` decides it.
+
+Parquet and Arrow give every message all the keys that any message has, with null for the missing ones. So a key with
+null is the same as no key: in a message, in a tool, in arguments that are an object. A null inside arguments that are
+JSON text was written by somebody and stays, and so does a null in a list. An empty list, object or string says nothing
+and is left out as well, except as content and as a thought.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from padfree.data.records import RowError, check_encodable, shown
+
+Message = dict[str, Any]
+
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+}
+"""Values of ShareGPT's `from`. `function_call` is a tool call as JSON text."""
+
+METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
+"""Fields of a message that are about it and not part of it: they are left out."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field with the assistant's thoughts; the first is the one that templates read."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+DEEPEST = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """`untrained`: indexes of assistant messages that are not trained (OpenAI's `weight: 0`)."""
+
+    messages: tuple[Message, ...]
+    tools: list[Any] | None = None
+    untrained: frozenset[int] = frozenset()
+
+    @property
+    def has_system(self) -> bool:
+        return self.messages[0]["role"] in ("system", "developer")
+
+    def with_system(self, text: str) -> Conversation:
+        """The same conversation behind a system message."""
+        return replace(
+            self,
+            messages=({"role": "system", "content": text}, *self.messages),
+            untrained=frozenset(index + 1 for index in self.untrained),
+        )
+
+
+def read_conversation(
+    messages: object,
+    column: str,
+    *,
+    tools: object = None,
+    tools_column: str = "tools",
+    system: str | None = None,
+) -> Conversation:
+    """`messages` is a list of messages or that list as JSON text, spelled as OpenAI does (`role`, `content`) or as
+    ShareGPT does (`from`, `value`). `system` comes from a column or setting of its own and goes first.
+    """
+    listed = _listed(messages, column, "a list of messages")
+    if not listed:
+        raise RowError(f"{column!r} is empty; expected a list of messages")
+    read: list[Message] = []
+    untrained: set[int] = set()
+    for index, message in enumerate(listed):
+        name = f"{column}[{index}]"
+        read.append(_message(message, name, untrained, index))
+    _check_results(read, column)
+    found = Conversation(
+        messages=tuple(read),
+        tools=None if tools is None else _tools(tools, tools_column),
+        untrained=frozenset(untrained),
+    )
+    if not system:
+        return found
+    if found.has_system:
+        raise RowError(
+            f"{column}[0] is a {read[0]['role']} message, and the row has a system prompt of its own besides; "
+            "expected one of them"
+        )
+    return found.with_system(check_encodable(system, "system"))
+
+
+def _listed(value: object, column: str, expected: str) -> list[Any]:
+    found = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+    if isinstance(found, tuple):
+        found = list(found)
+    if not isinstance(found, list):
+        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or one as JSON text")
+    return found
+
+
+def _parsed(text: str, name: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RowError(f"{name} is {shown(text)}, which is not JSON; expected {expected}") from None
+
+
+def _message(message: object, name: str, untrained: set[int], index: int) -> Message:
+    if not isinstance(message, dict):
+        raise RowError(f"{name} is {shown(message)}; expected an object with role and content")
+    given = {str(key): value for key, value in message.items() if value is not None}
+    if "from" in given and "role" not in given:
+        given = _from_sharegpt(given, name)
+    role = given.pop("role", None)
+    if not isinstance(role, str) or not role:
+        raise RowError(f"{name}.role is {shown(role)}; expected a string such as 'user'")
+    weight = given.pop("weight", None)
+    calls = [*_calls(given.pop("tool_calls", None), f"{name}.tool_calls"), *_legacy_call(given, name)]
+    content = given.pop("content", None)
+    plain = {key: value for key, value in _plain(given, name).items() if key not in METADATA}
+    thoughts = {key: plain.pop(key) for key in THOUGHTS if key in plain}
+    rest = {key: value for key, value in plain.items() if value not in ("", [], {})}
+    if thoughts:
+        rest["reasoning_content"] = _thought(thoughts, name)
+    if content is None and not (calls or "refusal" in rest):
+        raise RowError(f"{name}.content is null; expected a string (or a list of text parts)")
+    kept: Message = {"role": check_encodable(role, f"{name}.role"), "content": _text(content, f"{name}.content")}
+    kept |= rest
+    if calls:
+        kept["tool_calls"] = calls
+    if weight is not None and not _trained(weight, role, name):
+        untrained.add(index)
+    return kept
+
+
+def _thought(thoughts: dict[str, Any], name: str) -> str:
+    for key, value in thoughts.items():
+        if not isinstance(value, str):
+            raise RowError(f"{name}.{key} is {shown(value)}; expected a string")
+    if len(set(thoughts.values())) > 1:
+        raise RowError(f"{name} has different texts in {' and '.join(thoughts)}; expected one of them")
+    return str(next(iter(thoughts.values())))
+
+
+def _trained(weight: object, role: str, name: str) -> bool:
+    """OpenAI's `weight`: 1 is trained, 0 is not. Only the assistant's messages can be trained."""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight not in (0, 1):
+        raise RowError(f"{name}.weight is {shown(weight)}; expected 0 (not trained) or 1")
+    if weight == 1 and role not in ("assistant", "gpt", "model", "bot", "ai", "chatgpt"):
+        raise RowError(f"{name}.weight is 1, and the message is of role {role!r}; expected it on the assistant's only")
+    return weight == 1
+
+
+def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
+    sender = given.pop("from")
+    if "content" in given:
+        raise RowError(f"{name} has 'from' and 'content'; expected from and value, or role and content")
+    value = given.pop("value", None)
+    if sender == "function_call":
+        if not isinstance(value, (str, dict, list)):
+            raise RowError(f"{name}.value is {shown(value)}; expected a tool call as JSON text")
+        calls = _parsed(value, f"{name}.value", "a tool call") if isinstance(value, str) else value
+        return {**given, "role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
+        known = ", ".join((*SHAREGPT_ROLES, "function_call"))
+        raise RowError(f"{name}.from is {shown(sender)}; expected one of {known}")
+    if value is None and not given.get("tool_calls"):
+        raise RowError(f"{name}.value is null; expected a string")
+    return {**given, "role": SHAREGPT_ROLES[sender], "content": value}
+
+
+def _text(content: object, name: str) -> str:
+    """The text of a message; parts of text are concatenated."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return check_encodable(content, name)
+    if not isinstance(content, list):
+        raise RowError(f"{name} is {shown(content)}; expected a string (or a list of text parts)")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if isinstance(part, dict):
+            part = {key: value for key, value in part.items() if value is not None}
+            kind = part.pop("type", "text" if set(part) == {"text"} else None)
+            if kind not in TEXT_PARTS:
+                raise RowError(f"{name}[{index}].type is {shown(kind)}; expected text, the only kind that is trained")
+            text = part.pop("text", None)
+            if part and any(value not in ("", [], {}) for value in part.values()):
+                raise RowError(f"{name}[{index}] has {next(iter(part))!r} beside its text; expected type and text only")
+        else:
+            text = part
+        if not isinstance(text, str):
+            raise RowError(f"{name}[{index}].text is {shown(text)}; expected a string")
+        texts.append(check_encodable(text, f"{name}[{index}].text"))
+    return "".join(texts)
+
+
+def _calls(calls: object, name: str) -> list[Message]:
+    if calls is None:
+        return []
+    return [_call(call, f"{name}[{index}]") for index, call in enumerate(_listed(calls, name, "a list of tool calls"))]
+
+
+def _call(call: object, name: str) -> Message:
+    """`{"id", "type", "function": {"name", "arguments"}}`, the arguments as an object."""
+    if not isinstance(call, dict):
+        raise RowError(f"{name} is {shown(call)}; expected an object with function.name and function.arguments")
+    given = {key: value for key, value in call.items() if value is not None}
+    kind = given.pop("type", "function")
+    if kind != "function":
+        raise RowError(f"{name}.type is {shown(kind)}; expected 'function'")
+    if "function" not in given:
+        given["function"] = {key: given.pop(key) for key in ("name", "arguments", "parameters") if key in given}
+    function = given.pop("function")
+    if not isinstance(function, dict):
+        raise RowError(f"{name}.function is {shown(function)}; expected an object with name and arguments")
+    function = {key: value for key, value in function.items() if value is not None}
+    called = function.pop("name", None)
+    if not isinstance(called, str) or not called.strip():
+        raise RowError(f"{name}.function.name is {shown(called)}; expected the name of a tool")
+    field = "parameters" if "arguments" not in function and "parameters" in function else "arguments"
+    arguments = function.pop(field, {})
+    if isinstance(arguments, str):
+        text = arguments or "{}"
+        arguments = _plain(_parsed(text, f"{name}.function.{field}", "an object"), name, nulls=True)
+    else:
+        arguments = _plain(arguments, f"{name}.function.{field}")
+    if not isinstance(arguments, dict):
+        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or one as JSON text")
+    kept: Message = {"type": "function"}
+    if "id" in given:
+        kept["id"] = given.pop("id")
+        if not isinstance(kept["id"], str):
+            raise RowError(f"{name}.id is {shown(kept['id'])}; expected a string")
+    kept["function"] = {
+        "name": check_encodable(called, f"{name}.function.name"),
+        "arguments": arguments,
+        **_plain(function, f"{name}.function"),
+    }
+    kept |= {key: value for key, value in _plain(given, name).items() if key != "index" and value not in ("", [], {})}
+    return kept
+
+
+def _legacy_call(given: dict[str, Any], name: str) -> list[Message]:
+    """OpenAI's `function_call`, the spelling before `tool_calls`."""
+    call = given.pop("function_call", None)
+    return [] if call is None else [_call({"function": call}, f"{name}.function_call")]
+
+
+def _check_results(messages: list[Message], column: str) -> None:
+    """A result that names its call (`tool_call_id`) names one that is waiting for it."""
+    waiting: set[str] = set()
+    for index, message in enumerate(messages):
+        waiting |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
+        answered = message.get("tool_call_id")
+        if answered is None:
+            continue
+        if not isinstance(answered, str) or (waiting and answered not in waiting):
+            raise RowError(f"{column}[{index}].tool_call_id is {shown(answered)}; expected the id of an earlier call")
+        waiting.discard(answered)
+
+
+def _tools(tools: object, column: str) -> list[Any] | None:
+    listed = _listed(tools, column, "a list of tools") if tools != "" else []
+    read: list[Any] = []
+    for index, tool in enumerate(listed):
+        name = f"{column}[{index}]"
+        if isinstance(tool, str):
+            tool = _parsed(tool, name, "a tool")
+        if not isinstance(tool, dict):
+            raise RowError(f"{name} is {shown(tool)}; expected an object with type and function")
+        plain: dict[str, Any] = _plain(tool, name)
+        if "function" not in plain and "name" in plain and plain.get("type", "function") == "function":
+            plain = {"type": "function", "function": {key: plain[key] for key in plain if key != "type"}}
+        function = plain.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"{name}.function is {shown(function)}; expected an object with a name")
+        if isinstance(function.get("parameters"), str):
+            function["parameters"] = _plain(
+                _parsed(function["parameters"], f"{name}.function.parameters", "an object"), name, nulls=True
+            )
+        read.append(plain if "type" in plain else {"type": "function", **plain})
+    return read or None
+
+
+def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
+    """A JSON value, checked and copied. Keys with null are left out unless `nulls`."""
+    if depth > DEEPEST:
+        raise RowError(f"{name} is nested more than {DEEPEST} levels deep; expected less")
+    if isinstance(value, str):
+        return check_encodable(value, name)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RowError(f"{name} is {shown(value)}; expected a finite number")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, f"{name}[{index}]", nulls=nulls, depth=depth + 1) for index, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        kept = {}
+        for key, one in value.items():
+            if not isinstance(key, str):
+                raise RowError(f"{name} has the key {shown(key)}; expected strings as keys")
+            if one is not None or nulls:
+                check_encodable(key, name)
+                kept[key] = _plain(one, f"{name}.{key}", nulls=nulls, depth=depth + 1)
+        return kept
+    raise RowError(f"{name} is of type {type(value).__name__}; expected a JSON value")

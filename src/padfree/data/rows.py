@@ -1,0 +1,387 @@
+"""One row to what it says: a conversation, or a prompt in plain text.
+
+    {"instruction": "Add.", "input": "2+2", "output": "4"}
+        prompt       user: "Add.\\n\\n2+2"
+        completed    user: "Add.\\n\\n2+2"   assistant: "4"     the response is trained, earlier assistant turns are not
+
+    {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
+        pair         u1 a1 u2 | a2          u1 a1 u2 | b2        the common beginning is the context of both answers
+
+A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer that is a list may also be a
+whole conversation, the prompt included. Then the prompt must be its beginning, or its last user turn. White space
+around a message does not count in the comparison. After the context comes the assistant, in every case.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from padfree.config.prompt_template import template_parts
+from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.fields import Fields, has_value
+from padfree.data.records import RowError, check_encodable, present, shown, string
+from padfree.data.settings import TextSettings
+
+SYSTEM = ("system", "developer")
+
+
+class PlainPair(NamedTuple):
+    """A prompt and two answers that are not conversations."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+class RowReader:
+    """Rows to conversations, with the settings that add something to them."""
+
+    def __init__(self, settings: TextSettings, *, renders_chat: bool) -> None:
+        if settings.system is not None and not renders_chat:
+            raise ValueError(
+                f"data.system: {settings.system!r}, but prompts do not go through a chat template; leave it out, or "
+                "set data.chat_template to a file and data.prompt_format=chat"
+            )
+        self._system = settings.system
+        self._renders_chat = renders_chat
+        self._implicit_text = settings.prompt_format != "chat"
+        self._template = None if settings.prompt_template is None else template_parts(settings.prompt_template)
+
+    @property
+    def template_names(self) -> tuple[str, ...]:
+        """Columns that `data.prompt_template` names."""
+        return tuple(name for _, name in self._template or () if name is not None)
+
+    # Conversations
+
+    def conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
+        """The `messages` of a row."""
+        return self._with_default(self._own_conversation(row, fields))
+
+    def prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
+        """The `prompt` of a row, with what belongs to it."""
+        return self._with_default(self._own_prompt(row, fields))
+
+    def completed(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
+        """`prompt` and `response`. Only assistant turns of the response are trained."""
+        context = self._own_prompt(row, fields)
+        answer = _answer(row, fields["response"])
+        messages, start = _joined(context, answer, fields["prompt"], fields["response"])
+        found = _conversation(messages, start, context, answer)
+        return self._with_default(found)
+
+    def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
+        """`chosen` and `rejected`, each behind the context that they share."""
+        columns = fields["chosen"], fields["rejected"]
+        if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
+            return self._plain_pair(row, fields)
+        context = None
+        if fields.kind == "prompted":
+            context = self._own_prompt(row, fields)
+        elif fields.kind == "continued":
+            context = self._own_conversation(row, fields)
+        whole: list[tuple[Message, ...]] = []
+        answers = [_answer(row, column) for column in columns]
+        for answer, column in zip(answers, columns, strict=True):
+            if context is not None:
+                name = fields["messages" if fields.kind == "continued" else "prompt"]
+                whole.append(_joined(context, answer, name, column)[0])
+            else:
+                system = self._row_system(row, fields)
+                whole.append(_with_system(answer, system, fields["system"], column).messages)
+        start = _context_length(whole[0], whole[1], columns)
+        for answer, messages, column in zip(answers, whole, columns, strict=True):
+            if any(index + len(messages) - len(answer.messages) >= start for index in answer.untrained):
+                raise RowError(f"{column!r} has a weight of 0 in its answer; expected an answer to train on")
+        tools = context.tools if context is not None else _read_tools(row, fields)
+        shared = whole[0][:start]
+        chosen, rejected = (
+            _conversation((*shared, *messages[start:]), start, Conversation(messages=shared, tools=tools))
+            for messages in whole
+        )
+        return self._with_default(chosen), self._with_default(rejected)
+
+    def _own_conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
+        column = fields["messages"]
+        given = present(row, column, "a list of messages")
+        found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"])
+        return _with_system(found, self._row_system(row, fields), fields["system"], column)
+
+    def _own_prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
+        column = fields["prompt"]
+        value = row.get(column)
+        if is_messages(value):
+            for name in ("input", "history"):
+                if name in fields.columns and has_value(row.get(fields[name])):
+                    raise RowError(f"{fields[name]!r} beside messages in {column!r}; expected it beside a text")
+            if self._template is not None:
+                raise RowError(f"{column!r} is {shown(value)}; expected a text for data.prompt_template")
+            given: Any = [value] if isinstance(value, dict) else value
+        else:
+            given = [*_history(row, fields), {"role": "user", "content": self._prompt_text(row, fields)}]
+        found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"])
+        return _with_system(found, self._row_system(row, fields), fields["system"], column)
+
+    def _row_system(self, row: Mapping[str, Any], fields: Fields) -> str | None:
+        column = fields.columns.get("system")
+        if column is None or not has_value(row.get(column)) or column in self.template_names:
+            return None
+        return string(row, column)
+
+    def _with_default(self, found: Conversation) -> Conversation:
+        return found if self._system is None or found.has_system else found.with_system(self._system)
+
+    # Plain text
+
+    def plain_prompt(self, row: Mapping[str, Any], fields: Fields) -> str:
+        """A prompt that does not go through a chat template."""
+        for name in ("system", "history", "tools"):
+            column = fields.columns.get(name)
+            if column is not None and column not in self.template_names and has_value(row.get(column)):
+                raise RowError(
+                    f"{column!r} is {shown(row[column])}, and there is no chat template; expected it in "
+                    f"data.prompt_template, as {{{column}}}"
+                )
+        return self._prompt_text(row, fields)
+
+    def _prompt_text(self, row: Mapping[str, Any], fields: Fields) -> str:
+        text = string(row, fields["prompt"])
+        column = fields.columns.get("input")
+        if column is not None and "input" not in self.template_names and column not in self.template_names:
+            follow = string(row, column) if has_value(row.get(column)) else ""
+            text = "\n\n".join(part for part in (text, follow) if part) if follow else text
+        if self._template is None:
+            return text
+        return "".join(
+            before + ("" if name is None else text if name == "prompt" else _filled(row, fields, name))
+            for before, name in self._template
+        )
+
+    def _plain_pair(self, row: Mapping[str, Any], fields: Fields) -> PlainPair:
+        chosen, rejected = string(row, fields["chosen"]), string(row, fields["rejected"])
+        if chosen.strip() == rejected.strip():
+            raise _same_answers(fields["chosen"], fields["rejected"])
+        if fields.kind == "prompted":
+            prompt = self.plain_prompt(row, fields)
+            if len(prompt.split()) > 3 and chosen.startswith(prompt) and rejected.startswith(prompt):
+                raise RowError(
+                    f"{fields['chosen']!r} and {fields['rejected']!r} begin with {fields['prompt']!r}; expected the "
+                    f"answers alone (or data.columns.{fields['prompt']}=unused)"
+                )
+            return PlainPair(prompt, chosen, rejected)
+        if fields.kind == "continued":
+            raise RowError(
+                f"{fields['messages']!r} needs a chat template; expected data.chat_template, or a text prompt"
+            )
+        if not self._implicit_text:
+            raise RowError(
+                f"{fields['chosen']!r} is a text without a prompt; expected messages, or data.prompt_format=plain"
+            )
+        end = _common_words(chosen, rejected)
+        if not chosen[:end].strip():
+            raise RowError(
+                f"{fields['chosen']!r} and {fields['rejected']!r} have no common beginning; expected one, or a 'prompt'"
+            )
+        return PlainPair(chosen[:end], chosen[end:], rejected[end:])
+
+
+def is_messages(value: object) -> bool:
+    """Whether a prompt or an answer is a conversation and not a text."""
+    if isinstance(value, dict):
+        return "role" in value or "from" in value
+    if not isinstance(value, str):
+        return isinstance(value, list)
+    if not value.lstrip().startswith("["):
+        return False
+    try:
+        listed = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    named = ({"role", "content"}, {"from", "value"})
+    messages = isinstance(listed, list) and all(
+        isinstance(message, dict) and any(keys <= message.keys() for keys in named) for message in listed
+    )
+    return messages and bool(listed)
+
+
+def _are_texts(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    return all(isinstance(row.get(column), str) and not is_messages(row[column]) for column in columns)
+
+
+def _answer(row: Mapping[str, Any], column: str) -> Conversation:
+    """A text, a message, or messages."""
+    value = row.get(column)
+    if not is_messages(value):
+        return Conversation(messages=({"role": "assistant", "content": string(row, column)},))
+    return read_conversation([value] if isinstance(value, dict) else value, column)
+
+
+def _tools(row: Mapping[str, Any], fields: Fields) -> object:
+    value = row.get(fields["tools"])
+    return value if has_value(value) else None
+
+
+def _read_tools(row: Mapping[str, Any], fields: Fields) -> list[Any] | None:
+    tools = _tools(row, fields)
+    if tools is None:
+        return None
+    said = [{"role": "user", "content": ""}]
+    return read_conversation(said, fields["tools"], tools=tools, tools_column=fields["tools"]).tools
+
+
+def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
+    """Alpaca's `history`: earlier turns as [prompt, response] each, or as messages."""
+    column = fields.columns.get("history")
+    if column is None or not has_value(row.get(column)):
+        return []
+    turns = row[column]
+    if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
+        return list(read_conversation(turns, column).messages)
+    messages: list[Message] = []
+    for index, turn in enumerate(turns if isinstance(turns, list) else [turns]):
+        if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise RowError(f"{column}[{index}] is {shown(turn)}; expected a prompt and a response")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return messages
+
+
+def _filled(row: Mapping[str, Any], fields: Fields, name: str) -> str:
+    """The text of a column in `data.prompt_template`."""
+    column = name if name in row else fields.columns.get(name, name)
+    value = row.get(column)
+    if isinstance(value, (bool, int, float)):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise RowError(f"{column!r} is {shown(value)}; expected a text or a finite number")
+        return json.dumps(value)
+    return string(row, column)
+
+
+def _with_system(found: Conversation, system: str | None, system_column: str, column: str) -> Conversation:
+    if system is None:
+        return found
+    check_encodable(system, system_column)
+    if not found.has_system:
+        return found.with_system(system)
+    if found.messages[0]["content"].strip() != system.strip():
+        raise RowError(f"{system_column!r} and {column}[0] are different system prompts; expected one of them")
+    return found
+
+
+# Prompt and answer
+
+
+def _joined(
+    context: Conversation, answer: Conversation, prompt_column: str, column: str
+) -> tuple[tuple[Message, ...], int]:
+    """The messages of prompt and answer, and where the answer begins."""
+    asked, said = context.messages, answer.messages
+    if said[0]["role"] in ("assistant", "tool"):
+        messages, start = (*asked, *said), len(asked)
+    else:
+        messages, start = _whole(asked, said, prompt_column, column)
+    if messages[start - 1]["role"] == "assistant":
+        raise RowError(f"{prompt_column!r} ends with the assistant; expected it to end before the answer")
+    if start == len(messages):
+        raise RowError(f"{column!r} has no answer behind {prompt_column!r}; expected a message of the assistant")
+    if messages[start]["role"] != "assistant":
+        raise RowError(
+            f"{column!r} continues {prompt_column!r} with the role {messages[start]['role']!r}; expected 'assistant'"
+        )
+    return messages, start
+
+
+def _whole(
+    asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
+) -> tuple[tuple[Message, ...], int]:
+    """The same for an answer that is a whole conversation: the prompt is part of it."""
+    own, rest = _split(asked)
+    system, turns = _split(said)
+    if own and system and not _alike(own, system):
+        raise RowError(f"{prompt_column!r} and {column!r} have different system messages; expected the same")
+    system = own or system
+    users = [index for index, message in enumerate(turns) if message["role"] == "user"]
+    if _alike(rest, turns[: len(rest)]):
+        return (*system, *rest, *turns[len(rest) :]), len(system) + len(rest)
+    if len(rest) == 1 and users and _alike(rest, [turns[users[-1]]]):
+        return (*system, *turns), len(system) + users[-1] + 1
+    raise RowError(
+        f"{column!r} is a whole conversation, and {prompt_column!r} is neither its beginning nor its last user turn; "
+        "expected the same prompt in both, or the answer alone"
+    )
+
+
+def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """The system message, if there is one, and the turns."""
+    first = 1 if messages[0]["role"] in SYSTEM else 0
+    return messages[:first], messages[first:]
+
+
+def _conversation(
+    messages: tuple[Message, ...], start: int, context: Conversation, answer: Conversation | None = None
+) -> Conversation:
+    """Messages of which only those from `start` on are trained."""
+    untrained = {index for index in range(start) if messages[index]["role"] == "assistant"}
+    if answer is not None:
+        before = len(messages) - len(answer.messages)
+        untrained |= {before + index for index in answer.untrained}
+    return Conversation(messages=messages, tools=context.tools, untrained=frozenset(untrained))
+
+
+# Two answers
+
+
+def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], columns: tuple[str, str]) -> int:
+    """How many messages two conversations share before their answers."""
+    start = 0
+    while start < min(len(chosen), len(rejected)) and _alike([chosen[start]], [rejected[start]]):
+        start += 1
+    if start == len(chosen) == len(rejected):
+        raise _same_answers(*columns)
+    if start == 0:
+        raise RowError(f"{columns[0]!r} and {columns[1]!r} have no message in common; expected the same prompt")
+    for messages, column in zip((chosen, rejected), columns, strict=True):
+        if start == len(messages):
+            raise RowError(f"{column!r} is only the beginning of the other answer; expected two answers to one prompt")
+    for messages, column in zip((chosen, rejected), columns, strict=True):
+        if messages[start]["role"] != "assistant":
+            raise RowError(
+                f"{column!r} has the role {messages[start]['role']!r} where the answers differ; expected both to share "
+                "all messages before the assistant's answer"
+            )
+        for message in messages[start:]:
+            if message["role"] not in ("assistant", "tool"):
+                raise RowError(
+                    f"{column!r} has the role {message['role']!r} behind the first difference of the answers; expected "
+                    "them to differ in the assistant's last turn only"
+                )
+        if messages[-1]["role"] != "assistant":
+            raise RowError(f"{column!r} ends with the role {messages[-1]['role']!r}; expected 'assistant'")
+    if chosen[start - 1]["role"] == "assistant":
+        raise RowError(f"message {start} before the answers is the assistant's; expected the prompt to end before it")
+    return start
+
+
+def _same_answers(chosen: str, rejected: str) -> RowError:
+    return RowError(f"{chosen!r} and {rejected!r} are the same; expected two different answers")
+
+
+def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether messages are the same, white space around their content aside."""
+    return len(some) == len(others) and all(
+        one == other or {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _common_words(one: str, other: str) -> int:
+    """How many characters two texts share, up to white space: both have something left."""
+    most = min(len(one), len(other)) - 1
+    end = next((index for index in range(most) if one[index] != other[index]), most)
+    if end > 0 and not one[end - 1].isascii():  # a script without spaces between words
+        return end
+    # White space belongs to the answer: tokenizers put a space before a word into its token.
+    while end > 0 and not (one[end].isspace() and other[end].isspace() and not one[end - 1].isspace()):
+        end -= 1
+    return end

@@ -1,0 +1,277 @@
+"""A small HTTP/1.1 server on the loopback address, with limits on what a peer may cost.
+
+    a connection      head ------> key in the path ------> body ------> answer
+    a stranger        10 s, 16 KiB  unknown: 404, closed    never read
+    a program                       known                   60 s, 16 MiB  60 s to take it
+
+Any process of this machine can connect. Until a head names a path with a known key, its peer is a stranger: a head is
+all that is kept of it. There are at most `Limits.strangers` connections of strangers, and one more closes the oldest
+of them, so that a program which sends its head at once is served however many others wait in silence. The bodies of all
+requests together take at most `Limits.bodies` bytes; a request beyond that waits for its turn.
+
+The server knows nothing of what it serves: `Admit` decides by method and path, before a body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+_REQUEST_LINE = re.compile(r"([A-Z]{1,16}) (/[\x21-\x7e]*) HTTP/1\.([01])")
+_HEADER = re.compile(r"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*(.*?)[ \t]*", re.DOTALL)
+_LENGTH = re.compile(r"[0-9]{1,15}")
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bytes, seconds and connections."""
+
+    head: int = 16 << 10
+    headers: int = 100
+    head_seconds: float = 10.0
+    strangers: int = 256  # connections that have not shown a key
+    connections: int = 768  # in all; idle ones are closed for new ones
+    dropped: int = 64 << 10  # bytes of a stranger's body that are read and dropped, so that it can read the answer
+    dropped_seconds: float = 1.0
+    idle_seconds: float = 300.0  # that a program's connection waits for its next request
+    body: int = 16 << 20
+    bodies: int = 128 << 20  # of all requests together
+    body_seconds: float = 60.0
+    answer_seconds: float = 60.0
+
+
+class CallError(Exception):
+    """A request that is answered with an error, in the form of OpenAI's interface."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What is sent back."""
+
+    status: int = 200
+    data: bytes
+    kind: str = "application/json"
+    last: bool = False  # whether the connection is closed behind it
+
+    @staticmethod
+    def of_error(error: CallError, *, last: bool = False) -> Reply:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        said = {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+        return Reply(status=error.status, data=json.dumps(said).encode(), last=last)
+
+
+Answer = Callable[[bytes], Awaitable[Reply]]
+"""A body -> what waits for the reply to it, and does not hold the body."""
+
+Admit = Callable[[str, str], Answer]
+"""Method and path -> what answers a body. Raises `CallError` for a peer that has no key."""
+
+
+class _EndedError(Exception):
+    """The peer is gone, or was too slow: the connection is closed without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    stays: bool
+
+
+class Listener:
+    """The server. All of it runs on one event loop."""
+
+    def __init__(self, admit: Admit, limits: Limits | None = None) -> None:
+        self._admit, self._limits = admit, limits or Limits()
+        self._server: asyncio.Server | None = None
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
+        self._idle: dict[asyncio.StreamWriter, None] = {}  # programs' connections without a request
+        self._busy: set[asyncio.StreamWriter] = set()
+        self._bodies = _Budget(self._limits.bodies)
+
+    async def start(self) -> int:
+        """Its port. Other machines cannot reach it."""
+        assert self._server is None
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=self._limits.head)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    # Connections
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._make_room():
+            writer.transport.abort()
+            return
+        self._strangers[writer] = None
+        writer.transport.set_write_buffer_limits(high=0)  # an answer is sent when it has left this process
+        try:
+            while await self._exchange(reader, writer):
+                self._busy.discard(writer)
+                self._idle[writer] = None
+            writer.close()
+        except (_EndedError, OSError, asyncio.CancelledError):  # cancelled: its episode, or the run, has ended
+            pass
+        finally:
+            self._strangers.pop(writer, None)
+            self._idle.pop(writer, None)
+            self._busy.discard(writer)
+            if not writer.is_closing():
+                writer.transport.abort()
+
+    def _make_room(self) -> bool:
+        """Close the oldest stranger's connection if there are too many, or a program's idle one."""
+        total = len(self._strangers) + len(self._idle) + len(self._busy)
+        if len(self._strangers) < self._limits.strangers and total < self._limits.connections:
+            return True
+        for waiting in (self._strangers, self._idle):
+            if waiting:
+                oldest = next(iter(waiting))
+                del waiting[oldest]
+                oldest.transport.abort()
+                return True
+        return False
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request and its answer; whether the connection stays."""
+        try:
+            head = await self._head(reader, known=writer in self._idle)
+            answer = self._admit(head.method, head.path)
+        except CallError as error:
+            await self._send(writer, Reply.of_error(error, last=True), stays=False)
+            await self._drop(reader, writer)
+            return False
+        self._strangers.pop(writer, None)
+        self._idle.pop(writer, None)
+        self._busy.add(writer)
+        try:
+            reply = await self._answered(answer, reader, writer, head)
+        except CallError as error:  # of the body: what follows on this connection is unknown
+            reply = Reply.of_error(error, last=True)
+        stays = head.stays and not reply.last
+        await self._send(writer, reply, stays=stays)
+        if reply.last and reply.status >= 400:
+            await self._drop(reader, writer)
+        return stays
+
+    async def _answered(
+        self, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: _Head
+    ) -> Reply:
+        length = self._length(head)
+        async with self._bodies.taken(length, self._limits.body_seconds):
+            if length and head.headers.get("expect", "").lower() == "100-continue":
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            pending = answer(await self._body(reader, length))
+        return await pending
+
+    # Requests
+
+    async def _head(self, reader: asyncio.StreamReader, *, known: bool) -> _Head:
+        limits = self._limits
+        try:
+            async with asyncio.timeout(limits.idle_seconds if known else limits.head_seconds):
+                raw = await reader.readuntil(b"\r\n\r\n")
+        except TimeoutError:
+            raise _EndedError from None
+        except asyncio.IncompleteReadError:
+            raise _EndedError from None
+        except asyncio.LimitOverrunError:
+            raise CallError(431, f"the head of the request has more than {limits.head} bytes") from None
+        first, *lines = raw[:-4].decode("latin-1").split("\r\n")
+        if len(raw) > limits.head or len(lines) > limits.headers:
+            raise CallError(431, f"the head has more than {limits.head} bytes or {limits.headers} headers")
+        found = _REQUEST_LINE.fullmatch(first)
+        if found is None:
+            raise CallError(400, "the first line is not that of an HTTP/1.1 request")
+        headers: dict[str, str] = {}
+        for line in lines:
+            header = _HEADER.fullmatch(line)
+            name = "" if header is None else header[1].lower()
+            if header is None or any(letter in header[2] for letter in "\r\n\0"):
+                raise CallError(400, "a line of the head is not a header")
+            if name in headers and name in ("content-length", "transfer-encoding", "host"):
+                raise CallError(400, f"two headers {name}")
+            headers[name] = header[2]
+        asked = headers.get("connection", "keep-alive" if found[3] == "1" else "close")
+        return _Head(found[1], found[2], headers, stays="close" not in asked.lower())
+
+    def _length(self, head: _Head) -> int:
+        if "transfer-encoding" in head.headers:
+            raise CallError(411, "give the length of the body (Content-Length); chunks are not supported")
+        given = head.headers.get("content-length", "0")
+        if _LENGTH.fullmatch(given) is None:
+            raise CallError(400, "Content-Length is not a number of bytes")
+        if int(given) > self._limits.body:
+            raise CallError(413, f"a body of {int(given)} bytes; {self._limits.body} are allowed")
+        return int(given)
+
+    async def _body(self, reader: asyncio.StreamReader, length: int) -> bytes:
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                return await reader.readexactly(length)
+        except TimeoutError:
+            raise CallError(408, f"the body took more than {self._limits.body_seconds:g} s") from None
+        except asyncio.IncompleteReadError:
+            raise _EndedError from None
+
+    # Answers
+
+    async def _send(self, writer: asyncio.StreamWriter, reply: Reply, *, stays: bool) -> None:
+        writer.write(
+            f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}\r\nContent-Type: {reply.kind}\r\n"
+            f"Content-Length: {len(reply.data)}\r\nConnection: {'keep-alive' if stays else 'close'}\r\n\r\n".encode()
+            + reply.data
+        )
+        try:
+            async with asyncio.timeout(self._limits.answer_seconds):
+                await writer.drain()
+        except TimeoutError:
+            raise _EndedError from None
+
+    async def _drop(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read on for a moment: a connection that is closed with unread bytes is reset, and the answer is lost."""
+        left = self._limits.dropped
+        with contextlib.suppress(TimeoutError, OSError):
+            if writer.can_write_eof():
+                writer.write_eof()
+            async with asyncio.timeout(self._limits.dropped_seconds):
+                while left > 0 and (piece := await reader.read(min(left, _PIECE))):
+                    left -= len(piece)
+
+
+class _Budget:
+    """Bytes that requests share."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._freed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, number: int, seconds: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(seconds):
+                while self._left < number:
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            raise CallError(503, "the bodies of other requests fill the memory for them; ask again") from None
+        self._left -= number
+        try:
+            yield
+        finally:
+            self._left += number
+            self._freed.set()

@@ -1,0 +1,212 @@
+"""Rows of the data as the model sees them: what `padfree data show` prints.
+
+    row        train.jsonl:17
+    sample     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n | Hello<|im_end|> | \\n
+    trained    0                                                        | 1              | 0
+    messages   1 user: tokens 3 to 4      2 assistant: tokens 9 to 11, 2 of them trained
+
+The samples come from the same call that loads the data of a run, so that settings, limits and the cache of tokens are
+those of the run. Text is decoded from the tokens. Where a message stands is found by rendering its row once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.batch import Sample
+from padfree.config import Config, DataConfig
+from padfree.data.chat import RenderedSample
+from padfree.data.conversation import Conversation
+from padfree.data.fields import resolve
+from padfree.data.formats import SFT_SCHEMA
+from padfree.data.records import labelled
+from padfree.data.settings import SFTDataSettings
+from padfree.data.sources import open_sources, record_of
+from padfree.data.tokenize import RowTokenizer
+from padfree.rollout import Prompt
+from padfree.train.training_data import TrainingData, text_settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Neighbouring tokens that are all trained, or all not."""
+
+    text: str
+    trained: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShownMessage:
+    """Where the text of a message stands in a sample: tokens `first` to `end`, the latter left out."""
+
+    number: int  # in the row, from 1
+    role: str
+    first: int
+    end: int
+    num_trained: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShownSample:
+    """One sample, or one prompt that responses are sampled for."""
+
+    name: str
+    parts: tuple[Part, ...]
+    messages: tuple[ShownMessage, ...] = ()
+    facts: Mapping[str, Any]  # what else the sample carries: its reward, how long a response may be
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(part.num_tokens for part in self.parts if part.trained)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShownRow:
+    """A row of a file and the samples that it makes."""
+
+    place: str
+    samples: tuple[ShownSample, ...]
+
+
+def shown_rows(
+    config: Config, source: TrainingData, tokenizer: Any, *, first: str | int = 1, count: int = 1
+) -> list[ShownRow]:
+    """`count` rows from `first` on: its number among the rows that are used, from 1, or its `file:line`."""
+    rows = _rows(source)
+    begin = _number(rows, first)
+    return [
+        ShownRow(
+            place=place,
+            samples=tuple(_sample(config, source.samples[index], tokenizer, place) for index in indices),
+        )
+        for place, indices in rows[begin : begin + count]
+    ]
+
+
+def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
+    """The rows that are used, each with the indexes of its samples."""
+    found: list[tuple[str, list[int]]] = []
+    for index in range(len(source.samples)):
+        place = _row_of(source.place(index))
+        if found and found[-1][0] == place:
+            found[-1][1].append(index)
+        else:
+            found.append((place, [index]))
+    return found
+
+
+def _row_of(place: str) -> str:
+    """The file and line of a sample, without its turn."""
+    before, turn, number = place.rpartition(" turn ")
+    return before if turn and number.isdigit() else place
+
+
+def _number(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
+    text = str(first)
+    if text.isascii() and text.isdigit():
+        if not 1 <= int(text) <= len(rows):
+            raise ValueError(f"--row: {text}; give 1 to {len(rows)}, or a file and line such as {rows[0][0]}")
+        return int(text) - 1
+    names = [place for place, _ in rows]
+    if text not in names:
+        raise ValueError(
+            f"--row: {text} is not among the {len(rows)} rows that are used; give a number from 1 to {len(rows)}, or a "
+            f"file and line such as {rows[0][0]}"
+        )
+    return names.index(text)
+
+
+def _sample(config: Config, sample: Sample | Prompt, tokenizer: Any, place: str) -> ShownSample:
+    if isinstance(sample, Prompt):
+        mask = np.zeros(len(sample.tokens), np.bool_)
+        facts: dict[str, Any] = {"response": f"at most {sample.room} tokens, written by the model"}
+        return ShownSample(name=sample.uid, parts=_parts(sample.tokens, mask, tokenizer), facts=facts)
+    facts = {
+        name: value
+        for name in ("reward", "raw_reward", "group")
+        if (value := getattr(sample, name)) is not None and value != place
+    }
+    return ShownSample(
+        name=str(sample.uid),
+        parts=_parts(sample.tokens, sample.mask, tokenizer),
+        messages=_messages(config, sample, tokenizer, place),
+        facts=facts,
+    )
+
+
+def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any) -> tuple[Part, ...]:
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    if tokenizer is None:
+        texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in pairwise(borders)]
+    else:
+        # A tokenizer may decode a part otherwise than inside the whole: without the space that it begins with, say.
+        whole = [_decoded(tokenizer, tokens[:border]) for border in borders]
+        texts = [after[len(before) :] for before, after in pairwise(whole)]
+    return tuple(
+        Part(text=text, trained=bool(mask[a]), num_tokens=b - a)
+        for text, (a, b) in zip(texts, pairwise(borders), strict=True)
+        if b > a
+    )
+
+
+def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
+    """Where the messages of a conversation stand; nothing for other rows, and where tokens do not tell characters."""
+    if config.loss.command not in ("sft", "distill") or tokenizer is None or not tokenizer.is_fast:
+        return ()
+    name, _, line = place.rpartition(":")
+    for label, data in _readings(config):
+        settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data))
+        tokenize = RowTokenizer(tokenizer, settings)
+        for source in open_sources(list(data.path), split=settings.split, subset=settings.subset):
+            first = source.first_row()
+            if first is None or name != (source.name if label is None else labelled(label, source.name)):
+                continue
+            fields = resolve(first, settings.columns, SFT_SCHEMA, source.name, tokenize.reader.template_names)
+            for chunk in source.chunks(fields.needed):
+                if int(line) in chunk.numbers:
+                    row = record_of(chunk.records[chunk.numbers.index(int(line))])
+                    return _placed(tokenize.rendered(row, fields), sample, tokenizer)
+    return ()
+
+
+def _readings(config: Config) -> list[tuple[str | None, DataConfig]]:
+    """The settings of each source of a mixture by its name, or those of the whole data."""
+    if not config.data.sources:
+        return [(None, config.data)]
+    return [(source.label, config.data.of_source(source)) for source in config.data.sources]
+
+
+def _placed(
+    rendered: Sequence[tuple[Conversation, RenderedSample]], sample: Sample, tokenizer: Any
+) -> tuple[ShownMessage, ...]:
+    tokens = sample.tokens.tolist()
+    for conversation, one in rendered:
+        encoded = tokenizer(one.text, add_special_tokens=False, return_offsets_mapping=True)
+        if encoded["input_ids"][: len(tokens)] != tokens:
+            continue
+        offsets = np.array(encoded["offset_mapping"][: len(tokens)], dtype=np.int64).reshape(-1, 2)
+        found = []
+        for index, (start, end) in one.messages:
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            if len(inside):
+                first, last = int(inside[0]), int(inside[-1]) + 1
+                trained = int(sample.mask[first:last].sum())
+                role = conversation.messages[index]["role"]
+                found.append(ShownMessage(number=index + 1, role=role, first=first, end=last, num_trained=trained))
+        return tuple(found)
+    return ()

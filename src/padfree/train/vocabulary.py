@@ -1,0 +1,91 @@
+"""Whether the models of a run mean the same tokens by the same ids.
+
+    run          tokenizer of model.tokenizer, or of model.path      "cat" -> 17
+    other model  its own tokenizer, in its folder                    "cat" -> 17, or it is refused
+
+The policy, the reference, the teacher and the critic are all given ids of the run's tokenizer. So every token of that
+tokenizer must have the same id in the tokenizer of each of them; they may have more tokens. The vocabularies are
+compared, added tokens included, and not the files, because one vocabulary can be stored in several ways. A reward
+model is given text, which it tokenises itself, so that it may have any tokenizer.
+
+The trained model may lack tokens of `model.tokenizer`, whose embeddings the run then trains from what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from padfree.config import Config
+from padfree.config.hub import GIVEN_TEXT, named_models
+from padfree.train.training_data import has_tokenizer, open_tokenizer
+
+
+def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Refuse a model whose tokenizer has other ids; lines that say what is assumed where there is none to compare."""
+    own_name = config.model.tokenizer or config.model.path
+    compared = {_place(own_name)}
+    for setting, name in named_models(config).items():
+        if setting in GIVEN_TEXT or setting == "model.tokenizer" or _place(name) in compared:
+            continue
+        compared.add(_place(name))
+        trained = setting == "model.path"
+        if trained and (config.model.init == "random" or Path(name).is_file()):
+            continue  # it has learned no ids yet
+        other = _tokenizer_of(name, setting, config.model.trust_remote_code)
+        if tokenizer is None or other is None:
+            missing = own_name if tokenizer is None else name
+            same = f"token ids are taken to mean the same in {name} and {own_name}"
+            yield f"{setting}: {missing} has no tokenizer; {same}"
+            continue
+        note = compare(tokenizer.get_vocab(), other.get_vocab(), setting, name, own_name, may_lack=trained)
+        if note is not None:
+            yield note
+
+
+def compare(
+    own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
+) -> str | None:
+    """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id there, or none.
+
+    With `may_lack` tokens that it lacks are a line to say, unless their ids are those of other tokens.
+    """
+    if own.items() <= other.items():
+        return None
+    differs = sorted((index, token) for token, index in own.items() if other.get(token) != index)
+    lacks = [(index, token) for index, token in differs if token not in other]
+    if may_lack and len(lacks) == len(differs) and not {index for index, _ in lacks} & set(other.values()):
+        index, token = lacks[0]
+        return (
+            f"model.tokenizer: {own_name} has {len(lacks):,} tokens that the tokenizer of {name} does not have, the "
+            f"first is {token!r} ({index}); their embeddings are not trained yet"
+        )
+    index, token = differs[0]
+    there = str(other[token]) if token in other else "unknown"
+    more = f", and {len(differs) - 1:,} more differ" if len(differs) > 1 else ""
+    if may_lack:
+        raise ValueError(
+            f"model.tokenizer: {own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in "
+            f"the former, {there} in the latter{more}; leave it out, or give a tokenizer with the ids of the model"
+        )
+    only_lacks = len(lacks) == len(differs)
+    cure = f", or set model.tokenizer={name} if the trained model knows its tokens" if only_lacks else ""
+    raise ValueError(
+        f"{setting}: {name} has other token ids than {own_name}: {token!r} is {there} in the former, {index} in the "
+        f"latter{more}; give a model with the same vocabulary{cure}"
+    )
+
+
+def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
+    """None: there is none."""
+    if Path(name).exists():
+        return open_tokenizer(name, setting, trust_remote_code) if has_tokenizer(name) else None
+    try:
+        return open_tokenizer(name, setting, trust_remote_code)
+    except ValueError:
+        return None  # whether the Hub has its files shows only when they are asked for
+
+
+def _place(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name

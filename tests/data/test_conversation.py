@@ -1,0 +1,179 @@
+"""Messages in the spellings that people bring become one, or the row is refused with the message and the field."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from typing import Any
+
+import pytest
+
+from padfree.data.conversation import Conversation, read_conversation
+from padfree.data.records import RowError
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def read(*messages: Any, **keywords: Any) -> Conversation:
+    return read_conversation(list(messages), "messages", **keywords)
+
+
+def test_openai_and_sharegpt_as_objects_and_as_json_text_are_the_same() -> None:
+    wanted = read({"role": "system", "content": "Be brief."}, USER, ASSISTANT)
+    sharegpt = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello"},
+    ]
+    assert read(*sharegpt) == wanted
+    assert read_conversation(json.dumps(sharegpt), "conversations") == wanted
+    assert read(USER, ASSISTANT, system="Be brief.") == wanted
+    assert read(USER, ASSISTANT, system="").messages == (USER, ASSISTANT)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CALL,
+        {"function": {"name": "add", "arguments": '{"a": 1}'}},
+        {"name": "add", "arguments": {"a": 1, "b": None}},
+        {"name": "add", "parameters": '{"a": 1}', "index": 0},
+    ],
+)
+def test_a_tool_call_in_any_spelling(call: dict[str, Any]) -> None:
+    wanted = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert read({"role": "assistant", "content": None, "tool_calls": [call]}).messages == (wanted,)
+    assert read({"role": "assistant", "tool_calls": json.dumps([call])}).messages == (wanted,)
+    assert read({"from": "function_call", "value": json.dumps(call)}).messages == (wanted,)
+    function = call.get("function", call)
+    legacy = {key: function[key] for key in ("name", "arguments") if key in function}
+    if "arguments" in legacy:
+        assert read({"role": "assistant", "content": None, "function_call": legacy}).messages == (wanted,)
+
+
+def test_nulls_are_missing_keys_except_in_json_text_and_in_lists() -> None:
+    objects = {"name": "f", "arguments": {"a": None, "b": {"c": None, "d": [None, 1]}}}
+    text = {"name": "f", "arguments": '{"a": null}'}
+    (message,) = read({"role": "assistant", "content": None, "name": None, "tool_calls": [objects, text]}).messages
+    assert "name" not in message
+    arguments = [call["function"]["arguments"] for call in message["tool_calls"]]
+    assert arguments == [{"b": {"d": [None, 1]}}, {"a": None}]
+    properties = {"a": {"type": "string", "enum": None}, "b": None}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    assert read(USER, tools=[tool]).tools == [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
+    ]
+
+
+def test_tools_as_json_text_without_their_wrapping_and_as_a_list_of_texts() -> None:
+    bare = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    wanted = [{"type": "function", "function": bare}]
+    for tools in (wanted, [bare], json.dumps(wanted), json.dumps([bare]), [json.dumps(bare)]):
+        assert read(USER, tools=tools).tools == wanted
+    for nothing in (None, [], "", "[]"):
+        assert read(USER, tools=nothing).tools is None
+
+
+def test_parts_of_text_are_joined_and_other_parts_refused() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}, "c"]
+    assert read({"role": "user", "content": parts}).messages[0]["content"] == "a bc"
+    parquet = [{"type": "text", "text": "a", "image_url": None}]
+    assert read({"role": "user", "content": parquet}).messages[0]["content"] == "a"
+    for kind in ("image_url", "image", "input_audio", "video", "file", "thinking", "refusal", "tool_use"):
+        with pytest.raises(RowError, match=rf"messages\[0\]\.content\[1\]\.type is '{kind}'; expected text"):
+            read({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: "x"}]})
+
+
+def test_weight_zero_is_not_trained() -> None:
+    conversation = read(USER, {**ASSISTANT, "weight": 0}, USER, {**ASSISTANT, "weight": 1}, system="s")
+    assert conversation.untrained == {2}
+    assert all("weight" not in message for message in conversation.messages)
+    for weight in (0.5, 2, -1, True, "0"):
+        with pytest.raises(RowError, match=r"messages\[1\]\.weight is .*; expected 0 \(not trained\) or 1"):
+            read(USER, {**ASSISTANT, "weight": weight})
+    assert read({**USER, "weight": 0}, ASSISTANT).untrained == {0}
+    with pytest.raises(RowError, match=r"messages\[0\]\.weight is 1, and the message is of role 'user'"):
+        read({**USER, "weight": 1}, ASSISTANT)
+
+
+def test_thoughts_have_one_name_and_metadata_is_left_out() -> None:
+    wanted = ({**ASSISTANT, "reasoning_content": "Hm."},)
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert read({**ASSISTANT, name: "Hm."}).messages == wanted
+    assert read({**ASSISTANT, "reasoning": "Hm.", "thinking": "Hm."}).messages == wanted
+    with pytest.raises(RowError, match="has different texts in reasoning_content and thinking"):
+        read({**ASSISTANT, "reasoning_content": "Hm.", "thinking": "Ah."})
+    assert read({**USER, "id": "7", "timestamp": 3.5, "uuid": "u", "created_at": "now"}).messages == (USER,)
+    assert read({**USER, "annotations": [], "refusal": None, "name": "", "extra": {}}).messages == (USER,)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("Hi", r"'messages' is 'Hi'; expected a list of messages, or one as JSON text"),
+        ('{"role": "user"}', r"'messages' is .*; expected a list of messages"),
+        (None, r"'messages' is null; expected a list of messages"),
+        ("[]", r"'messages' is empty"),
+        ([{"from": "narrator", "value": "x"}], r"messages\[0\]\.from is 'narrator'; expected one of human"),
+        ([{"from": "human"}], r"messages\[0\]\.value is null; expected a string"),
+        ([{"from": "human", "content": "x"}], r"messages\[0\] has 'from' and 'content'"),
+        ([{"from": "function_call", "value": "add(1)"}], r"messages\[0\]\.value is 'add\(1\)', which is not JSON"),
+        ([{**ASSISTANT, "tool_calls": [5]}], r"messages\[0\]\.tool_calls\[0\] is 5; expected an object"),
+        ([{**ASSISTANT, "tool_calls": [{"name": " "}]}], r"tool_calls\[0\]\.function\.name is ' '"),
+        ([{**ASSISTANT, "tool_calls": [{"name": "f", "arguments": "x"}]}], r"arguments is 'x', which is not JSON"),
+        ([{**ASSISTANT, "tool_calls": [{"name": "f", "arguments": "[1]"}]}], r"arguments is a list of 1; expected an"),
+        ([{**ASSISTANT, "tool_calls": [{"name": "f", "arguments": [("a", 1)]}]}], r"arguments is a list of 1"),
+        ([{**ASSISTANT, "tool_calls": [{"type": "custom", "custom": {}}]}], r"type is 'custom'; expected 'function'"),
+        ([{**ASSISTANT, "x": float("nan")}], r"messages\[0\]\.x is nan; expected a finite number"),
+        ([{**ASSISTANT, "x": {1: 2}}], r"messages\[0\]\.x has the key 1; expected strings"),
+        ([{**ASSISTANT, "x": datetime.date(2020, 1, 1)}], r"messages\[0\]\.x is of type date; expected a JSON value"),
+        ([{**ASSISTANT, "x": b"x"}], r"messages\[0\]\.x is of type bytes"),
+        ([{**ASSISTANT, "x": decimal.Decimal(1)}], r"messages\[0\]\.x is of type Decimal"),
+        ([{**ASSISTANT, "x": "\udc00"}], r"messages\[0\]\.x' has a lone surrogate"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], r"content\[0\]\.text is 5; expected a string"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}], r"content\[0\] has 'b' beside"),
+        (
+            [
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "name": "f"}]},
+                {"role": "tool", "tool_call_id": "b", "content": "x"},
+            ],
+            r"messages\[1\]\.tool_call_id is 'b'; expected the id of an earlier call",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(messages: Any, words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        read_conversation(messages, "messages")
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ("f", r"'tools' is 'f'; expected a list of tools"),
+        ({"name": "f"}, r"'tools' is an object; expected a list of tools"),
+        ([5], r"tools\[0\] is 5; expected an object"),
+        ([{"type": "function"}], r"tools\[0\]\.function is null; expected an object with a name"),
+        ([{"type": "function", "function": {"description": "d"}}], r"tools\[0\]\.function is an object; expected"),
+    ],
+)
+def test_tools_that_cannot_be_read_are_named(tools: Any, words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        read(USER, tools=tools)
+
+
+def test_deep_nesting_is_refused() -> None:
+    deep: Any = 1
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(RowError, match="nested more than 64 levels deep"):
+        read({**USER, "x": deep})
+    with pytest.raises(RowError, match="expected a list of messages"):
+        read_conversation("[" * 100_000, "messages")
+
+
+def test_two_system_prompts_are_refused() -> None:
+    with pytest.raises(RowError, match=r"messages\[0\] is a system message, and the row has a system prompt"):
+        read({"role": "system", "content": "a"}, USER, system="b")

@@ -1,0 +1,108 @@
+"""The words of `rollout.agent`: which columns they name, and which of them would run data as code."""
+
+from __future__ import annotations
+
+import pytest
+
+from padfree.rollout.environment.command import LONGEST_WORD, check_command, check_row, column_names, filled
+
+ROW = {"question": "2+2?", "answer": 4, "tags": ["a", "ü"], "empty": None}
+
+
+def test_columns_take_the_place_of_their_names() -> None:
+    words = ["agent", "{question}", "n={answer}", "{tags}", "{{question}}", "{not a name}", "{}"]
+    assert column_names(words) == ["question", "answer", "tags"]
+    assert filled(words, ROW) == ["agent", "2+2?", "n=4", '["a", "ü"]', "{question}", "{not a name}", "{}"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("{qestion}", r"rollout.agent: \{qestion\}, but d.jsonl:3 has question, .*; did you mean \{question\}\?"),
+        ("x{xyz}", r"rollout.agent: \{xyz\}, but d.jsonl:3 has .*; name a column that every row has"),
+        ("{empty}", r"rollout.agent: \{empty\}, but d.jsonl:3 has no value there"),
+    ],
+)
+def test_a_column_that_a_row_does_not_have(word: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_row(["agent", word], ROW, "d.jsonl:3")
+
+
+def test_values_that_no_argument_can_have() -> None:
+    check_row(["agent", "{q}"], {"q": "x" * LONGEST_WORD}, "d.jsonl:1")
+    with pytest.raises(ValueError, match=r"has 131072 bytes in d.jsonl:1, an argument at most"):
+        check_row(["agent", "{q}"], {"q": "x" * (LONGEST_WORD + 1)}, "d.jsonl:1")
+    with pytest.raises(ValueError, match=r"zero character in d.jsonl:1"):
+        check_row(["agent", "{q}"], {"q": "a\0b"}, "d.jsonl:1")
+
+
+RUN_AS_CODE = [
+    ["sh", "-c", "agent {question}"],
+    ["/bin/bash", "-lc", "agent '{question}'"],
+    ["zsh", "-c", "{question}"],
+    ["dash", "-ec", "x={question}; agent"],
+    ["bash", "-e", "-c", "agent {question}"],
+    ["bash", "-o", "pipefail", "-c", "agent {question} | tail -1"],
+    ["bash", "-c{question}"],
+    ["newsh", "-c", "agent {question}"],  # a shell that no list has
+    ["pwsh", "-Command", "agent {question}"],
+    ["cmd.exe", "/c", "agent {question}"],
+    ["env", "sh", "-c", "agent {question}"],
+    ["env", "A=1", "nice", "-n", "5", "bash", "-c", "agent {question}"],
+    ["env", "-S", "agent {question}"],
+    ["timeout", "5", "sh", "-c", "agent {question}"],
+    ["unknown-wrapper", "--", "bash", "-c", "agent {question}"],
+    ["docker", "exec", "repo/image", "sh", "-c", "agent {question}"],
+    ["python", "-c", "print('{question}')"],
+    ["/usr/bin/python3.11", "-X", "dev", "-c", "print('{question}')"],
+    ["python", "-m", "{question}"],
+    ["python", "{question}"],
+    ["perl", "-ne", "print '{question}'"],
+    ["perl", "-e", "1", "-e", "print '{question}'"],
+    ["node", "--eval={question}"],
+    ["node", "-r", "./setup.js", "-e", "ask('{question}')"],
+    ["ruby", "-e", "ask('{question}')"],
+    ["awk", "{question}"],
+    ["sed", "s/x/{question}/"],
+    ["psql", "-c", "select '{question}'"],
+    ["ssh", "host", "agent", "{question}"],
+    ["xargs", "agent", "{question}"],
+    ["eval", "agent {question}"],
+    ["{question}", "x"],
+    ["tools/{question}", "x"],
+    ["bash"],  # the row is its standard input
+    ["sh", "-s"],
+    ["python", "-"],
+    ["env", "python3"],
+]
+SAFE = [
+    ["python", "agent.py", "{question}"],
+    ["python", "-u", "-X", "dev", "agent.py", "-c", "{question}"],
+    ["python", "-m", "agent", "{question}"],
+    ["python", "-c", "import sys; print(sys.argv[1])", "{question}"],
+    ["sh", "-c", 'agent "$1"', "sh", "{question}"],
+    ["bash", "-e", "run.sh", "{question}"],
+    ["bash", "./run", "--text={question}"],
+    ["env", "A=1", "python", "agent.py", "{question}"],
+    ["uv", "run", "agent.py", "--language", "python", "{question}"],
+    ["docker", "run", "repo/image", "{question}"],
+    ["docker", "exec", "box", "python", "/app/agent.py", "{question}"],
+    ["agent", "-c", "{question}"],
+    ["agent", "--language", "python", "{question}"],
+    ["./agent.sh", "-c", "{question}"],
+    ["flash", "{question}"],
+    ["python", "-c", ""],
+    ["node", "agent.js", "{question}"],
+    ["sh", "-c", "agent {{question}}"],
+]
+
+
+@pytest.mark.parametrize("words", RUN_AS_CODE, ids=" ".join)
+def test_data_is_not_run_as_code(words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"^rollout.agent: .* data would be run as code; give a program"):
+        check_command(words)
+
+
+@pytest.mark.parametrize("words", SAFE, ids=" ".join)
+def test_arguments_of_a_program_are_safe(words: list[str]) -> None:
+    check_command(words)

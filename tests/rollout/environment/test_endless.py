@@ -1,0 +1,423 @@
+"""Episodes, rewards and programs that exit, never return, or do not want to end: one line, as `on_failure` says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from padfree.data import Reward
+from padfree.rollout import Prompt, Response
+from padfree.rollout.environment import Policy, Trajectory
+from padfree.rollout.environment.agent import agent_episode
+from padfree.rollout.environment.judge import Judge
+from padfree.rollout.within import DaemonPool, call_within
+from padfree.rollout.writer import RolloutWriter
+from tests.rollout.environment.environment_cases import CHAT, play, prompt, tokenizer
+
+LIMIT = 0.7
+HERE = "tests.rollout.environment.rewards"
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class OwnExit(BaseException):
+    pass
+
+
+async def exits(which: str, policy: Policy) -> Any:
+    async def leave() -> None:
+        sys.exit(3)
+
+    match which:
+        case "a":
+            sys.exit(0)
+        case "b":
+            raise KeyboardInterrupt
+        case "c":
+            raise asyncio.CancelledError
+        case "d":
+            raise GeneratorExit
+        case "e":
+            raise OwnExit("own")
+        case "f":
+            raise UnspeakableError
+        case "g":
+            await asyncio.gather(leave(), asyncio.sleep(0.01))
+        case "h":
+            await asyncio.to_thread(sys.exit, 4)
+        case "i":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(leave())
+        case "j":
+            current = asyncio.current_task()
+            assert current is not None
+            current.cancel()
+            await asyncio.sleep(10)
+        case "k":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(100)
+        case "l":
+            asyncio.get_running_loop().stop()
+        case "m":
+            asyncio.get_running_loop().call_soon(sys.exit, 5)
+            await asyncio.sleep(0.01)
+        case "n":
+            return policy.trajectory(1.0, metrics={"a": "x"})  # type: ignore[dict-item]
+        case "o":
+            return policy.trajectory(answer=7)  # type: ignore[arg-type]
+        case "p":
+            await policy.generate(max_tokens=1.5)  # type: ignore[arg-type]
+        case "r":
+            while True:
+                await policy.branch().generate()
+        case "s":
+            raise StopAsyncIteration
+        case "t":
+            policy.add("\ud800")
+        case "u":
+            raise ValueError("two\nlines")
+        case "v":
+            return policy.trajectory(1.0, metrics={"a": None})  # type: ignore[dict-item]
+    return None
+
+
+FAILURES = {
+    "a": "raised SystemExit: 0",
+    "b": "raised KeyboardInterrupt: no message",
+    "c": "raised CancelledError",
+    "d": "raised GeneratorExit",
+    "e": "raised OwnExit: own",
+    "f": "raised UnspeakableError",
+    "g": "raised SystemExit: 3",
+    "h": "raised SystemExit: 4",
+    "i": "raised SystemExit: 3",
+    "j": "raised CancelledError",
+    "k": r"took more than 0.7 s \(rollout.episode_timeout\)",
+    "n": "raised ValueError: could not convert string to float: 'x'",
+    "o": "7 as an answer; give a text",
+    "p": "generate with max_tokens 1.5; give an integer",
+    "r": "has asked for tokens 50 times",
+    "s": "raised StopAsyncIteration",
+    "t": "raised ",
+    "u": "raised ValueError: two",
+    "v": "raised TypeError",
+}
+UNHARMED = "lm"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("padfree.rollout.environment.runner.GRACE", 0.2)
+    monkeypatch.setattr("padfree.rollout.environment.runner.MOST_TURNS", 50)
+    monkeypatch.setattr("padfree.rollout.environment.loop_thread.CLOSING", 2.0)
+
+
+async def episode(task: Prompt, policy: Policy) -> Trajectory:
+    await policy.generate()
+    return await exits(task.row["prompt"], policy) or policy.trajectory(1.0)
+
+
+@pytest.mark.parametrize("which", [*FAILURES, *UNHARMED])
+def test_whatever_an_episode_raises_is_its_failure(which: str) -> None:
+    """The others are played to their end, and so is the next batch."""
+    names = ["x", which, "y", "z"]
+    played = play(episode, lambda *_: "x$", *map(prompt, names), timeout=LIMIT, skips=True, most=2)
+    failed = [one.failure for one in played]
+    if which in UNHARMED:
+        assert failed == [None] * 4
+        return
+    assert [one is None for one in failed] == [True, False, True, True]
+    assert re.search(FAILURES[which], str(failed[1]))
+    assert "\n" not in str(failed[1])
+
+
+@pytest.mark.parametrize("which", ["a", "c", "i", "k"])
+def test_without_skipping_it_ends_the_run_with_a_line(which: str) -> None:
+    with pytest.raises(ValueError, match=FAILURES[which]) as caught:
+        play(episode, lambda *_: "x$", *map(prompt, ("x", which)), timeout=LIMIT)
+    assert re.match(
+        r"rollout.environment: tests:episode .*; correct it, or set rollout.on_failure=skip$", str(caught.value)
+    )
+
+
+def test_a_loop_that_an_episode_could_not_end_leaves_no_messages(capfd: pytest.CaptureFixture[str]) -> None:
+    test_whatever_an_episode_raises_is_its_failure("k")
+    assert "destroyed" not in capfd.readouterr().err
+
+
+# Rewards without processes
+
+
+def sleeps(response: str, row: Any) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+def computes(response: str, row: Any) -> float:
+    while True:
+        pass
+
+
+def backtracks(response: str, row: Any) -> float:
+    return float(re.match(r"(a+)+$", "a" * 40 + "b") is None)
+
+
+def catches_errors(response: str, row: Any) -> float:
+    try:
+        time.sleep(600)
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def catches_all(response: str, row: Any) -> float:
+    try:
+        time.sleep(600)
+    except:  # noqa: E722
+        return 0.0
+    return 1.0
+
+
+def makes_it_another(response: str, row: Any) -> float:
+    try:
+        time.sleep(600)
+    except BaseException as error:
+        raise ValueError("reward: it went wrong") from error
+    return 1.0
+
+
+def waits(response: str, row: Any) -> float:
+    threading.Event().wait()
+    return 1.0
+
+
+def reads(response: str, row: Any) -> float:
+    inside, _ = os.pipe()
+    return float(len(os.read(inside, 1)))
+
+
+LATE = {
+    one.__name__: one
+    for one in (sleeps, computes, backtracks, catches_errors, catches_all, makes_it_another, waits, reads)
+}
+LINE = r"^reward: mine:late took more than 0.3 s \(rollout.episode_timeout\) for sample 'rows.jsonl:p'; correct"
+
+
+def writer() -> RolloutWriter:
+    made = object.__new__(RolloutWriter)
+    made.config = SimpleNamespace(rollout=SimpleNamespace(episode_timeout=0.3))  # type: ignore[assignment]
+    made.tokenizer, made.judge = tokenizer(), None
+    return made
+
+
+RESPONSE = Response(tokens=np.array([5]), logprobs=np.zeros(1, np.float32), ended=False, version=0)
+
+
+@pytest.mark.parametrize("which", LATE)
+def test_a_reward_that_does_not_return_ends_in_a_line(which: str) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ValueError, match=LINE):
+        writer()._all_rewarded([0], [RESPONSE], [prompt("p")], Reward("mine:late", LATE[which]))
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("which", ["sleeps", "waits"])
+def test_the_same_in_another_thread(which: str) -> None:
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            writer()._rewarded(0, RESPONSE, prompt("p"), Reward("mine:late", LATE[which]))
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert re.match(LINE, found[0])
+
+
+def test_a_reward_may_set_alarms_of_its_own() -> None:
+    """As libraries that grade mathematics do; they need the main thread."""
+
+    def grades(response: str, row: Any) -> float:
+        def ring(*_: Any) -> None:
+            raise TimeoutError
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(600)
+        except TimeoutError:
+            return 0.25
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        return 1.0
+
+    (one,) = writer()._all_rewarded([0], [RESPONSE], [prompt("p")], Reward("mine:grades", grades))
+    assert one.reward == 0.25
+
+
+def test_an_alarm_that_was_set_before_still_rings() -> None:
+    rung: list[float] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1.0))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        assert call_within(5.0, "late", lambda value: value + 1, 1) == 2
+        for _ in range(100):
+            if rung:
+                break
+            time.sleep(0.05)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rung
+
+
+def test_what_a_function_raises_is_raised_either_way() -> None:
+    def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        call_within(5.0, "late", fails)
+    found: list[type] = []
+
+    def run() -> None:
+        try:
+            call_within(5.0, "late", fails)
+        except KeyError as error:
+            found.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert found == [KeyError]
+
+
+def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
+    """One that is full of rewards that never return ends when the run does."""
+    code = (
+        "import time\nfrom padfree.rollout.within import DaemonPool\npool = DaemonPool(2, 'reward')\n"
+        "for _ in range(5): pool.submit(time.sleep, 6000)\npool.close()\nprint('ended')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    assert found.stdout == "ended\n"
+
+
+def test_a_pool_calls_all_that_it_is_given() -> None:
+    found: list[int] = []
+    done = threading.Semaphore(0)
+
+    def note(value: int) -> None:
+        found.append(value)
+        done.release()
+
+    pool = DaemonPool(3, "test")
+    for value in range(20):
+        pool.submit(note, value)
+    for _ in range(20):
+        assert done.acquire(timeout=20)
+    pool.close()
+    assert sorted(found) == list(range(20))
+
+
+# Rewards in processes
+
+
+def judged(name: str, *texts: str, seconds: float = 30.0) -> list[Any]:
+    async def run() -> list[Any]:
+        judge = Judge(SimpleNamespace(name=name), processes=1)  # type: ignore[arg-type]
+        found: list[Any] = []
+        try:
+            for text in texts:
+                try:
+                    async with asyncio.timeout(seconds):
+                        found.append(await judge(text, {"answer": "1"}, "a"))
+                except (ValueError, TimeoutError) as error:
+                    found.append(f"{type(error).__name__} {error}")
+        finally:
+            await judge.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_reward_that_reads_its_input_does_not_read_the_questions() -> None:
+    assert judged(f"{HERE}:reads_input", "12", "1") == [0.25, 0.125]
+
+
+def test_a_module_that_cannot_be_imported_in_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_rewards.py").write_text("raise OSError('no licence')\n")
+    first, second = judged("late_rewards:reward", "1", "2")
+    assert first == second
+    assert re.match(
+        r"ValueError reward: .*importing late_rewards raised OSError: no licence; correct the module", first
+    )
+
+
+def test_a_module_that_hangs_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hanging_rewards.py").write_text("import time\ntime.sleep(600)\n")
+    assert judged("hanging_rewards:reward", "1", seconds=1.0) == ["TimeoutError "]
+
+
+# Programs
+
+PROGRAMS = {
+    "ignores SIGTERM": ("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)", "took more than"),
+    "closes its output and lives": ("import os, time; os.close(1); os.close(2); time.sleep(600)", "took more than"),
+    "prints without end": ("while True: print('x' * 65536)", r"printed more than 16777216 bytes; print the answer"),
+    "fills its standard error": ("import sys; sys.stderr.write('e' * 10**7); print('done')", None),
+    "reads nothing": ("print('done')", None),
+    "leaves a program with its pipes": (
+        "import subprocess; subprocess.Popen(['sleep', '600']); print('done')",
+        None,
+    ),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", "ended with code -9"),
+    "exits by a code": ("import sys; sys.exit('why')", "ended with code 1: why"),
+}
+
+
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_programs_that_do_not_end_as_they_should(which: str) -> None:
+    code, failure = PROGRAMS[which]
+    call = (
+        "import json, os, urllib.request as u\n"
+        "u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions',"
+        "json.dumps({'messages': [{'role': 'user', 'content': 'q'}]}).encode())).read()\n"
+    )
+    (played,) = play(
+        agent_episode([sys.executable, "-c", call + code]),
+        lambda *_: "x$",
+        prompt("q", room=200, long="r" * 300_000),
+        template=CHAT,
+        reward=lambda answer, row: float(answer == "done\n"),
+        timeout=1.5 if failure == "took more than" else 30.0,
+        skips=True,
+    )
+    if failure is None:
+        assert (played.failure, played.reward) == (None, 1.0)
+    else:
+        assert re.search(failure, str(played.failure))

@@ -1,0 +1,266 @@
+"""Every door for token ids from outside, with the same wrong ids at each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from padfree.rollout import Prompt, Response, SamplingRequest
+from padfree.rollout.engines import CheckedAheadSampler, CheckedSampler
+from padfree.rollout.environment import Policy, Trajectory
+from padfree.rollout.environment.policy import Words
+from padfree.rollout.token_ids import checked_ids, vocabulary_of
+from padfree.rollout.vllm.http import Drawing, Server, ServerLostError
+from tests.models import build
+from tests.rollout.environment.environment_cases import VOCABULARY, Scripted, ids, play, prompt, text, tokenizer
+
+SIZE = len(VOCABULARY)
+WRONG: dict[str, Any] = {
+    "above": [1, 2, 999_999],
+    "just above": [SIZE],
+    "negative": [3, -1],
+    "int32": [2**31],
+    "int64": [2**63],
+    "huge": [10**400],
+    "float": [1.0],
+    "nan": [float("nan")],
+    "true": [True],
+    "null": [None],
+    "text": ["1"],
+    "nested": [[1, 2]],
+    "numpy true": [np.True_],
+    "numpy float": [np.float32(1)],
+    "numpy, negative": [np.int64(-5)],
+    "array of floats": np.array([1.0, 2.0]),
+    "array of truth": np.array([True]),
+    "array of two dimensions": np.array([[1, 2]]),
+    "unsigned array": np.array([2**63], np.uint64),
+    "tensor, above": torch.tensor([SIZE]),
+    "bytes": b"\x01\x02",
+    "set": {1, 2},
+    "object": {1: 2},
+    "number": 7,
+    "nothing": None,
+}
+RIGHT: dict[str, Any] = {
+    "list": [0, SIZE - 1],
+    "none of them": [],
+    "tuple": (1, 2),
+    "numpy integers": [np.int32(1), np.uint8(2), np.int64(3)],
+    "array": np.array([1, 2], np.int16),
+    "tensor": torch.tensor([1, 2]),
+    "range": range(3),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_wrong_ids_are_refused(which: str) -> None:
+    with pytest.raises(ValueError, match=r"^door: .*; give .*ids") as caught:
+        checked_ids(WRONG[which], SIZE, "door")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 160
+
+
+@pytest.mark.parametrize("which", RIGHT)
+def test_right_ids_are_integers_of_python(which: str) -> None:
+    found = checked_ids(RIGHT[which], SIZE, "door")
+    assert all(type(token) is int for token in found)
+    assert found == [int(token) for token in RIGHT[which]]
+
+
+def test_rows_that_no_token_has_are_allowed() -> None:
+    """An embedding matrix is often padded: the policy can sample these rows, and programs send back what it sampled."""
+    assert vocabulary_of(build("qwen3", vocab_size=128)) == 128
+    words = Words(tokenizer(), None, SIZE + 10)
+    assert words.checked([SIZE + 9], "door") == [SIZE + 9]
+    with pytest.raises(ValueError, match=f"token id {SIZE + 10} at index 0; give ids from 0 to {SIZE + 9}"):
+        words.checked([SIZE + 10], "door")
+
+
+# The doors. Each is handed ids, and returns the line that refuses them; None: it took them.
+
+
+def environment(given: Any) -> str | None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        if task.row["prompt"] == "p":
+            policy.add(given)
+        await policy.generate()
+        return policy.trajectory(1.0)
+
+    first, second = play(episode, lambda *_: "x$", prompt("p"), prompt("q"), skips=True)
+    assert second.failure is None
+    return first.failure
+
+
+class Knowing(Scripted):
+    """One that answers whatever it is asked."""
+
+    def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
+        return [self._response("", request) for request in requests]
+
+
+def gateway(given: Any) -> str | None:
+    answers: list[str | None] = []
+
+    def call(url: str) -> str | None:
+        body = json.dumps({"prompt": given}).encode()
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=60).close()
+        except urllib.error.HTTPError as error:
+            return str(json.loads(error.read())["error"]["message"]) if error.code == 400 else None
+        return None
+
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        answers.append(await asyncio.to_thread(call, await policy.base_url()))
+        await policy.generate()
+        return policy.trajectory(1.0)
+
+    (played,) = play(episode, None, prompt("p"), sampler=Knowing(lambda *_: "x$"))
+    assert played.failure is None, "the episode goes on"
+    return answers[0]
+
+
+def _response(given: Any, **other: Any) -> Response:
+    tokens = given if isinstance(given, np.ndarray) else np.array(given)
+    parts = {"logprobs": np.full(len(tokens), -1.0, np.float32), "ended": True, "version": 0, **other}
+    return Response(tokens=tokens, **parts)
+
+
+REQUEST = SamplingRequest(tokens=np.array([1]), room=8, key=1)
+
+
+class Engine:
+    def __init__(self, response: Any) -> None:
+        self.response, self.failure, self.stuck = response, None, False
+
+    def update_weights(self, trained: Any, version: int) -> None: ...
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> Any:
+        return [self.response for _ in requests]
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: Any) -> None:
+        on_response(0, self.response)
+
+    def renew(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {"a": 1.0}
+
+    def close(self) -> None: ...
+
+
+def engine(given: Any) -> str | None:
+    sampler = CheckedSampler(Engine(given if isinstance(given, Response) else _response(given)), "mine:engine")
+    sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
+    finished: list[Any] = []
+    try:
+        sampler.sample([REQUEST], on_finished=finished.extend)
+    except ValueError as error:
+        assert not finished, "nobody sees it"
+        return str(error)
+    assert len(finished) == 1
+    return None
+
+
+def engine_ahead(given: Any) -> str | None:
+    sampler = CheckedAheadSampler(Engine(given if isinstance(given, Response) else _response(given)), "mine:engine")
+    sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
+    seen: list[Any] = []
+    sampler.begin([REQUEST], lambda *one: seen.append(one))
+    assert bool(seen) == (sampler.failure is None)
+    return None if sampler.failure is None else str(sampler.failure)
+
+
+def server(given: Any) -> str | None:
+    choice = {
+        "token_ids": given,
+        "logprobs": {"token_logprobs": [-1.0] * (len(given) if hasattr(given, "__len__") else 1)},
+        "finish_reason": "length",
+        "prompt_token_ids": [1],
+    }
+    asked = SamplingRequest(tokens=np.array([1]), room=len(given) if hasattr(given, "__len__") else 1, key=1)
+    drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=SIZE)
+    try:
+        Server("http://127.0.0.1:1", 1.0)._response(choice, asked, drawing, 0)
+    except (ServerLostError, ValueError) as error:
+        return str(error)
+    return None
+
+
+DOORS: dict[str, Callable[[Any], str | None]] = {
+    "environment": environment,
+    "gateway": gateway,
+    "engine": engine,
+    "engine_ahead": engine_ahead,
+    "server": server,
+}
+AT_ALL_DOORS = ("above", "just above", "negative", "float", "nested", "true", "huge")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_refuses_wrong_ids_and_takes_right_ones(door: str) -> None:
+    assert DOORS[door]([1, SIZE - 1]) is None
+    for which in AT_ALL_DOORS:
+        line = DOORS[door](WRONG[which])
+        assert line is not None, which
+        assert "\n" not in line
+
+
+def test_text_is_a_door_too() -> None:
+    """A token that was added to the tokenizer and not to the model."""
+    known = tokenizer()
+    known.add_tokens([AddedToken("<tool>", special=True)])
+    words = Words(known, None, SIZE)
+    assert words.encode("ab") == ids("ab")
+    for encode in (words.encode, lambda said: words.encode_prompt(said, begun=True)):
+        with pytest.raises(ValueError, match=f"^model.tokenizer: token id {SIZE} at index 1; give ids from 0 to"):
+            encode("a<tool>")
+
+
+@pytest.mark.parametrize(
+    ("response", "line"),
+    [
+        (None, "returned NoneType as a response; return a Response"),
+        (_response([1], logprobs=np.zeros(2, np.float32)), r"returned logprobs as float32\[2\]; return a flat numpy"),
+        (_response([1], logprobs=np.array([np.nan], np.float32)), "returned nan as a log-probability"),
+        (_response([1], logprobs=np.array([0.5], np.float32)), "returned 0.5 as a log-probability"),
+        (_response([1], logprobs=[-1.0]), "returned logprobs as list"),
+        (_response([1], versions=np.zeros(3, np.int64)), "returned versions as int64"),
+        (_response([1], ended="yes"), "returned ended='yes'"),
+        (_response([1] * 9), "returned 9 tokens where 8 were asked for; return 1 to 8 tokens"),
+        (_response([1], ended=False), "a response of 1 tokens that has not ended"),
+        (_response(np.zeros(0, np.int64)), "a response of 0 tokens"),
+    ],
+)
+def test_other_things_that_an_engine_must_not_return(response: Any, line: str) -> None:
+    sampler = CheckedSampler(Engine(response), "mine:engine")
+    sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
+    with pytest.raises(ValueError, match=rf"^rollout.engine: 'mine:engine' .*{line}"):
+        sampler.sample([REQUEST])
+
+
+@pytest.mark.parametrize("found", [None, [], [_response([1])] * 2, 5])
+def test_another_number_of_responses(found: Any) -> None:
+    made = Engine(None)
+    made.sample = lambda requests: found  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"^rollout.engine: 'mine:engine' returned .* for 1 requests; return a list"):
+        CheckedSampler(made, "mine:engine").sample([REQUEST])
+
+
+def test_ids_of_an_environment_become_part_of_the_sample() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        policy.add(np.array(ids("yz"), np.int16))
+        await policy.generate()
+        return policy.trajectory(1.0)
+
+    (played,) = play(episode, {"pyz": "a$"}, prompt("p"))
+    assert text(played.leaves[0].tokens.tolist()) == "pyza$"
