@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from padfree.cli.main import main
-from padfree.cli.train import Bars, progress
+from padfree.cli.progress import Bars, progress
 from padfree.config import config_from_dict, load_config
 from tests.models import save_with_tokenizer
 
@@ -112,27 +113,69 @@ def test_a_recipe_is_planned_runs_and_exports(
     assert not run.exists()
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "step 1  loss" in shown
+    assert "step 1/2  loss" in shown
     assert "done after 2 steps" in shown
     assert ("reward" in shown) == name.startswith("rl")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1]
     AutoModelForCausalLM.from_pretrained(run / "model")
     assert (run / "critic" / "model.safetensors").exists() == (name == "rl-ppo")
-    # Once more: the run is done, and says so without a further step.
+    # Once more: the run is finished, and says so without a change.
+    before = contents(run)
     assert main(arguments) == 0
-    assert "done after 2 steps" in capsys.readouterr().out
+    assert f"{run} is finished: all 2 steps were done before, and nothing was changed" in capsys.readouterr().out
+    assert contents(run) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file, to the byte."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_with_evaluations_appends_nothing(
+    overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    data = next(word for word in overrides["sft"] if word.startswith("data.path="))
+    line = ["sft", str(RECIPES / "sft.toml"), *overrides["sft"], f"run.folder={run}", data.replace("data.", "eval.", 1)]
+    by_data = [*line, "run.steps=none", "data.epochs=1"]  # ends with the data: 16 samples, 6 a step
+    assert main(by_data) == 0
+    assert "step 3/3  loss" in capsys.readouterr().out
+    before = contents(run)
+    assert main([*by_data, "optimizer.lr=1e-3"]) == 0, "there is nothing left that it could steer"
+    assert "is finished: all 3 steps" in capsys.readouterr().out
+    assert contents(run) == before
+    steps = [json.loads(each)["step"] for each in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert steps == [0, 3]
+    # An export that is missing is made, without a further step or a second evaluation.
+    shutil.rmtree(run / "model")
+    assert main(by_data) == 0
+    assert "done after 3 steps" in capsys.readouterr().out
+    assert (run / "model" / "model.safetensors").read_bytes() == before["model/model.safetensors"]
+    assert (run / "evaluation.jsonl").read_bytes() == before["evaluation.jsonl"]
+    # Other held-out settings are another evaluation.
+    assert main([*by_data, "eval.samples=2"]) == 0
+    assert len((run / "evaluation.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(
     overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(["rl", str(RECIPES / "rl.toml"), *overrides["rl"], f"run.folder={run}", "--dry-run"]) == 0
+    line = ["rl", str(RECIPES / "rl.toml"), *overrides["rl"], f"run.folder={run}", "--dry-run"]
+    assert main(line) == 0
+    short = capsys.readouterr().out
+    begins = [each.partition(":")[0] for each in short.splitlines() if not each.startswith(" ")]
+    assert [each for each in begins if each not in ("auto", "note")] == [
+        *("model", "data", "layout", "memory", "disk", "first step", "all settings")
+    ], "what matters first"
+    assert main([*line, "--all"]) == 0
     shown = capsys.readouterr().out
-    settings, _, rest = shown.partition("\nlayout: ")
+    settings, _, rest = shown.partition("\nmodel: ")
     asked = load_config(RECIPES / "rl.toml", [*overrides["rl"], f"run.folder={run}"])
     assert config_from_dict(tomllib.loads(settings)) == asked, "the settings are shown as a recipe"
+    assert short.startswith(f"model: {rest}"[:200])
+    rest = rest.partition("\nlayout: ")[2]
     assert rest.startswith("1 processes = 1 replicate x 1 shard x 1 context\nauto: parallel.compile=none: ")
     assert "\nauto: parallel.checkpointing=none: needs about " in rest
     assert "\nmemory: about " in rest
@@ -162,7 +205,7 @@ def test_a_dry_run_shows_how_wide_rows_are(
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     changes = ["parallel.context=auto", "batch.max_tokens=3"]
-    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run"]) == 0
+    assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes, "--dry-run", "--all"]) == 0
     shown = capsys.readouterr().out
     assert 'context = "auto"' in shown
     assert "\nlayout: 4 processes = 1 replicate x 4 shard x 1 to 4 context\n" in shown
@@ -207,7 +250,7 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
         shown.sampling(3, 12)
         shown.step({**METRICS, "seconds/sampling": 12.34})
         shown.step({**METRICS, "sampler/canary_difference": 5.34e-7})
-    *lines, sampled, served = capsys.readouterr().out.splitlines()
+    *lines, sampled, served = [line.partition("  0:00 elapsed")[0] for line in capsys.readouterr().out.splitlines()]
     assert served == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  canary 5.3e-07  1,234 tokens/s"
     assert sampled == "step 5  loss 1.5000  norm 0.500  lr 1.00e-05  sampling 12.3 s  1,234 tokens/s"
     assert lines[:-1] == [f"tokenising {tenth} %" for tenth in range(10, 101, 10)]

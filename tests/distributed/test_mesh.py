@@ -52,7 +52,9 @@ def purposes(rank: int, world: int) -> dict[str, Any]:
     layer.set_force_sum_reduction_for_comms(True)  # gloo knows plain sums only
     layer(torch.tensor([[1.0, float(rank)]])).sum().backward()
     found["gradient"] = layer.weight.grad.full_tensor().tolist()
-    with pytest.raises(ValueError, match="context 3 x replicate 1: does not divide 4 processes; start a multiple of 3"):
+    with pytest.raises(
+        ValueError, match=r"^parallel.context: 3 times parallel.replicate 1 does not divide 4 processes"
+    ):
         make_mesh("cpu", context=3)
     return found
 

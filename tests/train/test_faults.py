@@ -28,8 +28,8 @@ from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.record.metrics import MetricsFile
+from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from padfree.train.signals import SAME_REQUEST_SECONDS
 from tests.models import save_with_tokenizer
 from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.train.cases import alone as alone_mesh
@@ -229,17 +229,19 @@ def signalled(folder: Path) -> list[Any]:
     return [*found, weights[0] == weights[1], output.read_text()]
 
 
-def test_a_signal_finishes_the_step_saves_and_exits_0_and_a_second_one_exits_at_once(tmp_path: Path) -> None:
+def test_a_signal_finishes_the_step_saves_and_exits_75_and_a_second_one_exits_at_once(tmp_path: Path) -> None:
     *found, same, output = alone(signalled, tmp_path)
     assert found == [
-        [0, "step-00000002"],
-        [0, "step-00000004"],
+        [75, "step-00000002"],
+        [75, "step-00000004"],
         [128 + signal.SIGTERM, "step-00000004"],
         [0, "step-00000008"],
         [0, "step-00000008"],
     ]
     assert same
     assert "stopped by a signal after 2 steps" in output
+    assert "padfree sft: SIGTERM: the run stops after the step or evaluation that it is in, saves" in output
+    assert "padfree sft: SIGTERM: ended at once, nothing more is saved" in output, "though the main thread is busy"
     assert "Traceback" not in output
 
 

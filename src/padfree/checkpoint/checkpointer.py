@@ -407,7 +407,7 @@ def latest_in(folder: Path) -> Path | None:
     """The last complete checkpoint of a folder; None: there is none."""
     pointer = folder / LATEST
     if pointer.exists():
-        name = pointer.read_text().strip()
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         if NAME.fullmatch(name) and (folder / name / MANIFEST).exists():
             return folder / name
     complete = complete_in(folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from functools import partial
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
 from padfree.config.outputs import check_output
+from padfree.config.processes import processes_of
 
 if TYPE_CHECKING:
     from padfree.check import CheckReport
@@ -54,7 +54,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(settings: argparse.Namespace) -> None:
-    context = context_ranks(settings.layout, int(os.environ.get("WORLD_SIZE", "1")))
+    processes = processes_of()
+    context = context_ranks(settings.layout, processes.world)
     for name, least in (("samples", 2), ("max_length", 2), ("layers", 1)):
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -66,7 +67,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.layers is not None and settings.full:
         raise ValueError(f"--layers: {settings.layers} together with --full; give one of them")
     data = data_settings(settings)
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = processes.is_first
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")

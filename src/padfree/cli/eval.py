@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from padfree.cli.main import COMMANDS
+from padfree.cli.progress import Lines
 from padfree.config import load_config
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_output
+from padfree.config.processes import processes_of
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,21 +40,32 @@ def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
     if not config.eval.path:
         raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = processes_of().is_first
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
     # The data that the recipe trains on need not be here.
     check_names(replace(config, data=replace(config.data, path=config.eval.path)))
 
-    from padfree.train.run import evaluate
+    shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers alone
+    shown.activity("importing torch and transformers", 0, 0)
+    with shown.heartbeat if first else nullcontext():
+        from padfree.train.run import evaluate
 
-    found = evaluate(config)
+        found = evaluate(config, on_tokenising=shown.tokenising, on_activity=shown.activity)
     if not first:
         return
+    if target is not None:  # before the output, which nobody may read any more
+        about = {"model": config.model.path, "data": list(config.eval.path), **found}
+        try:
+            target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--json: {target} cannot be written ({error.strerror}); give another file") from None
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:<{width}}  {value:.6g}")
-    if target is not None:
-        about = {"model": config.model.path, "data": list(config.eval.path), **found}
-        target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _to_stderr(line: str) -> None:
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import NoReturn
 
+from padfree.cli.flags import meant, understood
+from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
+from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning
 
 COMMANDS = {
@@ -32,6 +40,16 @@ COMMANDS = {
     "rl": ("padfree.cli.train", "update a policy on rollout files, or on its own responses"),
 }
 """By name: the module that has the command, and what it does in a line."""
+
+TRAINING = tuple(name for name, (module, _) in COMMANDS.items() if module == "padfree.cli.train")
+STOPPED = 75
+"""The exit code of a run that a signal has stopped, and that goes on if it is started again (EX_TEMPFAIL)."""
+
+GO_ON_WITHOUT_OUTPUT = (*TRAINING, "demo", "launch")
+"""Commands whose work is in files: what happens to their output must not end them."""
+
+CALL_USER_CODE = (*TRAINING, "eval")
+"""Commands that call functions of the user: rewards, losses, engines, environments."""
 
 
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
@@ -54,34 +72,104 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The words of a command line, understood; argparse exits with 2 if they cannot be."""
     commands = parser(words[:1])
-    settings, rest = commands.parse_known_args(words)
+    settings, rest = commands.parse_known_args(understood(words))
     if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
         settings.prompt = [*settings.prompt, *rest]  # prompts behind a flag, where argparse no longer takes them
         return settings
+    taken = next((name for name in ("overrides", "settings") if hasattr(settings, name)), None)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    if rest and (overrides != rest or not hasattr(settings, "overrides")):
-        commands.error(f"unrecognized arguments: {' '.join(rest)}")
-    if overrides:  # settings behind a flag, where argparse no longer takes them
-        settings.overrides = [*settings.overrides, *overrides]
+    if rest and (overrides != rest or taken is None):
+        unknown = next((word for word in rest if word not in overrides), rest[0])
+        commands.error(f"unrecognized arguments: {' '.join(rest)}{meant(unknown, words[0])}")
+    if overrides and taken is not None:  # settings behind a flag, where argparse no longer takes them
+        setattr(settings, taken, [*getattr(settings, taken), *overrides])
     return settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when it worked, 1 for a mistake in the input (argparse itself exits with 2)."""
-    if arguments is None and not sys.warnoptions:  # this is the command itself, and nobody gave -W or PYTHONWARNINGS
-        show_own_warnings_only()
+    """Run one command; its exit code, see docs/training.md (argparse itself exits with 2)."""
+    if arguments is None:
+        hold_standard_descriptors()
+        if not sys.warnoptions:  # this is the command itself, and nobody gave -W or PYTHONWARNINGS
+            show_own_warnings_only()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError, ValueError):  # it flushes; a stream that cannot be written is looked at later
+                stream.reconfigure(errors="backslashreplace")  # an ASCII terminal, a file name that is not UTF-8
     settings = parsed(list(sys.argv[1:] if arguments is None else arguments))
+    command: str = settings.command
+    goes_on = command in GO_ON_WITHOUT_OUTPUT and not getattr(settings, "dry_run", False)
+    listening = StopSignals(partial(say, command)) if command != "launch" else nullcontext()
+    refusing = exits_refused() if command in CALL_USER_CODE else nullcontext()
+    printed: NotedStream | None = None
+    with surviving_streams(command) if goes_on else nullcontext():
+        try:
+            with (
+                nullcontext() if goes_on else noted_stdout() as printed,
+                listening as settings.signals,
+                refusing,
+            ):
+                code: int | None = settings.run(settings)
+        except StopRequested as stop:
+            return 128 + stop.number  # the signal was answered with a line when it came
+        except OSError as error:
+            if printed is None or error is not printed.failure:
+                raise  # of another file
+            if isinstance(error, BrokenPipeError):
+                return 0  # whoever read the output has seen enough
+            say(command, f"stdout: cannot be written ({error.strerror}); free space, or send the output elsewhere")
+            return 1
+        except ValueError as error:
+            say(command, str(error))
+            return 1
+        except Exception:
+            raise  # a mistake of padfree: it keeps its traceback
+        except BaseException as error:
+            if command not in CALL_USER_CODE:
+                raise  # SystemExit with the exit code of the command
+            say(command, raised_by_user_code(error))
+            return 1
+    return code or 0
+
+
+def say(command: str, line: str) -> None:
+    """One line on stderr, if there is one."""
+    with suppress(OSError):
+        print(f"padfree {command}: {line}", file=sys.stderr, flush=True)
+
+
+def raised_by_user_code(error: BaseException) -> str:
+    """What is no error of Python's (`sys.exit`, `KeyboardInterrupt`) and no signal: the run did not end by itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))  # exit() is there
+    shown = f"{type(error).__name__}({error})" if str(error) else type(error).__name__
+    return (
+        f"{place.filename}:{place.lineno} in {place.name} raised {shown}, which would end the run in silence; raise an "
+        "Exception there, or return"
+    )
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """`os._exit` raises in this process, so that a function of the user cannot end a run without a word.
+
+    Processes that are forked from it end by `os._exit`, as they must.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:
+            leave(status)
+        raise RuntimeError(f"os._exit({status}) was called, which would end the run in silence")
+
+    os._exit = refuse
     try:
-        settings.run(settings)
-    except BrokenPipeError:  # whoever read the output has seen enough
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the flush at exit
-    except ValueError as error:
-        print(f"padfree {settings.command}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        yield
+    finally:
+        os._exit = leave
 
 
 def show_own_warnings_only() -> None:
-    """Of the packages that a run imports a user can mend nothing; what padfree warns about is said once."""
+    """Hide third-party warnings. Show each padfree warning once."""
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", PadfreeWarning)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from padfree.cli.main import COMMANDS
+from padfree.cli.main import COMMANDS, STOPPED
+from padfree.cli.progress import Lines, progress
 from padfree.collector import paused_collector
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
+from padfree.config.processes import processes_of
+from padfree.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from padfree.estimate.memory import MemoryEstimate
     from padfree.packing import StepPlan
+    from padfree.train import RunResult
 
 SHOWN_STEPS = 4
 """Of so many first steps a dry run of several processes shows what they send."""
@@ -44,15 +46,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         command.add_argument("recipe", help="TOML file; recipes/ has one to start from")
         command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
         command.add_argument(
-            "--dry-run", action="store_true", help="show settings, layout, memory and first step; stop"
+            "--dry-run", action="store_true", help="show model, data, layout, memory and first step; stop"
         )
+        command.add_argument("--all", action="store_true", help="with --dry-run: all settings, too, as a recipe")
         command.add_argument(
             "--on-bad-row", choices=("error", "skip"), help="a row that cannot be used; short for data.on_bad_row=..."
         )
         command.set_defaults(run=run)
 
 
-def run(settings: argparse.Namespace) -> None:
+def run(settings: argparse.Namespace) -> int:
     overrides = list(settings.overrides)
     if settings.on_bad_row is not None:
         overrides.append(f"data.on_bad_row={settings.on_bad_row}")
@@ -61,132 +64,59 @@ def run(settings: argparse.Namespace) -> None:
         raise ValueError(
             f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {config.loss.command} for it"
         )
+    processes = processes_of(meet=not settings.dry_run)
     check_names(config)  # before torch is imported: a mistyped name need not wait for it
-    first = int(os.environ.get("RANK", "0")) == 0
     if settings.dry_run:
-        for line in description(config) if first else ():
+        for line in description(config, all_settings=settings.all) if processes.is_first else ():
             print(line)
-        return
+        return 0
 
+    with progress(config.run.steps, shown=processes.is_first) as shown:
+        result = trained(config, shown, settings.signals)
+    if processes.is_first:
+        print(last_line(config, result))
+    return STOPPED if result.stopped else 0
+
+
+def last_line(config: Config, result: RunResult) -> str:
+    folder = config.run.folder
+    if result.stopped:
+        return f"stopped by a signal after {result.step} steps; start the same command again to go on ({folder})"
+    if result.was_finished:
+        return (
+            f"{folder} is finished: all {result.step} steps were done before, and nothing was changed; to train more, "
+            "raise run.steps, or give another run.folder"
+        )
+    return f"done after {result.step} steps; everything is in {folder}"
+
+
+def trained(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
+    """`train`, with what its errors mean to the user."""
+    shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
         from padfree.train.failures import one_line_failures
         from padfree.train.run import train
 
-    with one_line_failures(config), progress(config.run.steps, shown=first) as shown:
-        result = train(
+    with one_line_failures(config):
+        return train(
             config,
             on_step=shown.step,
             on_tokenising=shown.tokenising,
             on_note=shown.note,
             on_sampling=shown.sampling,
+            on_activity=shown.activity,
+            signals=signals,
         )
-    if first:
-        end = "stopped by a signal" if result.stopped else "done"
-        print(f"{end} after {result.step} steps; everything is in {config.run.folder}")
-
-
-# Progress
-
-
-class Lines:
-    """A line a step, and one for every tenth of the tokenising: what a log file wants. Sampling is no line."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown, self._tenths = shown, 0
-
-    def tokenising(self, done: int, total: int) -> None:
-        tenths = done * 10 // total if total else 10
-        if self._shown and tenths > self._tenths:
-            self._tenths = tenths
-            print(f"tokenising {tenths * 10} %", flush=True)
-
-    def sampling(self, done: int, wanted: int) -> None:
-        """Of the responses of a batch that the first rank has asked for."""
-
-    def note(self, text: str) -> None:
-        if self._shown:
-            print(f"note: {text}", flush=True)
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        if self._shown:
-            print(f"step {metrics['step'] + 1}  {summary(metrics)}", flush=True)
-
-
-class Bars(Lines):
-    """A bar of the tokenising, if there is any to do, one of the steps, one of a batch's responses, on a terminal."""
-
-    def __init__(self, bars: Any, steps: int | None) -> None:
-        super().__init__(shown=True)
-        self._bars, self._steps = bars, steps
-        self._tasks: dict[str, Any] = {}
-
-    def _show(self, name: str, done: int, total: int | None, count: str, text: str = "") -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=total, count=count, text=text)
-        self._bars.update(self._tasks[name], completed=done, total=total, count=count, text=text)
-
-    def note(self, text: str) -> None:
-        self._bars.console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
-
-    def tokenising(self, done: int, total: int) -> None:
-        self._show("tokenising", done, total, f"{done / total:.0%}" if total else "")
-
-    def sampling(self, done: int, wanted: int) -> None:
-        self._show("responses", done, wanted, f"{done}/{wanted}")
-
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        done = metrics["step"] + 1
-        count = f"{done}" if self._steps is None else f"{done}/{self._steps}"
-        self._show("step", done, self._steps, count, summary(metrics))
-
-
-@contextmanager
-def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
-    """Bars on a terminal, lines elsewhere, nothing where not `shown`."""
-    if not shown:
-        yield Lines(shown=False)
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    except ModuleNotFoundError as error:
-        raise ValueError("padfree: the package rich is missing; pip install rich") from error
-    console = Console()
-    if not console.is_terminal:
-        yield Lines(shown=True)
-        return
-    columns = ("{task.description}", "{task.fields[count]}", BarColumn(bar_width=20), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as bars:
-        yield Bars(bars, steps)
-
-
-def summary(metrics: Mapping[str, Any]) -> str:
-    """The numbers of a step that are worth a line."""
-    parts = [f"loss {metrics['loss']:.4f}", f"norm {metrics['gradient_norm']:.3f}", f"lr {metrics['lr']:.2e}"]
-    if "reward" in metrics:
-        parts.append(f"reward {metrics['reward']:.3f}")
-    if "groups_without_signal" in metrics:
-        parts.append(f"no signal {metrics['groups_without_signal']}/{metrics['groups']}")
-    if "version_age" in metrics:
-        waited = metrics.get("seconds/waiting", 0.0)
-        parts.append(f"age {metrics['version_age']:.1f}  ahead {metrics['queue_finished']:.0f}  waited {waited:.1f} s")
-    elif "seconds/sampling" in metrics:
-        parts.append(f"sampling {metrics['seconds/sampling']:.1f} s")
-    if "sampler/canary_difference" in metrics:
-        parts.append(f"canary {metrics['sampler/canary_difference']:.1e}")
-    if "groups_asked" in metrics:
-        parts.append(f"asked {metrics['groups_asked']:.0f} groups")
-    parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
-    if "mfu" in metrics:
-        parts.append(f"mfu {metrics['mfu']:.1%}")
-    return "  ".join(parts)
 
 
 # Dry run
 
 
-def description(config: Config) -> Iterator[str]:
-    """The settings as a recipe, the layout, the memory a device needs, and the plan of the first step."""
+def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
+    """The model, the data, the layout, the memory a device needs, and the plan of the first step.
+
+    With `all_settings` they follow the settings as a recipe.
+    """
     import torch
 
     from padfree.estimate.memory import estimate_memory
@@ -196,19 +126,21 @@ def description(config: Config) -> Iterator[str]:
     from padfree.packing.context_sizes import context_sizes
     from padfree.train.batches import distinct
     from padfree.train.decide import decide
+    from padfree.train.disk import check_disk, disk_line
     from padfree.train.row_sharing import copied_keys, run_cost
     from padfree.train.rows import GROUP_SIZES, source_shares
     from padfree.train.scorer import plan_samples
     from padfree.train.settle import device_memory, settle
     from padfree.train.training_data import make_batcher
 
-    processes, replicate = int(os.environ.get("WORLD_SIZE", "1")), config.parallel.replicate
+    processes, replicate = processes_of(meet=False).world, config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context
     contexts = context_sizes(config.parallel.most_context(processes)) if config.parallel.context == "auto" else (1,)
     device_type = config.run.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     decided = decide(config, processes=processes, device_type=device_type, dry=True)
+    check_disk(config, decided.model)
     source, model, data = decided.source, decided.model, processes // context
     cost = run_cost(config, model)
     in_pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
@@ -261,13 +193,12 @@ def description(config: Config) -> Iterator[str]:
         **facts,
     )
 
-    yield from recipe_lines(asked.to_dict())
-    yield ""
-    shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
-    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
-    for line in settled.lines():
-        yield f"auto: {line}"
-    yield from memory_lines(memory, config)
+    if all_settings:
+        yield from recipe_lines(asked.to_dict())
+        yield ""
+    trained = "all trained" if memory.trained == memory.parameters else f"{memory.trained:,} trained"
+    kind = type(model).__name__
+    yield f"model: {config.model.path} ({kind}), {memory.parameters:,} parameters, {trained}, {config.model.dtype}"
     dropped = len(source.report.skipped) + len(source.report.dropped)
     left_out = f"; {dropped} rows are skipped or dropped" if dropped else ""
     used, several = source.report.num_used, source.report.num_used < source.report.num_samples
@@ -275,6 +206,12 @@ def description(config: Config) -> Iterator[str]:
     yield f"data: {in_rows}{len(source.samples):,} {'prompts' if sampled else 'samples'}{left_out}"
     for each in source_shares(config, source.samples, source.parts):
         yield f"  {each.line()}"
+    shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
+    yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
+    for line in settled.lines():
+        yield f"auto: {line}"
+    yield from memory_lines(memory, config)
+    yield disk_line(config, model)
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
         f"{sum(lengths):,} tokens{shared_tokens(plan)}, {plan.num_micro_batches} micro-batches on each of {data} data "
@@ -289,6 +226,8 @@ def description(config: Config) -> Iterator[str]:
         yield "note: run.device is cuda, and there is no such device here: the run needs one"
     for note in decided.notes:
         yield f"note: {note}"
+    if not all_settings:
+        yield "all settings: add --all"
 
 
 def shared_tokens(plan: StepPlan) -> str:
@@ -306,7 +245,7 @@ def traffic_lines(
     backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
     placement = Placement(
         ranks=processes,
-        hosts=max(1, processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))),
+        hosts=max(1, processes // processes_of(meet=False).local_world),
         context=1 if config.parallel.context == "auto" else config.parallel.context,
         replicate=config.parallel.replicate,
     )

@@ -87,7 +87,9 @@ class UserFunction:
         with _current_folder() as folder:
             try:
                 return importlib.import_module(module)
-            except Exception as error:  # importing runs the user's module
+            except KeyboardInterrupt:
+                raise  # a signal, outside of a run
+            except BaseException as error:  # importing runs the user's module, which may call sys.exit
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")
                 cure = f"give a module that is installed or in {folder}" if itself else "correct the module"

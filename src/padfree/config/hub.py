@@ -16,6 +16,7 @@ from typing import Literal
 
 from padfree.config.config import Config
 from padfree.config.functions import model_of
+from padfree.config.inputs import check_regular
 
 SECONDS = 10.0
 """How long the Hub may take for a first answer."""
@@ -64,6 +65,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
     """Refuse what is neither on this disk nor on the Hub, in one line that begins with `setting`."""
     try:
         if Path(name).expanduser().exists():
+            check_regular(Path(name).expanduser(), setting)
             return
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be looked into, no such user
         reason = getattr(error, "strerror", None) or error

@@ -141,7 +141,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         self._check_kind()
-        need(0 < self.temperature < math.inf, "loss.temperature", self.temperature, "give more than 0")
+        need(1e-6 <= self.temperature <= 1e6, "loss.temperature", self.temperature, "give more than 0, 1e-6 to 1e6")
         for name in ("router", "router_bias"):
             need(0 <= getattr(self, name) < math.inf, f"loss.{name}", getattr(self, name), "give 0 or more")
         for name in ("epochs", "mini_batches"):

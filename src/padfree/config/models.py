@@ -11,6 +11,9 @@ from padfree.config.choices import ComputeDtype, Init, LoraExport
 from padfree.config.loss_settings import LARGEST, SMALLEST, ValueSettings, number
 from padfree.config.rules import need
 
+LARGEST_RANK = 1 << 16
+"""Of adapters: more than any matrix that they stand beside."""
+
 
 def expand_home(section: Any, *names: str) -> None:
     """Put the user's home folder in the place of `~` in paths; a shell does that only where a word begins with it."""
@@ -49,7 +52,8 @@ class LoraConfig:
     export: LoraExport = "merged"
 
     def __post_init__(self) -> None:
-        need(self.rank >= 0, "lora.rank", self.rank, "give 0 (all weights are trained) or more")
+        cure = f"give 0 (all weights are trained) or more, {LARGEST_RANK} at most"
+        need(0 <= self.rank <= LARGEST_RANK, "lora.rank", self.rank, cure)
         need(self.alpha is None or 0 < self.alpha < math.inf, "lora.alpha", self.alpha, "give more than 0")
         need(0 <= self.dropout < 1, "lora.dropout", self.dropout, "give 0 up to, but not including, 1")
         need(len(self.targets) > 0, "lora.targets", list(self.targets), 'give names of modules, or "all-linear"')

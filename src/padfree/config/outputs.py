@@ -9,13 +9,20 @@ the folder and is gone at once. Nothing that is there is changed.
 
 from __future__ import annotations
 
+import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+from padfree.config.inputs import special_kind
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
     """Refuse a file that could not be written. `makes_folder`: whoever writes it makes the folder that it is in."""
     path = Path(path)
+    kind = special_kind(path)
+    if kind is not None and path != Path(os.devnull):  # opening a FIFO would wait for its reader
+        raise ValueError(f"{name}: {path} is {kind}; give the name of a file")
     if path.is_dir():
         raise ValueError(f"{name}: {path} is a folder; give the name of a file")
     if makes_folder and not path.parent.exists():
@@ -38,6 +45,8 @@ def check_folder(path: str | Path, name: str) -> None:
     """Refuse a folder that could not be made, or in which nothing could be written."""
     path = Path(path)
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # a name that is too long, or a loop of links, is no folder that can be made
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
             raise ValueError(f"{name}: {path}, but {nearest} is a file; give another folder")

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import codecs
+import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from padfree.config.config import Config
+from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
-from padfree.config.rules import closest
+from padfree.config.rules import closest, need, shown_value
+
+LONGEST_RECIPE = 1 << 20
+"""Bytes. No recipe is so long, and a path may name anything."""
+
+LARGEST_FLOAT = 3.4e38
+"""Of any other number: what float32 can hold."""
+
+LARGEST_COUNT = (1 << 53) - 1
+"""Of a whole number: products of two settings are still exact in an int64 or a float64 that holds them."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The settings in a TOML file (or none), changed by `section.name=value` overrides."""
-    values = {} if path is None else read_recipe(path)
+    values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
@@ -30,8 +43,16 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
     """The tables of a TOML file; no setting is checked."""
+    check_regular(Path(path), "config")
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(LONGEST_RECIPE + 1)
+        if len(content) > LONGEST_RECIPE:
+            raise ValueError(f"config: {path} has more than {LONGEST_RECIPE:,} bytes; give a TOML file of settings")
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(f"config: {path} is UTF-16; save it as UTF-8")
+        # A byte order mark is what some editors put before UTF-8. TOML's lines may end as on Windows.
+        return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -129,7 +150,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
     for name in values:
         if name not in names:
@@ -144,13 +165,18 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
         elif name in values and get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
             given[name] = _tables(get_args(hint)[0], values[name], f"{prefix}{name}")
         elif name in values:
-            given[name] = _value(hint, values[name], f"{prefix}{name}")
+            given[name] = _value(hint, values[name], f"{prefix}{name}", entry)
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
                 given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
     return kind(**given)
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
@@ -172,11 +198,13 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
     return f"there are {', '.join(prefix + each for each in names)}"
 
 
-def _value(hint: Any, value: Any, name: str) -> Any:
+def _value(hint: Any, value: Any, name: str, entry: Field[Any]) -> Any:
     """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{name}: {value!r}; give it without the zero character")
+        raise ValueError(f"{name}: {shown_value(value)}; give it without the zero character")
+    if converted is not _WRONG:
+        _check_numbers(converted, name, entry)
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
         raise ValueError(
             f"{name}: {value!r} is what a shell leaves of a table without quotes; {_table_cure(name, value)}"
@@ -186,8 +214,21 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         cure = f"give {_words(hint)}"
         if isinstance(value, str) and (near := closest(value, choices)) is not None:
             cure = f"did you mean {near!r}? {cure}"
-        raise ValueError(f"{name}: {value!r}; {cure}")
+        raise ValueError(f"{name}: {shown_value(value)}; {cure}")
     return converted
+
+
+def _check_numbers(value: Any, name: str, entry: Field[Any]) -> None:
+    """Bounds of every number among the settings. What a single setting cannot be, its section refuses."""
+    bounds = entry.metadata.get("range")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            endless = bounds is not None and bounds.high == math.inf and number == math.inf
+            need(endless, name, number, "give a finite number")
+        elif isinstance(number, float):
+            need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that float32 can hold, 3.4e38 at most")
+        if type(number) is int and not name.endswith(".seed"):
+            need(abs(number) <= LARGEST_COUNT, name, number, f"give at most {LARGEST_COUNT}, 2**53 - 1")
 
 
 def _table_cure(name: str, value: str) -> str:
@@ -228,7 +269,7 @@ def _converted(hint: Any, value: Any) -> Any:
     if hint is type(None):
         return None if value is None else _WRONG
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 1 << 1000 else _WRONG
     return value if type(value) is hint else _WRONG
 
 

@@ -15,7 +15,10 @@ from padfree.config.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.models import expand_home
-from padfree.config.rules import closest, need
+from padfree.config.rules import LARGEST_GIB, SMALLEST_GIB, check_seconds, closest, need
+
+MOST_PROCESSES = 1024
+"""Of rewards, on a host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +94,13 @@ class RolloutConfig:
             need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
         if self.kv_cache_memory != "auto":
             memory = self.kv_cache_memory
-            need(0 < memory < math.inf, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
+            need(SMALLEST_GIB <= memory <= LARGEST_GIB, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
         self._check_batches()
         expand_home(self, "transfer_folder")
         cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
         need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
         need(self.top_k is None, "rollout.top_k", self.top_k, cure)
-        need(0 < self.timeout < math.inf, "rollout.timeout", self.timeout, "give more than 0 seconds")
+        check_seconds("rollout.timeout", self.timeout)
         need(self.canary is None or self.canary > 0, "rollout.canary", self.canary, "give more than 0, or leave it out")
         need(self.transfer_folder != "", "rollout.transfer_folder", "", "give a folder, or leave it out")
         self._check_engine()
@@ -142,9 +145,9 @@ class RolloutConfig:
         need(not agent or environment is None, "rollout.agent", agent, cure)
         cure = "set rollout.reward=exact_match or another, it judges what rollout.agent prints"
         need(not agent or self.reward is not None, "rollout.reward", None, cure)
-        limit = self.episode_timeout
-        need(0 < limit < math.inf, "rollout.episode_timeout", limit, "give more than 0 seconds")
-        need(self.reward_processes >= 0, "rollout.reward_processes", self.reward_processes, "give 0 or more")
+        check_seconds("rollout.episode_timeout", self.episode_timeout)
+        processes = self.reward_processes
+        need(0 <= processes <= MOST_PROCESSES, "rollout.reward_processes", processes, f"give 0 to {MOST_PROCESSES}")
         cure = "set rollout.reward, without one there is nothing to compute in processes"
         need(
             not self.reward_processes or self.reward is not None,

@@ -29,7 +29,7 @@ from padfree.config.choices import (
 from padfree.config.mixture import DataSource, check_sources
 from padfree.config.models import expand_home
 from padfree.config.prompt_template import template_parts
-from padfree.config.rules import need
+from padfree.config.rules import LARGEST_GIB, SMALLEST_GIB, check_seconds, need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +207,8 @@ class ParallelConfig:
         need(fine, "parallel.context", self.context, "give 1 or more, or auto")
         need(self.replicate >= 1, "parallel.replicate", self.replicate, "give 1 or more")
         if isinstance(self.head_memory, float):
-            need(self.head_memory > 0, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
+            fits = SMALLEST_GIB <= self.head_memory <= LARGEST_GIB
+            need(fits, "parallel.head_memory", self.head_memory, "give speed, low or GiB above 0")
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         compiled = self.checkpointing != "host" or self.compile != "none"
@@ -263,4 +264,4 @@ class RunConfig:
         need(bool(self.folder), "run.folder", self.folder, "give the folder that the run writes to")
         need(self.steps is None or self.steps >= 1, "run.steps", self.steps, "give 1 or more")
         need(0 <= self.seed < 1 << 63, "run.seed", self.seed, "give 0 or more, below 2**63")
-        need(self.timeout > 0, "run.timeout", self.timeout, "give more than 0 seconds")
+        check_seconds("run.timeout", self.timeout)

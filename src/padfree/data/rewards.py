@@ -91,7 +91,9 @@ class Reward:
     def __call__(self, response: str, row: Mapping[str, Any], uid: str | int) -> float:
         try:
             value: Any = self.function(response, row)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise  # a signal, outside of a run
+        except BaseException as error:  # SystemExit, too: a reward does not end the run
             raise ValueError(
                 f"reward: {self.name} raised {shown_error(error)} for sample {uid!r}; correct the function or the row"
             ) from error

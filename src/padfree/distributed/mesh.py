@@ -18,6 +18,7 @@ downstream is the same code.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +36,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from padfree.config.processes import Processes, processes_of
 from padfree.distributed.peers import PeerLostError, failing_together
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds."""
+LONGEST_TIMEOUT = 1e8
+"""Seconds, three years: the backends count in nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,12 +79,13 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: {device!r}; choose auto, cpu or cuda")
-    if timeout <= 0:
-        raise ValueError(f"timeout: {timeout} s; give more than 0")
+    if not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ValueError(f"timeout: {timeout} s; give more than 0, and {LONGEST_TIMEOUT:.0e} at most")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: 'cuda', but torch sees no GPU; choose cpu, or install a CUDA build of torch")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    processes = processes_of(meet=not dist.is_initialized())
+    local_rank = processes.local_rank
     if cuda and local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"LOCAL_RANK: {local_rank} on a machine of {torch.cuda.device_count()} GPUs; start one process per GPU"
@@ -93,16 +98,50 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     # Host tensors travel as well (metrics, checkpoints), so gloo is always there.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     limit = timedelta(seconds=timeout)
-    if "WORLD_SIZE" in os.environ:
-        store, rank, world = next(rendezvous("env://", timeout=limit))
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-            store.set_timeout(limit)
-            store = fresh_store(store, rank, world, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    if processes.address is not None:
+        with _meeting(processes, timeout):
+            store, rank, world = next(rendezvous("env://", timeout=limit))
+            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+                store.set_timeout(limit)
+                store = fresh_store(store, rank, world, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
     return chosen
+
+
+@contextmanager
+def _meeting(processes: Processes, timeout: float) -> Iterator[None]:
+    """One line for whatever keeps the processes of a run from meeting, with the variable that is to blame."""
+    assert processes.address is not None
+    host, _, port = processes.address.rpartition(":")
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:  # asked first: the store would ask again and again until the timeout
+        raise ValueError(
+            f"MASTER_ADDR: {host!r} is not known here ({error.strerror}); give the host of rank 0"
+        ) from None
+    try:
+        yield
+    except PeerLostError:
+        raise
+    except RuntimeError as error:  # of the store and of the backend, whose classes change from version to version
+        reason = " ".join(str(error).split())
+        lowered = reason.lower()
+        if "address already in use" in lowered or "eaddrinuse" in lowered:
+            raise ValueError(
+                f"MASTER_PORT: {port} is in use on this host; give a free port, the same to every process"
+            ) from None
+        if "clients joined" in lowered:
+            raise ValueError(
+                f"WORLD_SIZE: {processes.world}, but not as many processes came to {processes.address} within "
+                f"{timeout:g} s (run.timeout); start them all, with the same MASTER_ADDR and MASTER_PORT"
+            ) from None
+        raise ValueError(
+            f"MASTER_ADDR: rank {processes.rank} of {processes.world} did not meet the others at {processes.address} "
+            f"({reason[:200]}); start them all, with the same MASTER_ADDR and MASTER_PORT"
+        ) from None
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
@@ -165,8 +204,8 @@ def make_mesh(
             raise ValueError(f"{name}: {size}; give 1 or more")
     if world % (context * replicate):
         raise ValueError(
-            f"context {context} x replicate {replicate}: does not divide {world} processes; start a multiple of "
-            f"{context * replicate} processes, or lower one of them"
+            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {world} processes; "
+            f"start a multiple of {context * replicate} processes, or lower one of them"
         )
     device = torch.device(device)
     rows, sets = rank_groups(world, context, replicate)

@@ -91,7 +91,7 @@ def failing_together() -> Iterator[None]:
     listener.start()
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # sys.exit of a user's function and a signal, too: the others must not wait
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
             raise  # of a block inside

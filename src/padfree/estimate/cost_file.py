@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from padfree.config.inputs import check_regular
 from padfree.packing import CostModel
 
 
 def read_cost(path: str | Path) -> CostModel:
     """A file of `padfree plan --calibrate`."""
+    check_regular(path, "batch.cost")
     try:
         cost = CostModel.from_json(path)
     except (OSError, UnicodeDecodeError) as error:

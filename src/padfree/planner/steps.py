@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from padfree.arrays import concatenated_ranges
 from padfree.batch import Sample
 from padfree.config import Config
+from padfree.config.inputs import check_regular
 from padfree.data import Progress
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import PrefixTree, TokenBudgetBatcher
@@ -100,6 +101,7 @@ def load_steps(
 def read_lengths(path: str | Path) -> Lengths:
     """[n] from a `.npy` file, or from a text file of whole numbers."""
     path = Path(path)
+    check_regular(path, "--lengths")
     try:
         numbers = np.load(path) if path.suffix == ".npy" else np.array(path.read_text().split(), dtype=np.int64)
     except OSError as error:

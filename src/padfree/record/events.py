@@ -10,6 +10,8 @@
     start       versions, device, processes and their layout      compile     layers were compiled in this step
     settled     what each `auto` became, and why                  nonfinite   the file with the samples of that step
     resume      the checkpoint, and settings that have changed    stop, end   by a signal; because all steps are done
+    note        what was said at the start                        export      the trained model is in the folder
+    failed      what was raised
 
 `step` is the number of optimizer steps done before the event. `metrics.jsonl` reads as if a run had never been stopped;
 this file says when it was.
@@ -31,7 +33,7 @@ from padfree.distributed import Mesh
 from padfree.record.files import EVENTS
 from padfree.record.run_folder import writing
 
-Kind = Literal["start", "settled", "resume", "compile", "stop", "end", "nonfinite"]
+Kind = Literal["start", "settled", "note", "resume", "compile", "stop", "end", "export", "failed", "nonfinite"]
 
 
 class Events:

@@ -31,7 +31,14 @@ class MetricsFile:
         """Keep whole lines of earlier steps; the run makes the other steps again."""
         kept = []
         if self.path.exists():
-            for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+            try:
+                text = self.path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"run.folder: {self.path} is not text ({error.reason} at byte {error.start}), a run did not write "
+                    "it; move the file away"
+                ) from None
+            for number, line in enumerate(text.splitlines(keepends=True), start=1):
                 if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
                     break
                 kept.append(line)

@@ -36,6 +36,8 @@ from filelock import FileLock, Timeout
 import padfree
 from padfree.config import Config
 from padfree.config.functions import model_of
+from padfree.config.hub import shortened
+from padfree.config.inputs import check_regular
 from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
 from padfree.record.files import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
@@ -73,6 +75,18 @@ class Holder:
 def check_run_folder(config: Config) -> None:
     """Refuse a folder that a run must not write to. Nothing is written."""
     folder = Path(config.run.folder)
+    try:
+        folder.stat()
+        check_regular(folder, "run.folder")  # a FIFO in the place of a file would be waited for
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, no permission
+        if isinstance(error, ValueError) and str(error).startswith("run.folder: "):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"run.folder: {shortened(str(folder))} cannot be used ({reason}); give another folder"
+        ) from None
     _check_inputs(config, folder)
     if not folder.exists():
         return

@@ -139,6 +139,7 @@ class RolloutWriter:
         keys: NDArray[np.int64],
         version: int,
         reward: Reward | None = None,
+        on_sampling: OnSampling | None = None,
     ) -> list[Written]:
         """One response with its reward for each prompt of the groups, drawn with the noise of its key, in order.
 
@@ -146,12 +147,14 @@ class RolloutWriter:
         """
         self.sampler.update_weights(trained, version)
         prompts, own = share_of(groups, range(len(groups)), self.mesh)
-        responses = self.sampler.sample(
-            [
-                SamplingRequest(tokens=prompts[number].tokens, room=prompts[number].room, key=int(keys[number]))
-                for number in own
-            ]
-        )
+        requests = [
+            SamplingRequest(tokens=prompts[number].tokens, room=prompts[number].room, key=int(keys[number]))
+            for number in own
+        ]
+        callbacks: dict[str, Any] = {}
+        if on_sampling is not None:
+            callbacks = self._callbacks(on_progress=lambda done: on_sampling(done, len(requests)))
+        responses = self.sampler.sample(requests, **callbacks)
         written: list[Written] = []
         error = None
         try:

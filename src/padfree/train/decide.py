@@ -31,6 +31,7 @@ from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names
 from padfree.config.inert import inert_settings
 from padfree.config.outputs import check_folder
+from padfree.config.reader import LARGEST_COUNT
 from padfree.cp.ulysses import check_heads
 from padfree.data import StoredSamples
 from padfree.data.prepare import Progress
@@ -77,6 +78,9 @@ from padfree.train.training_data import (
     open_tokenizer,
 )
 from padfree.train.vocabulary import check_vocabularies
+
+MANY_SAMPLES = 1_000_000
+"""So many samples are not put into batches only to count these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -466,6 +470,15 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
         in_batch = sum(len(group) for group in groups)
         updates += config.loss.epochs * min(config.loss.mini_batches, in_batch)
     return updates * epochs
+
+
+def planned_steps(config: Config, source: TrainingData) -> int | None:
+    """Optimizer steps of the run, about; None where counting them would take long."""
+    steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
+    if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
+        return steps
+    there = count_steps(config, source, enough=steps or LARGEST_COUNT)
+    return there if steps is None else min(steps, there)
 
 
 class _Lengths(Sequence[Any]):

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ from padfree.train.rl.reference_model import Reference
 from padfree.train.row_loss import RowLoss
 from padfree.train.scorer import Scorer
 from padfree.train.training_data import TrainingData
+from padfree.train.updates import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
 """Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
@@ -124,8 +126,10 @@ MEASURES: dict[str, Callable[[Engine], RowMeasure]] = {
 class HeldOut:
     """Held-out samples, measured on rows that are laid out as in training."""
 
-    def __init__(self, scorer: Scorer, measure: RowMeasure, samples: Sequence[Sample]) -> None:
-        self.scorer, self.measure, self.samples = scorer, measure, samples
+    def __init__(
+        self, scorer: Scorer, measure: RowMeasure, samples: Sequence[Sample], on_activity: OnActivity | None = None
+    ) -> None:
+        self.scorer, self.measure, self.samples, self.on_activity = scorer, measure, samples, on_activity
         self.sources = sorted({str(sample.source) for sample in samples})
         self._source = torch.tensor([self.sources.index(str(sample.source)) for sample in samples])
         self._plan = scorer.plan(samples, keep_groups=measure.keeps_groups)
@@ -134,7 +138,10 @@ class HeldOut:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
         with undisturbed(scorer.model), computing(scorer.model):
-            for indices, width in self._plan.rows_of(mesh.data.rank):
+            rows = self._plan.rows_of(mesh.data.rank)
+            for done, (indices, width) in enumerate(rows):
+                if self.on_activity is not None:
+                    self.on_activity("evaluating", done, len(rows))
                 pair_weight = 1.0 if measure.keeps_groups else None
                 batch = make_micro_batch(
                     self.samples,
@@ -181,8 +188,9 @@ class SampledResponses:
         prompts: Sequence[Prompt],
         settings: EvalConfig,
         seed: int,
+        on_activity: OnActivity | None = None,
     ) -> None:
-        self.writer, self.engine, self.settings = writer, engine, settings
+        self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
         self.groups = [(prompt,) * settings.draws for prompt in prompts]
         self.reward: Reward | None = None if settings.reward is None else load_reward(settings.reward)
         number = len(prompts) * settings.draws
@@ -193,9 +201,14 @@ class SampledResponses:
         )
 
     def __call__(self, step: int) -> dict[str, float]:
+        shown: dict[str, Any] = {}
+        if self.on_activity is not None:
+            self.on_activity("evaluating", 0, 0)
+            if isinstance(self.writer, RolloutWriter):
+                shown["on_sampling"] = partial(self.on_activity, "evaluating")
         with undisturbed(self.engine.model), computing(self.engine.model):
             written = self.writer.write(
-                self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward
+                self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward, **shown
             )
         draws = self.settings.draws
         rows: dict[str, list[float]] = {}
@@ -236,9 +249,10 @@ def make_evaluation(
     held_out: TrainingData | None,
     writer: RolloutWriter | EpisodeWriter | None,
     reference: Reference | None = None,
+    on_activity: OnActivity | None = None,
 ) -> Evaluate | None:
     """What `[eval]` asks for; None: nothing. Metrics that are not finite are refused."""
-    measure = _measure(config, engine, held_out, writer, reference)
+    measure = _measure(config, engine, held_out, writer, reference, on_activity)
     if measure is None:
         return None
 
@@ -256,18 +270,19 @@ def _measure(
     held_out: TrainingData | None,
     writer: RolloutWriter | EpisodeWriter | None,
     reference: Reference | None,
+    on_activity: OnActivity | None,
 ) -> Evaluate | None:
     if held_out is None:
         return None
     samples = list(held_out.samples)
     if writer is not None:
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
-        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed)
+        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity)
     rows = [sample for sample in samples if isinstance(sample, Sample)]
     if reference is not None:  # which stays what it is, so that once is enough
         found = reference.logprobs(rows)
         rows = [sample.with_numbers(ref_logprobs=values) for sample, values in zip(rows, found, strict=True)]
-    return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows)
+    return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows, on_activity)
 
 
 @contextmanager

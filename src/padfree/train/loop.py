@@ -22,9 +22,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from padfree.checkpoint.manifest import Trained
 from padfree.collector import quiet_collector
 from padfree.config import Config
 from padfree.config.choices import LOWER_IS_BETTER, Better
+from padfree.config.rules import shown_error
 from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
@@ -46,13 +48,14 @@ from padfree.record.trackers import Trackers
 from padfree.rollout.environment.ahead import KEY as EPISODES
 from padfree.rollout.journal import Journal
 from padfree.rollout.queue import KEY as RESPONSES
+from padfree.stop_signals import StopSignals
 from padfree.train.batches import Batches, MakeSamples
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
-from padfree.train.finite import check_weights
+from padfree.train.finite import NonFiniteError, check_weights
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import (
     change_line,
@@ -67,9 +70,9 @@ from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch
 from padfree.train.schedule import learning_rate_factor
 from padfree.train.scorer import Scorer
-from padfree.train.signals import StopSignals, agreed
+from padfree.train.signals import agreed
 from padfree.train.training_data import Batcher
-from padfree.train.updates import OnStep, Updates
+from padfree.train.updates import OnActivity, OnStep, Updates
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
 """Options of the optimizer that are settings; the learning rate is set anew in every step."""
@@ -82,11 +85,13 @@ class RunResult:
     step: int  # optimizer steps in all, those before a resume included
     stopped: bool  # by a signal
     checkpoint: Path | None
+    was_finished: bool = False  # by an earlier start: nothing was done
 
 
 OnNote = Callable[[str], None]
 """Called with a line for the user: what was decided for them, or what the run waits for."""
 
+AFTER_SIGNAL = "stops after the step or evaluation that it is in, saves a checkpoint and ends"
 COMPILING = "compiling the layers: up to a minute at the first time, a few seconds where the compiler's cache has them"
 
 
@@ -106,16 +111,22 @@ class Loop:
         ahead: BatchesAhead | None = None,
         on_step: OnStep | None = None,
         on_note: OnNote | None = None,
+        on_activity: OnActivity | None = None,
         evaluate: Evaluate | None = None,
         data: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
+        signals: StopSignals | None = None,
+        planned_steps: int | None = None,
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
 
         `teacher` gives the advantages where `loss.advantage` is `teacher`, and `critic` where it is `gae`. `ahead`
         makes the samples in place of `make_samples`, from the same batcher. `journal` is where sampled
-        responses are kept until a checkpoint is made.
+        responses are kept until a checkpoint is made. `signals` are those of the command, already listened to;
+        `planned_steps` are shown.
         """
+        self._signals, self._planned_steps = signals, planned_steps
+        self._on_activity = on_activity
         self.config, self.engine, self.evaluate = config, engine, evaluate
         self.batches = Batches(
             config,
@@ -157,9 +168,12 @@ class Loop:
         torch.manual_seed(config.run.seed + self.mesh.loss.rank)
         newest = self.checkpointer.agreed_latest() if config.checkpoint.resume else None
         changed: dict[str, tuple[Any, Any]] = {}
+        evaluated = False  # whether the evaluation after this step has been made, too
         if newest is not None:
             changed = self._compared(newest, on_note or (lambda line: None))
-            self._resume(newest)
+            evaluated = self._resume(newest)
+            if not any(name.startswith("eval.") for name in changed):
+                self._evaluated = self.step if evaluated else None
         self.journal: RunJournal | None = None
         if journal is not None:
             self.journal = RunJournal(journal, self.checkpointer, engine.model, self.made_with, self.mesh.loss)
@@ -171,7 +185,7 @@ class Loop:
             self.evaluations = MetricsFile(
                 self.folder,
                 rank=self.mesh.loss.rank,
-                step=0 if newest is None else self.step + 1,
+                step=self.step + evaluated,
                 name=EVALUATION,
             )
             if self.mesh.loss.rank == 0:
@@ -207,9 +221,22 @@ class Loop:
 
     def run(self) -> RunResult:
         """Until the steps are done, the data ends, or a signal comes."""
+        with nullcontext(self._signals) if self._signals is not None else StopSignals() as signals:
+            try:
+                if self._signals is not None:  # the command has deferred them
+                    return self._run(signals)
+                with signals.deferred(AFTER_SIGNAL):
+                    return self._run(signals)
+            except NonFiniteError:
+                raise  # it has an event of its own
+            except BaseException as error:
+                with suppress(ValueError):  # a full disk must not hide what went wrong
+                    self.events.write("failed", step=self.step, error=shown_error(error))
+                raise
+
+    def _run(self, signals: StopSignals) -> RunResult:
         stopped = False
         with (
-            StopSignals() as signals,
             deterministic(self.config.run.deterministic),
             closing(self.trackers),
             self.checkpointer.finishing(),
@@ -221,6 +248,7 @@ class Loop:
             if self.batches.ahead is not None and self._batch is not None:  # of the checkpoint
                 self.batches.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
+                self._doing("step", self.step + 1, self._planned_steps or 0)
                 if self._batch is None:
                     self._batch = self._following or self.batches.next(self.step)
                     self._following = self._cursor = None
@@ -251,11 +279,17 @@ class Loop:
             self.journal.close()
         if self.on_note is not None and (line := self.batches.without_signal()) is not None:
             self.on_note(line)
-        self.events.write("stop" if stopped else "end", step=self.step)
+        by = {} if signals.number is None else {"signal": Signals(signals.number).name}
+        self.events.write("stop" if stopped else "end", step=self.step, **by)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
+
+    def _doing(self, what: str, done: int = 0, total: int = 0) -> None:
+        if self._on_activity is not None:
+            self._on_activity(what, done, total)
 
     def _compiling(self) -> None:
         """Said once for all graphs of a step."""
+        self._doing("compiling the layers")
         if self.on_note is not None and self._compiled_step != self.step:
             self._compiled_step = self.step
             self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
@@ -267,6 +301,7 @@ class Loop:
         if self.evaluate is None:
             return
         self.updates.finish()
+        self._doing("evaluating")
         begin = time.perf_counter()
         found = self.evaluate(self.step)
         self._evaluated = self.step
@@ -341,12 +376,14 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of this moment, which must be between two updates."""
         self.updates.finish()
+        self._doing("saving a checkpoint")
         check_weights(self.engine.model, self.step)
         if self.batches.critic is not None:
             check_weights(self.batches.critic.engine.model, self.step, "the critic", "critic.lr")
         extra: dict[str, Any] = {
             "step": self.step,
             "batcher": self._cursor or self.batches.cursor(),
+            "evaluated": self._evaluated,
             MADE_WITH: self.made_with,
         }
         if self.journal is not None:
@@ -410,7 +447,8 @@ class Loop:
                 note(f"{len(extra[key])} responses that {path} has ahead are dropped: {why}")
         return changed
 
-    def _resume(self, path: Path) -> None:
+    def _resume(self, path: Path) -> bool:
+        """Go on from a checkpoint; whether it was saved after the evaluation of its step, if there was one."""
         engines = [self.engine, *([] if self.batches.critic is None else [self.batches.critic.engine])]
         groups = [group for engine in engines for group in engine.optimizer.param_groups]
         options = [{name: group[name] for name in CHANGEABLE} for group in groups]
@@ -438,6 +476,7 @@ class Loop:
             torch.manual_seed(self.config.run.seed + self.step * self.mesh.loss.size + self.mesh.loss.rank)
         else:
             restore_random_state(rank_state)
+        return bool(extra.get("evaluated", self.step) == self.step)
 
     def load_best(self) -> None:
         """The weights of the best evaluation, in the place of the last ones. Nothing can be trained from there."""

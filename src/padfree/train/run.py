@@ -9,8 +9,10 @@ settings -> decide      what cannot be run is refused, before anything is writte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,15 @@ from padfree.rollout.journal import Journal
 from padfree.rollout.queue import AheadWriter
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import OnSampling, RolloutWriter
-from padfree.train.decide import Decided, check_free, decide
+from padfree.stop_signals import StopSignals
+from padfree.train.decide import Decided, check_free, decide, planned_steps
 from padfree.train.determinism import deterministic
+from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
-from padfree.train.loop import Loop, OnNote, RunResult, refusal
+from padfree.train.finished import finished_step
+from padfree.train.loop import AFTER_SIGNAL, Loop, OnNote, RunResult, refusal
 from padfree.train.masters import computing
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
@@ -61,7 +66,7 @@ from padfree.train.setup import (
     export_dtype,
 )
 from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
-from padfree.train.updates import OnStep
+from padfree.train.updates import OnActivity, OnStep
 
 
 def train(
@@ -71,24 +76,54 @@ def train(
     on_tokenising: Progress | None = None,
     on_note: OnNote | None = None,
     on_sampling: OnSampling | None = None,
+    on_activity: OnActivity | None = None,
+    signals: StopSignals | None = None,
 ) -> RunResult:
     """A whole run, as one of the processes that torchrun started, or alone.
 
     `on_note` is called with what is odd about the settings and no mistake, and with what was decided for the user,
-    `on_sampling` with the number of responses of a batch that are finished, and of those that this rank has asked for.
+    `on_sampling` with the number of responses of a batch that are finished, and of those that this rank has asked for,
+    `on_activity` with what the run is doing. `signals` are those of a command that listens from its first moment; a run
+    without them listens from its first step on.
     """
+    doing: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)
+    doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
+        doing("reading model and data", 0, 0)
         with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
             # Nothing is written before all is decided. What can be refused at once is: reading data may take long.
             raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
             decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-            with held_run_folder(config):
-                return _train(config, mesh, decided, imports, on_step=on_step, on_note=on_note, on_sampling=on_sampling)
+            finished = _finished(config, mesh, decided)
+            if finished is not None:
+                return RunResult(step=finished, stopped=False, checkpoint=None, was_finished=True)
+            needs = partial(check_disk, model=decided.model)
+            raise_together(refusal(needs, config) if mesh.loss.rank == 0 else None)
+            with held_run_folder(config), nullcontext(signals) if signals is not None else StopSignals() as listening:
+                return _train(
+                    config,
+                    mesh,
+                    decided,
+                    imports,
+                    on_step=on_step,
+                    on_note=on_note,
+                    on_sampling=on_sampling,
+                    doing=doing,
+                    signals=listening,
+                )
+
+
+def _finished(config: Config, mesh: Mesh, decided: Decided) -> int | None:
+    """`finished_step`, as the first rank sees it."""
+    told: list[int | None] = [None] * mesh.loss.size
+    found = finished_step(config, decided.source) if mesh.loss.rank == 0 else None
+    dist.all_gather_object(told, found, group=mesh.loss.group)
+    return told[0]
 
 
 def _train(
@@ -100,6 +135,8 @@ def _train(
     on_step: OnStep | None,
     on_note: OnNote | None,
     on_sampling: OnSampling | None,
+    doing: OnActivity,
+    signals: StopSignals,
 ) -> RunResult:
     tokenizer, source = decided.tokenizer, decided.source
     settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
@@ -108,10 +145,12 @@ def _train(
         for line in (*decided.notes, *settled.lines()):
             on_note(line)
     imports.wait()
+    doing("loading the model", 0, 0)
     engine = build_engine(config, mesh, tokenizer)
     dtype = critic_dtype = export_dtype(config)  # asked now, the files may be gone at the end
     if config.critic.path is not None:
         critic_dtype = export_dtype(config, config.critic.path)
+    doing("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
     writer = _rollout_writer(config, mesh, engine, tokenizer, source)
     with nullcontext() if writer is None else closing(writer):
@@ -119,7 +158,9 @@ def _train(
         if isinstance(writer, RolloutWriter):  # episodes are played again
             journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
             writer.journal, writer.on_sampling = journal, on_sampling
-        evaluation = make_evaluation(config, engine, decided.held_out, writer, _pair_reference(config, reference))
+        evaluation = make_evaluation(
+            config, engine, decided.held_out, writer, _pair_reference(config, reference), doing
+        )
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
@@ -140,10 +181,15 @@ def _train(
             ahead=ahead,
             on_step=on_step,
             on_note=on_note,
+            on_activity=doing,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
             journal=journal,
+            signals=signals,
+            planned_steps=planned_steps(config, source),
         )
+        for line in decided.notes:
+            loop.events.write("note", step=loop.step, text=line)
         if settled.reasons:
             loop.events.write("settled", step=loop.step, **settled.fields())
         if writer is not None:
@@ -152,39 +198,52 @@ def _train(
         if mesh.loss.rank == 0:
             with writing(loop.folder):
                 source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
-        result = loop.run()
-    if config.checkpoint.export and not result.stopped:
+        with signals.deferred(AFTER_SIGNAL):
+            result = loop.run()
+    if not config.checkpoint.export or result.stopped:
+        return result
+    with signals.deferred("exports the trained model and ends") if not signals.received else nullcontext():
+        doing("exporting the model", 0, 0)
         export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
         if loop.best is not None:
             loop.load_best()
             export(config, engine.model, loop.folder / BEST_MODEL, tokenizer, dtype=dtype)
         if loop.batches.critic is not None:
             export_critic(loop.batches.critic, loop.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
+        loop.events.write("export", step=loop.step)
     return result
 
 
 def evaluate(
-    config: Config, *, on_tokenising: Progress | None = None, on_note: OnNote | None = None
+    config: Config,
+    *,
+    on_tokenising: Progress | None = None,
+    on_note: OnNote | None = None,
+    on_activity: OnActivity | None = None,
 ) -> dict[str, float]:
     """What `[eval]` measures, of the model at `model.path` as it is. Nothing is trained or written."""
     if not config.eval.path:
         raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
     config = held_out_config(config)
+    doing: OnActivity = on_activity or (lambda name, done, total: None)
+    doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
+        doing("reading model and data", 0, 0)
         decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
         settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
         if on_note is not None:
             for line in (*decided.source.notes, *settled.lines()):
                 on_note(line)
+        doing("loading the model", 0, 0)
         engine = build_engine(settled.config, mesh, decided.tokenizer)
         writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source)
         with nullcontext() if writer is None else closing(writer):
             reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
-            measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference)
+            measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference, on_activity)
             assert measure is not None
             return measure(0)
 

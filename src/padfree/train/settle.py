@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config, LoraConfig, ParallelConfig
 from padfree.config.choices import Checkpointing
+from padfree.config.processes import processes_of
 from padfree.distributed import Mesh
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
@@ -140,7 +141,7 @@ def device_memory(device: torch.device) -> float:
 def _machine_memory() -> float:
     """Bytes of this machine, shared among its processes."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return machine / processes_of(meet=False).local_world
 
 
 def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:

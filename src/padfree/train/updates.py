@@ -30,6 +30,9 @@ from padfree.train.metrics import peak_memory_gib, step_metrics
 OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each step after it is done, on every rank."""
 
+OnActivity = Callable[[str, int, int], None]
+"""Called with what a run is doing, how much of it is done and how much there is (0: not known); "step": its number."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Begun:

@@ -47,7 +47,9 @@ class UserObjective:
     def __call__(self, tokens: ObjectiveInputs) -> ObjectiveOutput:
         try:
             found = self.function(tokens)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise  # a signal, outside of a run
+        except BaseException as error:  # SystemExit, too: a loss does not end the run
             raise ValueError(f"loss.kind: {self.path} raised {shown_error(error)}; correct the function") from error
         output = ObjectiveOutput(losses=found) if isinstance(found, Tensor) else found
         if not isinstance(output, ObjectiveOutput):

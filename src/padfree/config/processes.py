@@ -1,0 +1,78 @@
+"""Which process of a run this is: the variables that torchrun sets, or a person who starts the processes by hand.
+
+RANK, WORLD_SIZE                 of all processes
+LOCAL_RANK, LOCAL_WORLD_SIZE     of this host
+MASTER_ADDR, MASTER_PORT         where they meet: a host and a port of rank 0
+
+Without WORLD_SIZE a process is alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processes:
+    """The place of this process among those of its run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    address: str | None = None  # host:port of rank 0; None: this process is alone
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
+    """What the variables say; each that cannot be is refused by name.
+
+    Without `meet` nothing will be started: a dry run needs neither a rank nor an address.
+    """
+    world = _count(variables, "WORLD_SIZE", 1)
+    rank = _index(variables, "RANK", world, "WORLD_SIZE")
+    local_world = _count(variables, "LOCAL_WORLD_SIZE", world if not meet else 1)
+    local_rank = _index(variables, "LOCAL_RANK", None, "")
+    if local_world > world:
+        raise ValueError(f"LOCAL_WORLD_SIZE: {local_world} of WORLD_SIZE {world}; give {world} or less")
+    address = None
+    if "WORLD_SIZE" in variables and meet:
+        if "RANK" not in variables:
+            raise ValueError(f"RANK: missing, with WORLD_SIZE {world}; start the processes with torchrun, or set it")
+        if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
+            raise ValueError(f"LOCAL_RANK: {local_rank} of LOCAL_WORLD_SIZE {local_world}; give less than that")
+        for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
+            if not variables.get(name, "").strip():
+                raise ValueError(f"{name}: missing, with WORLD_SIZE {world}; give {what}, or use torchrun")
+        port = _number(variables, "MASTER_PORT")
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"MASTER_PORT: {port}; give a port, 1 to 65535")
+        address = f"{variables['MASTER_ADDR'].strip()}:{port}"
+    return Processes(rank=rank, world=world, local_rank=local_rank, local_world=local_world, address=address)
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables[name].strip()
+    if not text.removeprefix("-").isdecimal() or len(text) > 9:
+        raise ValueError(f"{name}: {variables[name]!r} is not a whole number; unset it, or use torchrun")
+    return int(text)
+
+
+def _count(variables: Mapping[str, str], name: str, default: int) -> int:
+    found = _number(variables, name) if name in variables else default
+    if found < 1:
+        raise ValueError(f"{name}: {found}; give 1 or more processes, or unset it")
+    return found
+
+
+def _index(variables: Mapping[str, str], name: str, limit: int | None, of: str) -> int:
+    found = _number(variables, name) if name in variables else 0
+    if found < 0 or (limit is not None and found >= limit):
+        among = "" if limit is None else f" of {of} {limit}"
+        raise ValueError(f"{name}: {found}{among}; ranks count from 0{'' if limit is None else f' to {limit - 1}'}")
+    return found

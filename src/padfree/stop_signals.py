@@ -1,0 +1,184 @@
+"""Signals that end a command: the first one asks, a second one ends the process at once.
+
+    with StopSignals() as signals:              from the first moment of a command
+        ...                                     imports, data, models: a signal raises `StopRequested` here
+        with signals.deferred("saves ..."):     steps, checkpoints, exports: a signal is noted
+            if signals.received: save and leave
+
+    requests    SIGINT SIGTERM SIGHUP           the second request ends the process with 128 + its number
+    warnings    SIGUSR1 SIGUSR2 SIGXCPU         sent by schedulers before a time limit: they ask, and never end anything
+    left alone  SIGQUIT                         ends the process at once, as the system has it
+
+A signal that is ignored when the block begins stays ignored (`nohup`, background jobs of a shell script). A handler
+that somebody else has installed for SIGHUP or for a warning stays, too.
+
+Each signal is answered with one line at once, whatever the main thread is doing. Python runs signal handlers between
+two of its own instructions, and there are none while a step waits for a GPU, for other ranks or for a slow function. So
+a thread reads the signals from a pipe as they come. A launcher may pass on a signal that the process has been sent
+already: within `SAME_REQUEST_SECONDS` of the first request it is the same request.
+
+The exception can be lost: some packages catch everything while they are imported. Therefore `deferred` raises it again,
+and the thread ends the process `PATIENCE` seconds after a signal that should have ended the block.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+SAME_REQUEST_SECONDS = 1.0
+PATIENCE = 15.0
+
+_exit = os._exit  # a run refuses `os._exit` of the functions that it calls
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal came while there was nothing to save."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+def _to_stderr(line: str) -> None:
+    with suppress(Exception):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class StopSignals:
+    """Notes signals for the length of a block, and says of each what happens next."""
+
+    def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
+        """`say` is called by a thread, with a line; it must not wait."""
+        self.number: int | None = None  # the first signal
+        self._say = say
+        self._then: str | None = None  # inside `deferred`: what follows a signal
+        self._raised = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._wakeup_before = -1
+        self._thread: threading.Thread | None = None
+
+    @property
+    def received(self) -> bool:
+        return self.number is not None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python has no say in signals
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            self._thread = threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True)
+            self._thread.start()
+            self._before = {number: signal.getsignal(number) for number in (*REQUESTS, *WARNINGS) if _is_ours(number)}
+            for number in self._before:
+                signal.signal(number, self._note)
+            _INSTALLED.append(self)
+        return self
+
+    @contextmanager
+    def deferred(self, then: str) -> Iterator[None]:
+        """A block that a signal does not interrupt; `then` ends the sentence "SIGTERM: the run ..."."""
+        if self.number is not None:
+            raise StopRequested(self.number)
+        self._then = then
+        try:
+            yield
+        finally:
+            self._then = None
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.number is None:
+            self.number = number
+        if self._then is None and not self._raised:
+            self._raised = True
+            raise StopRequested(number)
+
+    def _listen(self, pipe: int) -> None:
+        asked: float | None = None  # when the first request came
+        deadline: float | None = None
+        warned = False
+        while True:
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([pipe], [], [], wait)[0]:
+                assert self.number is not None
+                _exit(128 + self.number)
+            number = os.read(pipe, 1)[0]
+            if not number:
+                return
+            if number not in self._before:
+                continue
+            now = time.monotonic()
+            if self.number is None:
+                self.number = number
+            if number in REQUESTS and asked is not None:
+                if now - asked > SAME_REQUEST_SECONDS:
+                    self._say(f"{signal.Signals(number).name}: ended at once, nothing more is saved")
+                    _exit(128 + number)
+                continue
+            if number in REQUESTS:
+                asked = now
+            if self._then is None and deadline is None:
+                deadline = now + PATIENCE
+            if number in REQUESTS or not warned:
+                warned = True
+                self._say(self._line(number))
+
+    def _line(self, number: int) -> str:
+        name = signal.Signals(number).name
+        if self._then is None:
+            return f"{name}: stopping; there is nothing to save yet"
+        return f"{name}: the run {self._then}; a second signal ends it at once, without saving"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pipe is None or self._thread is None:
+            return
+        _INSTALLED.remove(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        read, write = self._pipe
+        os.write(write, bytes(1))
+        self._thread.join()
+        os.close(write)
+        os.close(read)
+
+
+_INSTALLED: list[StopSignals] = []
+"""Those whose handlers are installed, the innermost last: handlers belong to the process."""
+
+
+def _is_ours(number: signal.Signals) -> bool:
+    """Whether a signal may be handled: see the head of this file."""
+    handler = signal.getsignal(number)
+    if handler is signal.SIG_IGN or handler is None:  # None: installed by code that is not Python
+        return False
+    if number in (signal.SIGINT, signal.SIGTERM) or handler is signal.SIG_DFL:
+        return True
+    return isinstance(getattr(handler, "__self__", None), StopSignals)
+
+
+def _forget_in_child() -> None:
+    """A forked process must not answer for its parent: it has the parent's handlers and writes to the same pipe."""
+    if not _INSTALLED:
+        return
+    signal.set_wakeup_fd(-1)
+    for stop in _INSTALLED:
+        for number in stop._before:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _INSTALLED.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

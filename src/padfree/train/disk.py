@@ -1,0 +1,104 @@
+"""Whether the disk can hold what a run will write: its first checkpoint and the exported model.
+
+    checkpoint    float32 weights and the two moments of AdamW: 12 bytes per trained parameter, 4 per frozen one
+                  (of a model with adapters: the adapters alone); a critic besides; a reference that is refreshed
+    export        the whole model in `checkpoint.export_dtype`, or the adapters
+
+A lower bound: what a run adds to its log files, and checkpoints that are kept beside the newest one, are not counted.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.config import Config
+from padfree.model.lora import add_adapters
+from padfree.model.structure import skeleton
+
+FLOAT32, MOMENTS = 4, 8
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+INODES = 64
+"""Files and folders of a run, at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskUse:
+    """Bytes that a run writes."""
+
+    checkpoint: int
+    export: int
+
+    @property
+    def all(self) -> int:
+        return self.checkpoint + self.export
+
+
+def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
+    """Of a run of this model, which is on the meta device and without adapters."""
+    code = config.model.trust_remote_code
+    parameters = _count(model)
+    if config.lora.rank:
+        adapted = skeleton(config.model.path, trust_remote_code=code, head=config.loss.head)
+        add_adapters(adapted, config.lora)
+        trained = _count(adapted, trained=True)
+        checkpoint = trained * (FLOAT32 + MOMENTS)
+    else:
+        trained = _count(model, trained=True)
+        checkpoint = parameters * FLOAT32 + trained * MOMENTS
+    if config.loss.advantage == "gae":
+        path = config.critic.path or config.model.path
+        critic = _count(skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar"))
+        checkpoint += critic * (FLOAT32 + MOMENTS)
+    export = 0
+    if config.checkpoint.export:
+        alone = config.lora.rank > 0 and config.lora.export == "adapter"
+        chosen = config.checkpoint.export_dtype
+        if chosen == "base":
+            chosen = str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")  # type: ignore[assignment]
+        export = trained * FLOAT32 if alone else parameters * BYTES.get(chosen, FLOAT32)
+    return DiskUse(checkpoint=checkpoint, export=export)
+
+
+def _count(model: nn.Module, *, trained: bool = False) -> int:
+    return sum(each.numel() for each in model.parameters() if each.requires_grad or not trained)
+
+
+def free_space(folder: Path) -> tuple[int, int | None]:
+    """Bytes and inodes that are free where a folder is, or will be; None: the file system does not count inodes."""
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    found = os.statvfs(nearest)
+    return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None
+
+
+def check_disk(config: Config, model: PreTrainedModel) -> None:
+    """Refuse a disk that cannot hold the first checkpoint and the exported model."""
+    use, folder = disk_use(config, model), Path(config.run.folder)
+    free, inodes = free_space(folder)
+    if free < use.all:
+        export = f" and the exported model {shown_size(use.export)}" if use.export else ""
+        cure = ", or set checkpoint.export=false" if use.export and free >= use.checkpoint else ""
+        raise ValueError(
+            f"run.folder: {folder} has {shown_size(free)} free, but a checkpoint takes about "
+            f"{shown_size(use.checkpoint)}{export}; free space, or give a folder on another disk{cure}"
+        )
+    if inodes is not None and inodes < INODES:
+        raise ValueError(
+            f"run.folder: the file system of {folder} has room for {inodes} more files; remove some, or give a folder "
+            "on another disk"
+        )
+
+
+def disk_line(config: Config, model: PreTrainedModel) -> str:
+    """For a dry run."""
+    use, free = disk_use(config, model), free_space(Path(config.run.folder))[0]
+    export = f", the exported model {shown_size(use.export)}" if use.export else ""
+    return f"disk: a checkpoint takes {shown_size(use.checkpoint)}{export}; {shown_size(free)} are free"
+
+
+def shown_size(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size / 2**20:.2f} MiB"

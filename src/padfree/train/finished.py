@@ -1,0 +1,78 @@
+"""Whether a run has nothing left to do, seen before anything is loaded or written.
+
+    newest checkpoint    after run.steps steps, or at the end of the data (the batcher of the run is asked)
+    data                 the same
+    evaluation.jsonl     has the last evaluation
+    events.jsonl         the model was exported after the last step
+    settings             those of evaluations and exports are the same; others have nothing left to steer
+
+If any of it is missing, the run goes on from the checkpoint in the usual way, and does what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from padfree.checkpoint.checkpointer import latest_in
+from padfree.checkpoint.files import CheckpointError
+from padfree.checkpoint.manifest import read_manifest
+from padfree.config import Config
+from padfree.record.files import CHECKPOINTS, EVALUATION, EVENTS, MODEL
+from padfree.rollout.environment.ahead import KEY as EPISODES
+from padfree.rollout.queue import KEY as RESPONSES
+from padfree.train.resume import KEY as MADE_WITH
+from padfree.train.resume import changed_settings, data_record
+from padfree.train.rl.update_batch import KEY as ROLLOUTS
+from padfree.train.training_data import TrainingData, make_batcher
+
+OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
+"""Beginnings of the settings that decide what is done after the last step."""
+
+
+def finished_step(config: Config, source: TrainingData) -> int | None:
+    """The number of steps of a run that is finished; None: something is left to do."""
+    folder = Path(config.run.folder)
+    newest = latest_in(folder / CHECKPOINTS) if config.checkpoint.resume else None
+    if newest is None:
+        return None
+    extra: dict[str, Any] = {}
+    with suppress(CheckpointError, OSError):  # loading it says what is wrong with it
+        extra = read_manifest(newest, "remove it")["extra"]
+    if MADE_WITH not in extra or not _all_trained(config, source, extra):
+        return None
+    there, step = extra[MADE_WITH], int(extra["step"])
+    if there["data"] is None or there["data"]["digest"] != data_record(source.samples, source.day)["digest"]:
+        return None
+    if any(name.startswith(OUTCOME) for name in changed_settings(there["settings"], config)):
+        return None
+    if config.eval.path and _last(folder / EVALUATION).get("step") != step:
+        return None
+    last = _last(folder / EVENTS)
+    wanted = "export" if config.checkpoint.export else "end"
+    exported = not config.checkpoint.export or (folder / MODEL).is_dir()
+    return step if exported and (last.get("kind"), last.get("step")) == (wanted, step) else None
+
+
+def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) -> bool:
+    if config.run.steps is not None and extra["step"] >= config.run.steps:
+        return True
+    if ROLLOUTS in extra or extra.get(RESPONSES) or extra.get(EPISODES):
+        return False
+    batcher = make_batcher(config, source.samples, source.parts)
+    with suppress(ValueError):  # of other settings: the resume says it
+        batcher.load_state_dict(extra["batcher"])
+        return next(iter(batcher), None) is None
+    return False
+
+
+def _last(path: Path) -> dict[str, Any]:
+    """The last line of a file of a run; empty where there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
