@@ -175,7 +175,7 @@ class _LossCheck:
             """The model, and a teacher where the loss has one; every rank loads both."""
             options: dict[str, Any] = {"seed": self.seed, "trust_remote_code": self.code, "device": self.mesh.device}
             head: ModelHead = "scalar" if self.loss in SCALAR else "tokens"
-            model = load_model(self.source.source, head=head, dtype=dtype, **options).train(False)
+            model: PreTrainedModel = load_model(self.source.source, head=head, dtype=dtype, **options).train(False)
             teachers[:] = []
             if self.loss == "distill":
                 teachers[:] = [load_model(self.source.source, dtype=dtype, **options).train(False)]

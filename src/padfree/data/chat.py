@@ -30,7 +30,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from padfree.config.choices import LossOn, Turns
 from padfree.config.rules import first_line, shown_error
@@ -45,6 +45,8 @@ from padfree.data.template import compared_texts, compiled, rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_Result = TypeVar("_Result")
 
 MAX_SHAPES = 2048
 ROLES = ("system", "user", "assistant", "tool")
@@ -226,7 +228,7 @@ class ChatRenderer:
             made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(places)))
         return made
 
-    def _first_right(self, conversation: Conversation, work: Callable[[Form], Any]) -> Any:
+    def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
         """What comes of the first form that is rendered right, or the problem of the usual one; if that is the
         spelling of tool calls, the problem of the form that comes furthest.
         """
@@ -339,7 +341,7 @@ def _message_number(error: RowError) -> int:
     return int(found[1]) if found else 0
 
 
-def _attempted(render: Callable[[], Any]) -> Any:
+def _attempted(render: Callable[[], _Result]) -> _Result | None:
     try:
         return render()
     except RowError:

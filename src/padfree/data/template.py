@@ -19,7 +19,7 @@ from __future__ import annotations
 import datetime
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -106,7 +106,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"_steps": self._steps, "_whole": _whole, "_sized": _sized}
         self.globals = {name: value for name, value in theirs.globals.items() if name not in _UNUSABLE_GLOBALS}
         self.globals["strftime_now"] = self._strftime_now
-        self.concat = _joined  # type: ignore[method-assign, assignment]
+        self.concat = _joined  # type: ignore[method-assign]
         self._moment = datetime.datetime(day.year, day.month, day.day)
         self.clock_reads = 0
         self._deadline = 0.0
@@ -135,7 +135,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
         """What a loop goes through."""
         self._check_time()
-        if isinstance(iterable, (Undefined, str)) or (hasattr(iterable, "__len__") and len(iterable) < 256):
+        if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
         return self._watched(iterable)
 
@@ -175,10 +175,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _with_checks(template: nodes.Template) -> nodes.Template:
     """Loops, literals of several values and `~` go through filters that check them."""
 
-    def checked(node: nodes.Expr, name: str) -> nodes.Filter:
+    def checked(node: Any, name: str) -> nodes.Filter:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
 
-    def visit(node: nodes.Node) -> nodes.Node:
+    def visit(node: Any) -> Any:
         for field, value in node.iter_fields():
             if isinstance(value, nodes.Node):
                 setattr(node, field, visit(value))

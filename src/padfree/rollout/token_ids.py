@@ -82,6 +82,7 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
     if whole:
         unfinished = f"a response of {len(tokens)} tokens that has not ended"
         need(len(tokens) > 0 and response.is_whole(request.room), unfinished, f"{cure}, the last one a stop token")
+    assert isinstance(response, Response)
     return response
 
 

@@ -88,7 +88,7 @@ def _in_thread(seconds: float, line: str, function: Callable[..., Result], *args
 def shown_safely(error: BaseException) -> str:
     """As `shown_error`; the class alone for an error whose message cannot be had."""
     try:
-        return shown_error(error)  # type: ignore[arg-type]
+        return shown_error(error)
     except Exception:
         return type(error).__name__
 

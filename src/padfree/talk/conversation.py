@@ -11,7 +11,7 @@ the text so far, all of it is encoded anew.
 
 from __future__ import annotations
 
-from padfree.data.chat import Message
+from padfree.data.conversation import Message
 from padfree.talk.speaker import Answer, OnText, Speaker, messages_of
 
 

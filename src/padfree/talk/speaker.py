@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from padfree.config.rules import need, shown_error
-from padfree.data.chat import ChatRenderer, Message
+from padfree.data.chat import ChatRenderer
+from padfree.data.conversation import Message
 from padfree.data.records import check_encodable
 from padfree.model.files import base_dtype, open_model
 from padfree.model.load import load_model
@@ -82,9 +83,9 @@ class Speaker:
     ) -> None:
         """`decodes`: see `InProcessSampler`."""
         check_sampling(temperature, seed)
-        self.words = Words(tokenizer, chat)
-        self.stops = stop_tokens(tokenizer, model)
         self.limits = Limits.of(model)
+        self.words = Words(tokenizer, chat, self.limits.vocabulary)
+        self.stops = stop_tokens(tokenizer, model)
         self._greedy, self._seed = temperature == 0, seed
         self._sampler = InProcessSampler(
             PolicyModel(model, dtype, device),

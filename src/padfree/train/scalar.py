@@ -106,6 +106,6 @@ class ScalarScorer(Scorer):
                     found[torch.from_numpy(indices).to(self.mesh.device)] = sums
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
-        scores = found.float().cpu().numpy()
-        check_scores(np.split(scores, len(samples)), samples, setting=self.setting, what="score")
-        return scores
+        ends: NDArray[np.float32] = found.float().cpu().numpy()
+        check_scores(np.split(ends, len(samples)), samples, setting=self.setting, what="score")
+        return ends
