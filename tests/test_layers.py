@@ -83,7 +83,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "collector",
         "config",
         "data",
-        "distributed",
         "estimate",
         "model",
         "packing",

@@ -149,7 +149,9 @@ def _parsed(text: str) -> Any:
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.')}: {values!r} is no table; write [{prefix.rstrip('.')}] and its settings")
+        raise ValueError(
+            f"{prefix.rstrip('.')}: {shown_value(values)} is no table; write [{prefix.rstrip('.')}] and its settings"
+        )
     hints = _hints(kind)  # type: ignore[arg-type]
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
     for name in values:
@@ -165,13 +167,17 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
         elif name in values and get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
             given[name] = _tables(get_args(hint)[0], values[name], f"{prefix}{name}")
         elif name in values:
-            given[name] = _value(hint, values[name], f"{prefix}{name}", entry)
+            given[name] = _value(hint, values[name], f"{prefix}{name}")
         elif entry.default is MISSING and entry.default_factory is MISSING:
             if is_dataclass(hint):
                 given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
-    return kind(**given)
+    made = kind(**given)  # what a single setting cannot be, its section refuses
+    for name, value in given.items():
+        if not prefix.startswith("data.sources."):  # of which the section that they are in knows more
+            _check_numbers(value, f"{prefix}{name}")
+    return made
 
 
 @cache
@@ -185,9 +191,8 @@ def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
     for entry in entries:
         if not isinstance(entry, Mapping):
             first = next(iter(fields(kind))).name
-            raise ValueError(
-                f"{name}: {entry!r} is not a table; give a list of tables, as in {name}='[{{{first}=\"...\"}}]'"
-            )
+            example = f"{name}='[{{{first}=\"...\"}}]'"
+            raise ValueError(f"{name}: {shown_value(entry)} is not a table; give a list of tables, as in {example}")
     return tuple(_build(kind, entry, f"{name}.{number}.", set()) for number, entry in enumerate(entries))
 
 
@@ -198,16 +203,14 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
     return f"there are {', '.join(prefix + each for each in names)}"
 
 
-def _value(hint: Any, value: Any, name: str, entry: Field[Any]) -> Any:
+def _value(hint: Any, value: Any, name: str) -> Any:
     """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{name}: {shown_value(value)}; give it without the zero character")
-    if converted is not _WRONG:
-        _check_numbers(converted, name, entry)
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
         raise ValueError(
-            f"{name}: {value!r} is what a shell leaves of a table without quotes; {_table_cure(name, value)}"
+            f"{name}: {shown_value(value)} is what a shell leaves of a table without quotes; {_table_cure(name, value)}"
         )
     if converted is _WRONG:
         choices = _choices(hint)
@@ -218,13 +221,11 @@ def _value(hint: Any, value: Any, name: str, entry: Field[Any]) -> Any:
     return converted
 
 
-def _check_numbers(value: Any, name: str, entry: Field[Any]) -> None:
-    """Bounds of every number among the settings. What a single setting cannot be, its section refuses."""
-    bounds = entry.metadata.get("range")
+def _check_numbers(value: Any, name: str) -> None:
+    """Bounds of every number among the settings, for those that have none of their own. A loss may have no bound."""
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, float) and not math.isfinite(number):
-            endless = bounds is not None and bounds.high == math.inf and number == math.inf
-            need(endless, name, number, "give a finite number")
+            need(name.startswith("loss.") and number > 0, name, number, "give a finite number")
         elif isinstance(number, float):
             need(abs(number) <= LARGEST_FLOAT, name, number, "give a number that float32 can hold, 3.4e38 at most")
         if type(number) is int and not name.endswith(".seed"):
