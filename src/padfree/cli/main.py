@@ -58,7 +58,9 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
         epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path=rows.jsonl",
+        add_help=False,
     )
+    commands.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # so that all fits on one screen
     added = commands.add_subparsers(dest="command", metavar="COMMAND", required=True)
     modules = {COMMANDS[name][0] for name in loaded if name in COMMANDS}
     for name, (module, text) in COMMANDS.items():
