@@ -480,3 +480,16 @@ def test_entries_of_a_list_that_are_not_there(entry: str) -> None:
         ValueError, match=rf"^override: 'data\.sources\.{entry}\.weight=2' asks for entry '{entry}' of a list"
     ):
         sources_of('[{path="a"}]', f"data.sources.{entry}.weight=2")
+
+
+@pytest.mark.parametrize("setting", ["data.epochs", "optimizer.max_grad_norm", "data.system", "data.max_length"])
+def test_none_in_a_recipe_is_none_as_on_the_command_line(setting: str) -> None:
+    section, name = setting.split(".")
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"path": ["d"]},
+        "batch": {"samples": 2, "max_tokens": 8},
+        "run": {"folder": "r", "steps": 3},
+    }
+    values.setdefault(section, {})[name] = "none"
+    assert getattr(getattr(config_from_dict(values), section), name) is None

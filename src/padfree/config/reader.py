@@ -248,6 +248,8 @@ _WRONG = object()
 def _converted(hint: Any, value: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
+        if type(None) in arguments and isinstance(value, str) and value.lower() == "none":
+            return None  # as an override spells it: TOML has no null
         for argument in arguments:
             if (found := _converted(argument, value)) is not _WRONG:
                 return found
