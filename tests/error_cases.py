@@ -1460,7 +1460,7 @@ CASES["decide"] = [
     ("reward", dry_run("rl-local", TASKS, "rollout.reward=best"), "rollout.reward=exact_match"),
     ("rollout.environment", dry_run("rl-local", TASKS, "rollout.environment=os:system"), PLAYED),
     ("rollout.environment", dry_run("rl-local", TASKS, "rollout.environment=no_such_module:episode"), PLAYED),
-    ("rollout.agent", dry_run("rl-local", TASKS, "rollout.agent=no-such-program"), "rollout.agent=sh"),
+    ("rollout.agent", dry_run("rl-local", TASKS, "rollout.agent=no-such-program"), "rollout.agent=cat"),
     ("reward", dry_run("rl-local", [*TASKS, {"prompt": "1", "answer": "x"}]), "rollout.reward=exact_match"),
 ]
 

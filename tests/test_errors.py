@@ -63,6 +63,7 @@ PHRASES: list[tuple[str, Callable[[str, re.Match[str]], str]]] = [
     (r"give one of (\w+)", lambda name, match: f"{name}={match[1]}"),
     (r"give at most [\w.]+, (\d+)", lambda name, match: f"{name}={match[1]}"),
     (r"give a multiple of [\w.]+, (\d+)", lambda name, match: f"{name}={match[1]}"),
+    (r"give (\d+) to \d+", lambda name, match: f"{name}={match[1]}"),
     (r"give 0 up to", lambda name, match: f"{name}=0.5"),
     (r"give (\d+)\b.* or more", lambda name, match: f"{name}={match[1]}"),
     (r"give more than (\d+)", lambda name, match: f"{name}={int(match[1]) + 1}"),

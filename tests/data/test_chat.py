@@ -175,6 +175,14 @@ def test_no_template_is_refused() -> None:
         ChatRenderer(tiny_tokenizer())
 
 
+def test_several_templates_without_a_default_are_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"tool_use": TEMPLATES["chatml"], "rag": TEMPLATES["chatml"]}
+    with pytest.raises(ValueError, match=r"^data.chat_template: .* no default \(rag, tool_use\); write one of them to"):
+        ChatRenderer(tokenizer)
+    ChatRenderer(tokenizer, TEMPLATES["chatml"])
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [

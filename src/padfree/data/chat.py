@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from padfree.config.choices import LossOn, Turns
-from padfree.config.rules import first_line, shown_error
+from padfree.config.rules import shown_error
 from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
 from padfree.data.chat_shape import MAX_LEAVES, Leaf, Shape, Skeleton, Span, shape_of, written
@@ -316,8 +316,12 @@ def _source(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: boo
     usable = isinstance(template, str) or isinstance(tokenizer.chat_template, (str, dict))
     try:
         source = tokenizer.get_chat_template(template, [{}] if tools else None) if usable else None
-    except ValueError as error:  # several templates, and none of them is the default
-        raise ValueError(f"data.chat_template: {first_line(error)}") from None
+    except ValueError:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise ValueError(
+            f"data.chat_template: the tokenizer has several templates and no default ({names}); write one of them to a "
+            "file, and give the file"
+        ) from None
     if not isinstance(source, str):
         given = tokenizer.chat_template if template is None else template
         raise ValueError(f"data.chat_template: {shown(given)} in the tokenizer; expected a Jinja template as text")

@@ -45,7 +45,8 @@ class Critic:
         try:
             report = self.engine.step(samples, lr=lr, step=step)
         except NonFiniteError as error:
-            raise NonFiniteError(f"critic: {str(error).replace('optimizer.lr', 'critic.lr')}", error.samples) from None
+            message = f"critic: {str(error).replace('optimizer.lr', 'critic.lr')}"
+            raise NonFiniteError(message, error.samples) from None
         means = report.statistics
         found = {
             "critic/loss": report.loss,
