@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from padfree.config.outputs import check_folder, check_output
 from padfree.config.reader import LARGEST_COUNT
 from padfree.estimate.cost_file import read_cost
 from padfree.record.run_folder import check_run_folder
+from padfree.train.training_data import read_template
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 HOSTILE = [
@@ -121,8 +123,20 @@ def test_a_shells_substitution_is_a_recipe() -> None:
     writer.start()
     assert load_config(f"/dev/fd/{read}").run.folder == "runs/sft"
     writer.join()
+    with pytest.raises(ValueError, match=rf"^data.chat_template: /dev/fd/{read} is a FIFO, not a file; give a file$"):
+        read_template(f"/dev/fd/{read}")  # which is read for each source, and again on resume
     os.close(read)
     check_output(os.devnull, "--json")
+
+
+def test_a_folder_that_cannot_be_listed_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str | Path) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for setting, read in (("config", load_config), ("batch.cost", read_cost), ("data.chat_template", read_template)):
+        with pytest.raises(ValueError, match=rf"^{setting}: {tmp_path} cannot be read \(Permission denied\); make it"):
+            read(str(tmp_path))
 
 
 def config_of(folder: Path | str) -> Config:

@@ -281,7 +281,7 @@ def _link_to_fifo(path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(_fifo, "a pipe"), (_socket, "a socket"), (_link_to_device, "a device"), (_link_to_fifo, "a pipe")],
+    [(_fifo, "a FIFO"), (_socket, "a socket"), (_link_to_device, "a device"), (_link_to_fifo, "a FIFO")],
 )
 def test_what_may_never_end_is_refused_before_it_is_opened(
     make: Callable[[Path], None], kind: str, suffix: str, tmp_path: Path
@@ -291,7 +291,7 @@ def test_what_may_never_end_is_refused_before_it_is_opened(
     path = folder / f"a{suffix}"
     make(path)
     for given in (path, folder, [folder, path]):
-        with pytest.raises(ValueError, match=rf"^data: .*a{suffix} is {kind}; give a regular file$"):
+        with pytest.raises(ValueError, match=rf"^data: .*a{suffix} is {kind}, not a file; give a file$"):
             open_sources(given)
 
 

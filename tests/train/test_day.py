@@ -209,5 +209,5 @@ def test_a_pipe_as_a_chat_template_is_refused(model_folder: Path, tmp_path: Path
         write_lines(tmp_path / "a.jsonl", ROWS),
         data={"chat_template": str(tmp_path / "pipe.jinja")},
     )
-    with pytest.raises(ValueError, match=r"^data\.chat_template: .*pipe\.jinja is a pipe; give a regular file$"):
+    with pytest.raises(ValueError, match=r"^data\.chat_template: .*pipe\.jinja is a FIFO, not a file; give a file$"):
         decide(config, processes=1, device_type="cpu", dry=True)

@@ -17,9 +17,12 @@ OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/f
 """Descriptors of this process under a name: a shell's `<(...)` and `/dev/stdin`."""
 
 
-def special_kind(path: str | Path) -> str | None:
-    """What a path is if it is neither a file nor a folder; None also where nothing is there."""
-    if OPEN_ALREADY.fullmatch(str(path)):
+def special_kind(path: str | Path, *, once: bool = True) -> str | None:
+    """What a path is if it is neither a file nor a folder; None also where nothing is there.
+
+    What is used only once may be a descriptor of this process: None for its name.
+    """
+    if once and OPEN_ALREADY.fullmatch(str(path)):
         return None
     try:
         return KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
@@ -27,11 +30,15 @@ def special_kind(path: str | Path) -> str | None:
         return None  # whoever opens it says why
 
 
-def check_regular(path: str | Path, setting: str) -> None:
-    """Refuse what would be waited for instead of read; of a folder, each entry."""
-    if (kind := special_kind(path)) is not None:
+def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
+    """Refuse what would be waited for instead of read; of a folder, each entry. `once`: see `special_kind`."""
+    if (kind := special_kind(path, once=once)) is not None:
         raise ValueError(f"{setting}: {path} is {kind}, not a file; give a file")
     if os.path.isdir(path):
-        for entry in sorted(os.listdir(path)):
+        try:
+            entries = sorted(os.listdir(path))
+        except OSError as error:
+            raise ValueError(f"{setting}: {path} cannot be read ({error.strerror}); make it readable") from None
+        for entry in entries:
             if (kind := special_kind(os.path.join(path, entry))) is not None:
                 raise ValueError(f"{setting}: {os.path.join(path, entry)} is {kind}, not a file; remove it")

@@ -20,7 +20,6 @@ import importlib
 import json
 import os
 import re
-import stat
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config.hub import check_name, shortened
+from padfree.config.inputs import check_regular
 from padfree.config.rules import first_line
 from padfree.data.records import RowError, as_record, parse_line, shown
 
@@ -229,18 +229,6 @@ class HubSource(RecordSource):
             [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] for table in tables
         )
         yield from self._numbered(parts, len(wanted))
-
-
-def check_regular(path: Path, setting: str) -> None:
-    """Refuse what is not a file on a disk: reading a pipe, a socket or a device may never end."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ValueError(f"{setting}: {path} cannot be read ({error.strerror}); make it readable") from None
-    if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-        kind = kinds.get(stat.S_IFMT(mode), "a device")
-        raise ValueError(f"{setting}: {path} is {kind}; give a regular file")
 
 
 def optional_package(module: str, reason: str, *, install: str) -> Any:

@@ -22,6 +22,7 @@ from padfree.batch import Sample
 from padfree.config import Config, DataConfig
 from padfree.config.functions import model_of
 from padfree.config.hub import check_name
+from padfree.config.inputs import check_regular
 from padfree.config.rules import shown_error
 from padfree.data import (
     DataReport,
@@ -40,7 +41,6 @@ from padfree.data import (
 from padfree.data.chat import chat_renderer
 from padfree.data.formats import reading_notes
 from padfree.data.prepare import Progress
-from padfree.data.sources import check_regular
 from padfree.data.store import read_metadata
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
@@ -112,7 +112,7 @@ def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[st
 def read_template(name: str, setting: str = "data.chat_template") -> str:
     """The text of a file with a chat template."""
     path = Path(name).expanduser()
-    check_regular(path, setting)
+    check_regular(path, setting, once=False)
     try:
         text = path.read_text(encoding="utf-8")
         reason = None if text.strip() else "it is empty"
