@@ -52,7 +52,8 @@ def full_disk() -> TextIO:
 
 def closed_descriptor() -> TextIO:
     descriptor = os.open(os.devnull, os.O_WRONLY)
-    stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # or it would close the number's next owner later
+    # A stream that owns the number would close it again when it is collected, and with it some later file.
+    stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     os.close(descriptor)
     return stream
 
