@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,12 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_configure() -> None:
+    """A shell ignores SIGINT in its background jobs, and what is ignored stays so in a run. Tests send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -34,6 +34,14 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(stop_signals, "_exit", codes.append)
     monkeypatch.setattr(stop_signals, "SAME_REQUEST_SECONDS", 0.2)
     return codes
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """Under `nohup` SIGHUP is ignored, and would stay so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def signalled(number: int) -> None:

@@ -107,13 +107,13 @@ def test_mistakes_are_one_line(
 def test_settings_of_data_may_stand_anywhere(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also what a message advises: it is pasted behind the command."""
     path = tmp_path / "questions.jsonl"
-    rows = [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    rows = [{"prompt": f"{number}+1=", "its reply": str(number + 1)} for number in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not JSON\n")
     arguments = ["check", "--model", model, "--samples", "2", "--device", "cpu", "--layers", "1", "--data", str(path)]
     assert main(arguments) == 1
     advice = capsys.readouterr().err.rpartition("as in ")[2]
     (columns,) = shlex.split(advice)
-    assert columns == 'data.columns={question="prompt",answer="response"}'
+    assert columns == 'data.columns={"its reply"="response"}'
     assert main([*arguments, columns]) == 1
     assert "questions.jsonl line 5: not JSON" in capsys.readouterr().err
     assert main([*arguments, columns, "data.on_bad_row=skip"]) == 0
@@ -153,7 +153,7 @@ def test_help_fits_on_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 def command(rank: int, world: int, arguments: list[str]) -> str:
     """What a process of torchrun shows."""
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world)})
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
     with redirect_stdout(io.StringIO()) as shown:
         assert main(arguments) == 0
     return shown.getvalue()

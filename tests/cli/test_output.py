@@ -51,8 +51,10 @@ def full_disk() -> TextIO:
 
 
 def closed_descriptor() -> TextIO:
-    stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    os.close(stream.fileno())
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    # A stream that owns the number would close it again when it is collected, and with it some later file.
+    stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    os.close(descriptor)
     return stream
 
 
@@ -62,7 +64,6 @@ def closed_stream() -> TextIO:
     return stream
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("make", "number"),
     [
@@ -80,8 +81,7 @@ def test_a_stream_that_fails_is_said_once_and_raises_nothing(make: Callable[[], 
     made.finish()
     assert [getattr(error, "errno", None) for error in failures] == [number]
     print("later", file=made, flush=True)
-    if number != errno.EBADF:
-        stream.close()
+    stream.close()
 
 
 def test_a_pipe_that_nobody_reads_blocks_nothing(pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch) -> None:

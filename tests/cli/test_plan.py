@@ -55,7 +55,7 @@ def test_data_to_lines_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "headtail    slowest over the mean" in out
     assert "memory      about " in out
     assert f"page        {page}" in out
-    assert err == ""
+    assert err == "note: data: sft.jsonl is read as prompt and response (prompt, response); as plain text\n"
     assert "<figcaption>Padded over packed</figcaption>" in page.read_text()
 
 

@@ -115,7 +115,9 @@ def test_a_recipe_is_planned_runs_and_exports(
     shown = capsys.readouterr().out
     assert "step 1/2  loss" in shown
     assert "done after 2 steps" in shown
-    assert ("reward" in shown) == name.startswith("rl")
+    steps = [line for line in shown.splitlines() if line.startswith("step ")]
+    assert len(steps) == 2
+    assert ["  reward " in line for line in steps] == [name.startswith("rl")] * 2
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [0, 1]
     AutoModelForCausalLM.from_pretrained(run / "model")
