@@ -309,18 +309,20 @@ def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], wri
         ],
     )
     notes = decide(config, processes=1, device_type="cpu").notes
+    read = "is read as prompt and response (prompt, response); as plain text"
     assert notes == (
+        f"data: d.jsonl {read}",
         "samples have up to 305 tokens, the model was made for 256 (max_position_embeddings)",
         "run.steps is 100, but the data end after about 8 steps, before that, where cosine ends; set run.steps=8, or "
         "data.epochs=none",
     )
     for change in ({"run": replace(config.run, steps=8)}, {"data": replace(config.data, epochs=None)}):
         cured = replace(config, **change)  # type: ignore[arg-type]
-        assert len(decide(cured, processes=1, device_type="cpu").notes) == 1
+        assert decide(cured, processes=1, device_type="cpu").notes == notes[:2]
     small = ["model.path=" + models["small"], "model.dtype=float32", "batch.samples=2", "data.append_eos=false"]
     path = write("e.jsonl", *[{"prompt": "0", "response": "123"}] * 3)  # ids below 10: no other letter occurs
     fits = load_config(RECIPES / "sft.toml", [*small, f"data.path={path}", f"run.folder={tmp_path / 'run'}"])
-    assert decide(fits, processes=1, device_type="cpu").notes == ()
+    assert decide(fits, processes=1, device_type="cpu").notes == (f"data: e.jsonl {read}",)
 
 
 def test_what_has_no_effect_and_what_trains_nothing_is_noted(
@@ -352,7 +354,7 @@ def test_a_run_prints_its_notes_first(
     notes = [
         index for index, line in enumerate(lines) if line.startswith("note: run.steps is 5, but the data end after")
     ]
-    steps = [index for index, line in enumerate(lines) if line.startswith("step 1 ")]
+    steps = [index for index, line in enumerate(lines) if line.startswith("step 1/1 ")]  # of the data, not of run.steps
     assert len(notes) == len(steps) == 1
     assert notes < steps
 

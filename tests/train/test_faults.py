@@ -202,6 +202,8 @@ def signalled(folder: Path) -> list[Any]:
 
     def started(name: str, step: int, halt: Callable[[], object]) -> tuple[int, int]:
         def run(pipe: int) -> int:
+            # a shell starts background jobs with SIGINT ignored, and a run leaves an ignored signal ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             before_step(step, lambda: (os.write(pipe, b"x"), halt()))
             return main(["sft", str(recipe), f"run.folder={folder / name}"])
 
