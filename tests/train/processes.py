@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,9 @@ def alone(function: Callable[[Path], Any], folder: Path) -> Any:
 
 
 def in_folder(function: Callable[[Path], Any], folder: Path) -> None:
+    # A run leaves alone what its caller ignores: SIGHUP under `nohup`, SIGINT in a shell's background.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ["PADFREE_CACHE"] = str(folder / "cache")
     with (folder / "alone.log").open("w") as file:

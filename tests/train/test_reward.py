@@ -352,7 +352,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
         (["lora.rank=4", "lora.export=adapter"], "lora.export: 'adapter'; set lora.export=merged"),
         (["loss.temperature=2"], "loss.temperature: 2.0; leave it out"),
         (["loss.reward.margin=-1"], "loss.reward.margin: -1.0; give 0 or more"),
-        ([f"data.path={bad}"], "margin is 'much'; expected a finite number"),
+        ([f"data.path={bad}"], "bad.jsonl line 1: 'margin' is 'much'; expected a finite number"),
         (["batch.max_tokens=8"], "in its two answers"),
         (["loss.kind=dpo", "loss.reward.margin=0"], "use padfree dpo for it"),
     ):

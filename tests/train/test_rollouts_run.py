@@ -266,7 +266,10 @@ def test_the_run_ends_with_the_prompts(model_folder: Path, tmp_path: Path) -> No
             {"data": {"max_length": 10}},
             "max_length: 10, but prompts.jsonl:3 has 5 tokens, which leaves less than the 6",
         ),
-        ({"data": {"columns": {}}}, "columns: prompts.jsonl has .* expected 'prompt', or 'messages'"),
+        (
+            {"data": {"columns": {"question": "unused"}}},
+            r"columns: prompts.jsonl has \['answer', 'question'\]; expected 'prompt', or 'messages'; say which",
+        ),
     ],
 )
 def test_refusals(sections: dict[str, Any], message: str, model_folder: Path, tmp_path: Path) -> None:
