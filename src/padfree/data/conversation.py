@@ -310,7 +310,7 @@ def _tools(tools: object, column: str) -> list[Any] | None:
 def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
     """A JSON value, checked and copied. Keys with null are left out unless `nulls`."""
     if depth > DEEPEST:
-        raise RowError(f"{name} is nested more than {DEEPEST} levels deep; expected less")
+        raise RowError(f"{name[:100]}... is nested more than {DEEPEST} levels deep; expected less")
     if isinstance(value, str):
         return check_encodable(value, name)
     if value is None or isinstance(value, bool):

@@ -24,6 +24,13 @@ CHAT = (
     "{% for message in messages %}[{{ message['role'][0] }}]{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
+WHOLE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}[{{ message['role'][0] }}]{{ message['name'] }}{{ message['reasoning_content'] }}"
+    "{{ message['content'] }}{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+"""Shows all that a message may have."""
 THINKING = CHAT.replace("message['content']", "message['content'].split('!')[-1]")
 """Whatever stands before the last `!` of a message is left out."""
 

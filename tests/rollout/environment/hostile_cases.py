@@ -23,6 +23,18 @@ Q: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}]}
 P: dict[str, Any] = {"prompt": "ab"}
 SIZE = len(VOCABULARY)
 
+UNSHOWN: dict[str, dict[str, Any]] = {
+    "message 1 (user): name": {"messages": [{"role": "user", "content": "q", "name": "ann"}]},
+    "message 2 (assistant): tool_calls[0].function.name": {
+        "messages": [*Q["messages"], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    },
+    "message 2 (assistant): reasoning_content": {
+        "messages": [*Q["messages"], {"role": "assistant", "content": "a", "reasoning_content": "b"}]
+    },
+    "tools[0].name ('f')": {**Q, "tools": [{"type": "function", "function": {"name": "f"}}]},
+}
+"""What a template that writes the content only does not show, and how it is named."""
+
 Case = tuple[str, str, bytes, str]
 """A name, a route, a body, and `right` or `refused`."""
 
@@ -222,12 +234,16 @@ def bodies() -> Iterator[Case]:
         "many keys, one twice": b"{" + b",".join(b'"k%d":1' % (index % 19_999) for index in range(20_000)) + b"}",
     }.items():
         yield name, chat, raw, "refused"
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    deep: Any = tool["function"]["parameters"]  # type: ignore[index]
-    for _ in range(400):
-        deep["p"] = {}
-        deep = deep["p"]
-    yield _case("a deep tool", chat, {**Q, "tools": [tool]}, "right")
+    for name, key, depth, due in (
+        ("a tool", "p", 50, "right"),
+        ("a deep tool", "p", 400, "refused"),
+        ("a deep tool of long names", "p" * 500, 80, "refused"),
+    ):
+        deep: dict[str, Any] = {}
+        for _ in range(depth):
+            deep = {key: deep}
+        tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+        yield _case(name, chat, {**Q, "tools": [tool]}, due)
     yield _case("two limits", chat, {**Q, "max_tokens": 3, "max_completion_tokens": 4}, "refused")
     yield _case("one limit twice", chat, {**Q, "max_tokens": 3, "max_completion_tokens": 3}, "right")
     yield _case("prompt in a chat", chat, {**Q, "prompt": "x"}, "refused")

@@ -20,13 +20,13 @@ from padfree.rollout.environment.call_fields import FOLLOWED, MESSAGE_KEYS, META
 from padfree.rollout.environment.calls import Calls
 from padfree.rollout.environment.listener import Limits
 from padfree.rollout.environment.runner import Played
-from tests.rollout.environment.environment_cases import CHAT, Scripted, play, prompt
-from tests.rollout.environment.hostile_cases import Q, bodies, heads, outcome, post, statuses
+from tests.rollout.environment.environment_cases import CHAT, WHOLE, Scripted, play, prompt
+from tests.rollout.environment.hostile_cases import UNSHOWN, Q, bodies, heads, outcome, post, statuses
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
-def attacked(attack: Callable[[str], Any], *, skips: bool = False, before: Any = None) -> tuple[Any, Played]:
+def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str = CHAT) -> tuple[Any, Played]:
     """What an attack on an episode's address returns, and the episode, which makes one call of its own behind it."""
     found: list[Any] = []
 
@@ -44,7 +44,7 @@ def attacked(attack: Callable[[str], Any], *, skips: bool = False, before: Any =
         return policy.trajectory(1.0)
 
     (played,) = play(
-        episode, None, prompt("q", room=2000), template=CHAT, sampler=Scripted(lambda *_: "x$"), skips=skips
+        episode, None, prompt("q", room=2000), template=template, sampler=Scripted(lambda *_: "x$"), skips=skips
     )
     return found[0], played
 
@@ -62,7 +62,7 @@ def test_every_body_is_followed_or_refused() -> None:
         connection.close()
         return found
 
-    found, played = attacked(attack)
+    found, played = attacked(attack, template=WHOLE)
     odd = {name: answer for name, answer in found.items() if answer[0] not in ("right", "refused")}
     assert not odd
     counts = Counter(kind for kind, _ in found.values())
@@ -73,6 +73,24 @@ def test_every_body_is_followed_or_refused() -> None:
     for kind, answer in found.values():
         if kind == "refused":
             assert 0 < len(json.loads(answer)["error"]["message"]) < 400
+
+
+def test_what_the_template_does_not_show_is_refused() -> None:
+    def attack(url: str) -> dict[str, tuple[int, str]]:
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=60)
+        found = {}
+        for name, body in UNSHOWN.items():
+            status, answer = post(connection, f"{parts.path}/chat/completions", json.dumps(body).encode())
+            found[name] = status, json.loads(answer)["error"]["message"]
+        connection.close()
+        return found
+
+    found, played = attacked(attack)
+    assert played.failure is None
+    for name, (status, message) in found.items():
+        assert status == 400
+        assert message.startswith(f"{name} leaves no trace in the text: the chat template does not show ")
 
 
 def test_every_head_is_answered_or_closed() -> None:
