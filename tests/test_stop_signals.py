@@ -64,6 +64,22 @@ def test_a_signal_in_a_deferred_block_is_noted_and_said(number: signal.Signals) 
     assert signal.getsignal(number) is before
 
 
+def test_a_signal_with_another_meaning_neither_asks_nor_ends(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST_SECONDS", -1.0)  # each is a request of its own
+    heard: list[int] = []
+    with Listening() as signals:
+        own = signal.getsignal(signal.SIGINT)
+        with signals.lent(signal.SIGINT, lambda number, _: heard.append(number)), signals.deferred(THEN):
+            for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            wait_until(lambda: bool(signals.lines))
+        assert signal.getsignal(signal.SIGINT) == own
+    assert heard == [signal.SIGINT] * 2
+    assert signals.number == signal.SIGTERM
+    assert [line.partition(":")[0] for line in signals.lines] == ["SIGTERM"]
+    assert ended == []
+
+
 @pytest.mark.parametrize("number", [*REQUESTS, *WARNINGS])
 def test_a_signal_before_there_is_anything_to_save_ends_the_block(number: signal.Signals) -> None:
     with Listening() as signals:

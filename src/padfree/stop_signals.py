@@ -4,6 +4,7 @@
         ...                                     imports, data, models: a signal raises `StopRequested` here
         with signals.deferred("saves ..."):     steps, checkpoints, exports: a signal is noted
             if signals.received: save and leave
+        with signals.lent(SIGINT, handler):     a signal is somebody else's: Ctrl-C ends an answer of `padfree chat`
 
     requests    SIGINT SIGTERM SIGHUP           the second request ends the process with 128 + its number
     warnings    SIGUSR1 SIGUSR2 SIGXCPU         sent by schedulers before a time limit: they ask, and never end anything
@@ -64,6 +65,7 @@ class StopSignals:
         self._say = say
         self._then: str | None = None  # inside `deferred`: what follows a signal
         self._raised = False
+        self._lent: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._wakeup_before = -1
@@ -97,6 +99,17 @@ class StopSignals:
         finally:
             self._then = None
 
+    @contextmanager
+    def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
+        """A block in which a signal has another meaning, and neither asks nor ends anything."""
+        self._lent.add(number)
+        before = signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            signal.signal(number, before)
+            self._lent.discard(number)
+
     def _note(self, number: int, frame: Any) -> None:
         if self.number is None:
             self.number = number
@@ -116,7 +129,7 @@ class StopSignals:
             number = os.read(pipe, 1)[0]
             if not number:
                 return
-            if number not in self._before:
+            if number not in self._before or number in self._lent:
                 continue
             now = time.monotonic()
             if self.number is None:

@@ -128,8 +128,8 @@ def test_on_a_terminal(tmp_path: Path) -> None:
         while len(terminal.seen) < 40:
             terminal.read()
         terminal.type("\x03")
-        terminal.wait_for("[stopped]\n")
-        terminal.wait_for("> ")
+        shown = terminal.wait_for("[stopped]\n") + terminal.wait_for("> ")
+        assert "SIGINT" not in shown, "the program has not been asked to end"
         terminal.type("/sing\n")
         terminal.wait_for("/sing: no such command")
         terminal.wait_for("> ")

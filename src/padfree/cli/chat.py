@@ -57,7 +57,7 @@ def run(settings: argparse.Namespace) -> None:
         chat = _Chat(conversation, output, settings)
         if is_terminal:
             output.write(f"{settings.model}; /help lists the commands, Ctrl-D ends\n")
-            with _on_interrupt(signal.default_int_handler):
+            with settings.signals.lent(signal.SIGINT, signal.default_int_handler):
                 _on_terminal(chat)
         else:
             for line in read_lines(sys.stdin, "standard input"):
