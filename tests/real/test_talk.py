@@ -87,7 +87,7 @@ def test_second_turns_of_real_templates(name: str) -> None:
         """Answers what it was told to, in ids that its own tokenizer would not choose."""
 
         def __init__(self, text: str) -> None:
-            self.words = Words(tokenizer, ChatRenderer(tokenizer))
+            self.words = Words(tokenizer, ChatRenderer(tokenizer), len(tokenizer))
             self.ids = [token for letter in text for token in self.words.encode(letter)]
             self.text = text
 
