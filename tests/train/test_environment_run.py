@@ -26,10 +26,10 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout import Prompt
+from padfree.rollout.collect.collector import RolloutWriter
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import EpisodeWriter, Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.rollout.writer import RolloutWriter
 from padfree.train.microbatch import RowSettings
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.run import train

@@ -36,11 +36,11 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.rollout.base import AheadSampler, Response
-from padfree.rollout.candidates import Candidates, Group, SparePrompts
+from padfree.rollout.collect.candidates import Candidates, Group, SparePrompts
+from padfree.rollout.collect.collector import OnSampling, Rewarded, RolloutWriter, Written, numbers_of, signals, told
 from padfree.rollout.journal import Journal
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.within import DaemonPool
-from padfree.rollout.writer import OnSampling, Rewarded, RolloutWriter, Written, numbers_of, signals, told
 
 KEY = "queue"
 ARRAYS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64}

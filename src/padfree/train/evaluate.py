@@ -31,9 +31,9 @@ from padfree.head import matches, score
 from padfree.losses import segment_sum
 from padfree.model import hidden_states, lm_head_of
 from padfree.rollout import Prompt
+from padfree.rollout.collect.collector import RolloutWriter, Written
 from padfree.rollout.environment import EpisodeWriter, Played
 from padfree.rollout.noise import GREEDY, response_keys
-from padfree.rollout.writer import RolloutWriter, Written
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
 from padfree.train.finite import check_metrics

@@ -32,12 +32,12 @@ from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL,
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
+from padfree.rollout.collect.collector import OnSampling, RolloutWriter
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
 from padfree.rollout.queue import AheadWriter
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.stop_signals import StopSignals
 from padfree.train.decide import Decided, check_free, decide, planned_steps
 from padfree.train.determinism import deterministic

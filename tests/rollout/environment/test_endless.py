@@ -20,11 +20,11 @@ import pytest
 
 from padfree.data import Reward
 from padfree.rollout import Prompt, Response
+from padfree.rollout.collect.collector import RolloutWriter
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.agent import agent_episode
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.within import DaemonPool, call_within
-from padfree.rollout.writer import RolloutWriter
 from tests.rollout.environment.environment_cases import CHAT, play, prompt, tokenizer
 
 LIMIT = 0.7

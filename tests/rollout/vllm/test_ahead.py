@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
+from padfree.rollout.collect.collector import Written
 from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
 from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
 from padfree.rollout.vllm import transfer
 from padfree.rollout.vllm.http import Server
-from padfree.rollout.writer import Written
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks

@@ -25,12 +25,12 @@ from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.collect.collector import RolloutWriter
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.vllm import launch
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.http import LateError, RestartedError, Server, VersionError
 from padfree.rollout.vllm.launch import Launched, Launcher, server_command
-from padfree.rollout.writer import RolloutWriter
 from padfree.train import run as run_module
 from padfree.train.run import train
 from padfree.train.setup import build_engine

@@ -26,13 +26,13 @@ from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
+from padfree.rollout.collect.collector import RolloutWriter
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_servers
 from padfree.rollout.vllm.http import Server, ServerLostError
 from padfree.rollout.vllm.launch import Launcher
 from padfree.rollout.vllm.sampler import VllmSampler
-from padfree.rollout.writer import RolloutWriter
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks

@@ -24,13 +24,13 @@ from padfree.config import Config
 from padfree.data.chat import ChatRenderer
 from padfree.distributed import Mesh
 from padfree.rollout.base import AheadSampler
+from padfree.rollout.collect.collector import numbers_of, told
 from padfree.rollout.environment.runner import Play, Played
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.environment.writer import EpisodeWriter
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.queue import AheadQueue, Queued
-from padfree.rollout.writer import numbers_of, told
 
 KEY = "episodes"
 NOT_SAMPLED = -1

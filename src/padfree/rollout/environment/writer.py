@@ -29,16 +29,16 @@ from padfree.data.chat import ChatRenderer
 from padfree.distributed import Mesh
 from padfree.record.files import FAILURES, ROLLOUTS
 from padfree.rollout.base import Sampler
-from padfree.rollout.candidates import Candidates, Group, SparePrompts
+from padfree.rollout.collect.candidates import Candidates, Group, SparePrompts
+from padfree.rollout.collect.collector import NUM_SHOWN, numbers_of, share_of, signals, told
+from padfree.rollout.collect.response_log import ExamplesFile
 from padfree.rollout.environment.choose import environment_name, load_episode
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.policy import Words
 from padfree.rollout.environment.runner import EpisodeRunner, Play, Played, RunnerSettings
 from padfree.rollout.environment.trajectory import Leaf
-from padfree.rollout.examples import ExamplesFile
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
-from padfree.rollout.writer import NUM_SHOWN, numbers_of, share_of, signals, told
 
 
 class EpisodeWriter:

@@ -34,8 +34,8 @@ from padfree.data import Reward, load_reward
 from padfree.distributed import Mesh, watching
 from padfree.record.files import ROLLOUTS
 from padfree.rollout.base import Response, Sampler, SamplingRequest
-from padfree.rollout.candidates import Candidates, Group, SparePrompts, has_signal, overlong_penalty
-from padfree.rollout.examples import ExamplesFile
+from padfree.rollout.collect.candidates import Candidates, Group, SparePrompts, has_signal, overlong_penalty
+from padfree.rollout.collect.response_log import ExamplesFile
 from padfree.rollout.journal import Journal
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt

@@ -11,12 +11,12 @@ import pytest
 
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout import Prompt
-from padfree.rollout.candidates import Candidates, SparePrompts, overlong_penalty
+from padfree.rollout.collect.candidates import Candidates, SparePrompts, overlong_penalty
 from padfree.train.run import train
 from tests.rollout.vllm.test_run import lines, make_config, model_folder
 
 __all__ = ["model_folder"]  # a fixture
-HERE = "tests.rollout.test_candidates"
+HERE = "tests.rollout.collect.test_candidates"
 
 
 def prompts(number: int) -> list[Prompt]:

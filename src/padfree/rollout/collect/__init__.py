@@ -1,0 +1,1 @@
+"""From the groups of a batch to its samples."""
