@@ -27,6 +27,7 @@ from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector
+from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
@@ -141,7 +142,7 @@ def first_samples(config: Config) -> list[Sample]:
     collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
     try:
         groups: Any = next(batcher)
-        return collector.collect(engine.model, groups, batch=batcher.step, version=0)
+        return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
     finally:
         collector.close()
 

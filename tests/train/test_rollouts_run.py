@@ -22,6 +22,7 @@ from padfree.record.files import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.response_log import ResponseLog
+from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.weights import copy_weights
@@ -91,7 +92,7 @@ def first_samples(config: Config) -> list[Sample]:
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
-    return collector.collect(engine.model, groups, batch=batcher.step, version=0)
+    return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:

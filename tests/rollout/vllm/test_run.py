@@ -27,6 +27,7 @@ from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
+from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.vllm import launch
@@ -126,7 +127,7 @@ def first_samples(config: Config) -> list[Sample]:
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
     with closing(collector):
-        return collector.collect(engine.model, next(batcher), batch=batcher.step, version=0)
+        return whole(collector.collect(engine.model, next(batcher), batch=batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, config: Config) -> list[Sample]:

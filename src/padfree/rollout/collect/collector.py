@@ -5,7 +5,8 @@
     take 7    episodes                 -> `ResponseWriter` (one turn), or `EpisodeRunner` (an environment)
               rewards                  -> by a function where the episode is played; by a model for all ranks together
               filter                   -> groups whose rewards are all equal are replaced (`candidates`), if wanted
-              samples                  -> the same on every rank, in the order of groups, episodes and leaves
+              samples                  -> in the order of groups, episodes and leaves; every rank knows of all, and
+                                          the tokens stay where they were written (`travel`)
 
 Sampling in step with training is staleness 0: `put` asks for nothing, and `take` plays the whole batch at once.
 With `rollout.staleness` above 0 the sampler works on the batches that were put in while earlier ones are trained:
@@ -49,6 +50,7 @@ from padfree.rollout.collect.metrics import batch_metrics, queue_metrics
 from padfree.rollout.collect.queue_state import Stored, dropped_reason, queue_state, stored_in
 from padfree.rollout.collect.response_log import ResponseLog, log_line
 from padfree.rollout.collect.responses import ResponseWriter
+from padfree.rollout.collect.travel import LeafFacts, facts_of, stand_ins, travelling
 from padfree.rollout.environment.choose import environment_name, load_episode
 from padfree.rollout.environment.judge import Judge, JudgedLater
 from padfree.rollout.environment.play import Play, Played, Watcher
@@ -195,11 +197,13 @@ class Collector:
         del self._batches[batch]
         if self.journal is not None:
             self.journal.sync()
-        groups, num_failed = self._written(queued, signal, outcomes)
+        groups, owners, num_failed = self._written(queued, signal, outcomes)
         waiting = self._waiting_groups() if self._ahead else None
         if self._ahead:
             self.timings["waiting"] = time.perf_counter() - begin - self.timings.get("rewards", 0.0)
         samples = [sample for group in groups for sample in group.samples(self.config.rollout)]
+        if self.mesh.loss.size > 1:
+            samples = self._travelling(samples, groups, owners, queued.played)
         self._batch_metrics = {
             **queued.candidates.metrics(signal),
             **batch_metrics(groups, samples, self.config.rollout, failed=num_failed),
@@ -391,10 +395,10 @@ class Collector:
 
     def _written(
         self, queued: Queued, signal: Mapping[int, bool], outcomes: Mapping[int, Outcome]
-    ) -> tuple[list[RolloutGroup], tuple[int, int]]:
-        """The groups that are trained, with their episodes, and how many episodes and groups have failed.
+    ) -> tuple[list[RolloutGroup], dict[int, int], tuple[int, int]]:
+        """The groups that are trained, the ranks that played their episodes, how many episodes and groups have failed.
 
-        Groups with a failure are left out, and listed.
+        Groups with a failure are left out, and listed. With several ranks the leaves of the episodes are stand-ins.
         """
         failed, lines = set(), []
         for group in queued.candidates.groups[: queued.candidates.asked]:
@@ -410,12 +414,54 @@ class Collector:
                 f"rollout.on_failure: 'skip', but every group of batch {queued.batch} has failed, the first: "
                 f"{lines[0]['failure']}; see {FAILURES} in the run folder"
             )
+        failures = len(lines), len(failed)
+        if self.mesh.loss.size == 1:
+            return written_groups(chosen, queued.played), {}, failures
         begin = time.perf_counter()
-        wanted = {number for group in chosen for number in group.numbers}
-        own = [one for number, one in queued.played.items() if number in wanted]
-        played = {one.number: one for part in self._gathered(own) for one in part}
+        played, owners = self._known_to_all(chosen, queued.played)
         self._spent("waiting", time.perf_counter() - begin)
-        return written_groups(chosen, played), (len(lines), len(failed))
+        return written_groups(chosen, played), owners, failures
+
+    def _known_to_all(
+        self, groups: Sequence[RolloutGroup], own: Mapping[int, Played]
+    ) -> tuple[dict[int, Played], dict[int, int]]:
+        """The episodes of these groups with stand-ins for their leaves, and the ranks that played them."""
+        facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
+        for place, group in enumerate(groups):
+            part = [own[number] for number in group.numbers if number in own]
+            shown = group.first if place < NUM_SHOWN else None
+            for one, about in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
+                facts[one.number] = about, one.metrics, one.counts
+        played: dict[int, Played] = {}
+        owners: dict[int, int] = {}
+        num_leaves = 0
+        for rank, told in enumerate(self._gathered(facts)):
+            for group in groups:
+                numbers = [number for number in group.numbers if number in told]
+                known = [about for number in numbers for about in told[number][0]]
+                leaves = iter(stand_ins(known, group.prompt.tokens, num_leaves))
+                num_leaves += len(known)
+                for number in numbers:
+                    about, metrics, counts = told[number]
+                    own_leaves = tuple(next(leaves) for _ in about)
+                    played[number] = Played(number=number, leaves=own_leaves, metrics=metrics, counts=counts)
+                    owners[number] = rank
+        return played, owners
+
+    def _travelling(
+        self,
+        samples: Sequence[Sample],
+        groups: Sequence[RolloutGroup],
+        owners: Mapping[int, int],
+        own: Mapping[int, Played],
+    ) -> list[Sample]:
+        leaves = [(one.number, place) for group in groups for one in group.episodes for place in range(len(one.leaves))]
+        arrays = {}
+        for index, (number, place) in enumerate(leaves):
+            if number in own:
+                leaf = own[number].leaves[place]
+                arrays[index] = leaf.tokens, leaf.logprobs
+        return travelling(samples, self.mesh, [owners[number] for number, _ in leaves], arrays)
 
     def _list_failures(self, batch: int, lines: list[dict[str, Any]]) -> None:
         if self._failures is not None and (lines or self._failures.path.exists()):
