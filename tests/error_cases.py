@@ -237,7 +237,11 @@ CASES["config"] = [
     ("rollout.reward_processes", changed("rollout.reward_processes=-1", recipe="rl-local")),
     ("rollout.reward_processes", changed("rollout.reward_processes=2", recipe="rl"), "rollout.reward=exact_match"),
     ("rollout.on_failure", changed("rollout.on_failure=ignore", recipe="rl-local")),
-    ("rollout.overlong_buffer", changed(PLAYED, "rollout.overlong_buffer=8", recipe="rl-local")),
+    (
+        "rollout.reward_processes",
+        changed("rollout.reward=model:judge", "rollout.reward_processes=2", recipe="rl-local"),
+        "rollout.reward_processes=0",
+    ),
     ("rollout.top_p", changed("rollout.top_p=0.9", recipe="rl-vllm")),
     ("rollout.top_k", changed("rollout.top_k=50", recipe="rl-vllm")),
     ("rollout.staleness", changed("rollout.staleness=-1", recipe="rl-vllm"), "rollout.staleness=2"),

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "estimate": {"config", "head", "layers", "model", "packing", "sizes"},
     "checkpoint": {"distributed", "model"},
     "record": {"batch", "config", "distributed", "model"},
-    "rollout": {"arrays", "batch", "config", "data", "distributed", "model", "record", "warning"},
+    "rollout": {"arrays", "batch", "config", "data", "distributed", "model", "packing", "record", "warning"},
     "train": {
         "attention",
         "batch",

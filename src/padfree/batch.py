@@ -134,9 +134,9 @@ class Sample:
 
     def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
         """The same sample with other `TOKEN_ARRAYS`, which are checked; all else was checked before."""
-        other = object.__new__(Sample)
-        for field in Sample.__slots__:
-            object.__setattr__(other, field, getattr(self, field))
+        other = object.__new__(type(self))
+        for about in fields(self):
+            object.__setattr__(other, about.name, getattr(self, about.name))
         for field, values in arrays.items():
             assert field in TOKEN_ARRAYS, field
             object.__setattr__(other, field, float_array(values, len(self), field, _name(self.uid)))

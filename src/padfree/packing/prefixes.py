@@ -164,7 +164,7 @@ class _Growth:
         if len(members) > 1:
             ordered = sorted(members, key=lambda index: self.tokens[index].astype(np.int64, copy=False).tobytes())
         common = [0] + [
-            _common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
+            common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
         ]
         stack = [(0, len(ordered), 0, -1)]  # members [low, high) of a node, tokens that are in nodes, the node above
         while stack:
@@ -208,7 +208,7 @@ def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))
 
 
-def _common_length(one: NDArray[Any], other: NDArray[Any]) -> int:
+def common_length(one: NDArray[Any], other: NDArray[Any]) -> int:
     """How many tokens from the first on are the same."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]

@@ -47,6 +47,7 @@ from padfree.losses import (
 )
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
+from padfree.rollout.collect.travel import arrived, whole
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
 from padfree.train.masters import computing
@@ -181,6 +182,7 @@ class Engine:
     ) -> PreparedStep:
         """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
         plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
+        here = arrived(samples, plan.micro_batches)
         settings = self.settings
         grouped = settings.weights == "group-mean"
         groups = [sample.group for sample in samples]
@@ -194,7 +196,7 @@ class Engine:
 
         def lay_out(indices: Indices, width: int | None) -> MicroBatch:
             return make_micro_batch(
-                samples,
+                here,
                 indices,
                 self.mesh,
                 self.scorer.rows,
@@ -397,13 +399,13 @@ class PendingStep:
             return NonFiniteError(
                 f"step {step}: gradient norm {norm} with a finite loss of {loss:.6g}, before the update; look at its "
                 f"{len(samples)} samples ({listed}){cause}",
-                samples,
+                whole(samples),
             )
         ranks = sorted(set(where.values()))
         return NonFiniteError(
             f"step {step}: loss {loss} on rank {_listed(ranks)}, before the update; look at sample "
             f"{_listed([_uid(samples, index) for index in where])}{cause}",
-            [samples[index] for index in where],
+            whole([samples[index] for index in where]),
         )
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of samples under a model, without gradient: old policy and reference.
 
-    samples of the global batch   3 samples, 9 tokens        every rank has them all
+    samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
     rows of this rank             score -> [T/cp] -> [T]     as a training step would lay them out
     back                          [9] summed over ranks      every rank has all: later steps divide them differently
 
@@ -32,6 +32,7 @@ from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of
+from padfree.rollout.collect.travel import arrived
 from padfree.train.finite import check_scores
 from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
@@ -118,8 +119,9 @@ class Scorer:
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         with computing(self.model):
             plan = self.plan(samples)
+            here = arrived(samples, plan.micro_batches)
             for indices, width in plan.rows_of(self.mesh.data.rank):
-                batch = make_micro_batch(samples, indices, self.mesh, self.rows, prefixes=plan.prefixes, width=width)
+                batch = make_micro_batch(here, indices, self.mesh, self.rows, prefixes=plan.prefixes, width=width)
                 if batch.local.entries is not None:
                     # Every context rank has entries of its own, and the sum over ranks puts them together.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)

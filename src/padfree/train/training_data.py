@@ -44,6 +44,7 @@ from padfree.data.prepare import Progress
 from padfree.data.store import read_metadata
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt, read_prompts
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment import load_episode
 from padfree.train.rl.advantages import check_signal
 from padfree.train.rows import GROUP_SIZES, Group, Rows, Samples, epoch_parts, in_rows, row_counts, row_starts
@@ -217,7 +218,7 @@ def _read_rl(
     if config.rollout.source is not None:
         if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
             load_reward(config.rollout.reward)
-        if import_reward:
+        if import_reward and config.rollout.has_episodes:
             load_episode(config.rollout)
         room = config.rollout.max_new_tokens
         prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
@@ -334,7 +335,7 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
     """Global batches of groups: whole groups for RL, whole rows for the others.
 
-    A prompt is a group already: itself, once for each response to it. `parts`: as `TrainingData` has them.
+    A prompt is a group already (`RolloutGroup`). `parts`: as `TrainingData` has them.
     """
     data, batch = config.data, config.batch
     if not len(samples):
@@ -387,7 +388,7 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
     grouped: dict[str | int | None, list[Sample]] = {}
     for sample in samples:
         if isinstance(sample, Prompt):
-            alone.append((sample,) * config.rollout.group)
+            alone.append(RolloutGroup(prompt=sample, size=config.rollout.group))
         elif config.loss.advantage in UNGROUPED:
             alone.append((sample,))
         else:

@@ -17,6 +17,12 @@ def share_of_digits(response: str, row: Mapping[str, Any]) -> float:
     return digits(response)
 
 
+def sometimes_raises(response: str, row: Mapping[str, Any]) -> float:
+    if row["answer"] == "2":
+        raise RuntimeError("no such answer")
+    return digits(response)
+
+
 def sometimes_ends(response: str, row: Mapping[str, Any]) -> float:
     if row["answer"] == "2":
         os._exit(3)

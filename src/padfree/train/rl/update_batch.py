@@ -24,6 +24,7 @@ from torch import Tensor
 from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
+from padfree.rollout.collect.travel import whole
 from padfree.train.microbatch import Floats
 
 KEY = "rollouts"
@@ -71,7 +72,8 @@ class RolloutBatch:
         return [self.samples[i] for i in part], None if old is None else [old[i] for i in part]
 
     def state(self) -> dict[str, Any]:
-        """For `extra` of a checkpoint. `raw_reward` is not kept: no update asks for it."""
+        """For `extra` of a checkpoint. `raw_reward` is not kept: no update asks for it. A collective."""
+        samples = whole(self.samples)
         rows = [
             {
                 "length": len(sample),
@@ -81,13 +83,13 @@ class RolloutBatch:
                 "reward": None if sample.reward is None else float(sample.reward),
                 "arrays": [name for name in TOKEN_ARRAYS if getattr(sample, name) is not None],
             }
-            for sample in self.samples
+            for sample in samples
         ]
         arrays: dict[str, list[Any]] = {
-            "tokens": [sample.tokens.astype(np.int64) for sample in self.samples],
-            "mask": [sample.mask for sample in self.samples],
+            "tokens": [sample.tokens.astype(np.int64) for sample in samples],
+            "mask": [sample.mask for sample in samples],
             **{
-                name: [values for sample in self.samples if (values := getattr(sample, name)) is not None]
+                name: [values for sample in samples if (values := getattr(sample, name)) is not None]
                 for name in TOKEN_ARRAYS
             },
             "old": list(self.old_logprobs or ()),
