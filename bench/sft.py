@@ -29,10 +29,10 @@ from padfree.check.padded import padded_loss
 from padfree.data import SFTDataSettings, load_sft
 from padfree.distributed import distributed, make_mesh
 from padfree.losses import SFTSettings
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing import FixedSizeBatcher
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 
 GSM8K = Path(os.environ.get("PADFREE_GSM8K", Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"))

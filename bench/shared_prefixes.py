@@ -45,14 +45,14 @@ from padfree.estimate.flops import Flops
 from padfree.head import fused_loss
 from padfree.losses import ClipSettings, LossInputs, PolicySettings, make_token_loss
 from padfree.model import lm_head_of
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
+from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
 from padfree.train.metrics import step_metrics
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import inside, parallelize, transformations
 from padfree.train.scorer import Scorer
 
 SHAPES: dict[str, dict[str, Any]] = {

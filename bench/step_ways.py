@@ -27,10 +27,10 @@ from padfree.check.padded import padded_rows
 from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing import collate
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 
 SHAPES: dict[str, dict[str, int]] = {

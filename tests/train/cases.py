@@ -20,9 +20,9 @@ from padfree.losses import (
     PolicySettings,
     SFTSettings,
 )
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 from tests.models import build
 

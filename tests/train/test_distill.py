@@ -18,11 +18,11 @@ from padfree.config.loss_settings import DistillSettings
 from padfree.distributed import distributed, make_mesh
 from padfree.head.divergence import Divergence
 from padfree.head.full import full_divergence
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.decide import check_models
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.advantages import reverse_kl, teacher_advantages
 from padfree.train.run import train
 from padfree.train.scorer import Scorer

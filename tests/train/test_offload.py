@@ -18,8 +18,8 @@ from padfree.config import config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.export import export_model
 from padfree.model.load import load_model, named_tensors
-from padfree.train.optimizer import gradient_norm, scale_gradients
-from padfree.train.parallelize import parallelize, transformations
+from padfree.optim.optimizer import gradient_norm, scale_gradients
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.setup import build_engine
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, LR, make_engine, make_samples, small_model

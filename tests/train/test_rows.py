@@ -23,15 +23,15 @@ from padfree.head import score
 from padfree.losses import SFTSettings, WeightMode
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.structure import skeleton
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel, collate
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train import training_data
 from padfree.train.batches import distinct
 from padfree.train.decide import count_steps
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.evaluate import make_evaluation
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.row_sharing import copied_keys, run_cost
 from padfree.train.run import train
 from padfree.train.scorer import Scorer

@@ -13,10 +13,10 @@ from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.losses import RewardModelSettings, ValueSettings
 from padfree.model.load import load_model
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from tests.train.cases import make_samples, small_model
 

@@ -34,10 +34,10 @@ from padfree.config.choices import ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, local_part, local_region, named_tensors
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 

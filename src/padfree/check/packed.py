@@ -35,11 +35,11 @@ from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import clean_name, load_model
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing.collate import prefixes_of
+from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.microbatch import MicroBatch, RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import inside, parallelize, transformations
 from padfree.train.scorer import Scorer
 
 Logprobs = list[NDArray[np.float32]]

@@ -34,12 +34,12 @@ from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.estimate.cost_file import check_grows
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel
 from padfree.planner.time_model import cost_path, device_name
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.sizes import ModelSizes
 from padfree.train.engine import Engine, LossSettings, PreparedStep
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 
 REPEATS = 3

@@ -45,14 +45,14 @@ from padfree.losses import (
     segment_sum,
     token_weights,
 )
+from padfree.optim.masters import computing
+from padfree.optim.optimizer import gradient_norm, set_learning_rate, step_if
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
+from padfree.sharding.parallelize import inside
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
-from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
-from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
-from padfree.train.parallelize import inside
 from padfree.train.router_balance import RouterBalance
 from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer

@@ -40,6 +40,7 @@ from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.model.load import named_tensors
+from padfree.optim.schedule import learning_rate_factor
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
@@ -68,7 +69,6 @@ from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.journal import RunJournal
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.update_batch import KEY, RolloutBatch
-from padfree.train.schedule import learning_rate_factor
 from padfree.train.scorer import Scorer
 from padfree.train.signals import agreed
 from padfree.train.training_data import Batcher

@@ -27,6 +27,7 @@ from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
+from padfree.optim.masters import computing
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
@@ -47,7 +48,6 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
 from padfree.train.loop import AFTER_SIGNAL, Loop, OnNote, RunResult, refusal
-from padfree.train.masters import computing
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead

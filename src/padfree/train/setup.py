@@ -26,12 +26,12 @@ from padfree.model.export import export_adapters, export_model
 from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
 from padfree.model.scalar import WEIGHT, use_pad_token
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.critic import Critic
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.rl.reward_model import ModelReward
 from padfree.train.row_loss import RowLoss

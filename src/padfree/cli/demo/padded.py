@@ -24,8 +24,8 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from padfree.check.padded import padded_loss
-    from padfree.train.optimizer import make_optimizer, set_learning_rate
-    from padfree.train.schedule import learning_rate_factor
+    from padfree.optim.optimizer import make_optimizer, set_learning_rate
+    from padfree.optim.schedule import learning_rate_factor
     from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
     device, lower = config.run.device, config.model.dtype != "float32"

@@ -6,7 +6,7 @@
     compile         each layer by itself                                 parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process
-    masters         float32 weights behind bfloat16 ones                 a single process: `padfree.train.masters`
+    masters         float32 weights behind bfloat16 ones                 a single process: `padfree.optim.masters`
 
 Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
 bfloat16 in forward and backward: FSDP2 converts them where it shards, `masters` in a single process. Frozen weights are
@@ -49,7 +49,7 @@ from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
-from padfree.train.masters import computing, keep_masters
+from padfree.optim.masters import computing, keep_masters
 
 Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.train.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate, step_if
+from padfree.optim.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate, step_if
 from tests.ranks import run_ranks
 
 
