@@ -1,8 +1,6 @@
-"""Who decays, and norms of gradients that are spread over ranks. Steps themselves are tested with the engine."""
+"""Which parameters are stepped by which rule, and AdamW's steps. Muon's are in test_muon."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,15 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.optim.optimizer import gradient_norm, make_optimizer, scale_gradients, set_learning_rate, step_if
-from tests.ranks import run_ranks
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    with distributed(device="cpu") as device:
-        yield make_mesh(device)
+from padfree.distributed import Mesh
+from padfree.optim.optimizer import RULES, Optimizer, make_optimizer
+from padfree.optim.settings import MuonSettings, OptimizerConfig
+from tests.models import build
 
 
 def small_model() -> nn.Module:
@@ -28,7 +21,7 @@ def small_model() -> nn.Module:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = small_model()
-    optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.1)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, weight_decay=0.1))
     decays = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     by_name = {name: decays[id(parameter)] for name, parameter in model.named_parameters()}
     assert len(by_name) == len(decays)
@@ -40,99 +33,113 @@ def test_frozen_parameters_are_left_out() -> None:
     model = small_model()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="ModuleDict has no parameter that requires a gradient"):
-        make_optimizer(model, lr=1e-3)
+        make_optimizer(model, OptimizerConfig())
     next(model.parameters()).requires_grad_(True)
-    optimizer = make_optimizer(model, lr=1e-3)
+    optimizer = make_optimizer(model, OptimizerConfig())
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
-    set_learning_rate(optimizer, 0.5)
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def module_with_gradients() -> tuple[nn.Module, torch.Tensor]:
-    """Rows that two ranks cannot divide evenly, and a vector shorter than the ranks are many."""
-    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(parameter.shape, generator=generator) for parameter in module.parameters()]
-    return module, torch.cat([gradient.flatten() for gradient in gradients])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_schedule_multiplies_the_base_rate_of_every_group(name: str) -> None:
+    muon = MuonSettings(lr=0.4, weight_decay=0.3)
+    settings = OptimizerConfig(name=name, lr=0.1, weight_decay=0.2, muon=muon)  # type: ignore[arg-type]
+    optimizer = make_optimizer(build("llama"), settings)
+    optimizer.set_rates(0.5)
+    found = [(group["rule"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    rest = [("adamw", 0.05, 0.2), ("adamw", 0.05, 0.0)]
+    assert found == ([("muon", 0.2, 0.3), *rest] if name == "muon" else rest)
+    assert optimizer.rates == ({"lr": 0.2, "lr/adamw": 0.05} if name == "muon" else {"lr": 0.05})
+    optimizer.set_rates(1.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [group["base_lr"] for group in optimizer.param_groups]
 
 
-def assign(module: nn.Module, flat: torch.Tensor) -> None:
-    for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
-        whole = part.view(parameter.shape)
-        if isinstance(parameter, torch.distributed.tensor.DTensor):
-            whole = torch.distributed.tensor.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        parameter.grad = whole
+def test_muon_takes_the_rate_and_decay_of_adamw_if_it_has_none() -> None:
+    settings = OptimizerConfig(name="muon", lr=0.1, weight_decay=0.2)
+    assert {group["lr"] for group in make_optimizer(build("llama"), settings).param_groups} == {0.1}
+    assert (settings.muon_lr, settings.muon_weight_decay) == (0.1, 0.2)
+    own = OptimizerConfig(name="muon", lr=0.1, muon=MuonSettings(lr=0.3))
+    assert (own.with_lr(0.5).lr, own.with_lr(0.5).muon_lr) == (0.5, 0.5)
+    assert own.with_lr(None) is own
+    assert not own.changes_nothing
+    assert not OptimizerConfig(name="muon", lr=0.0, muon=MuonSettings(lr=0.1)).changes_nothing
+    assert OptimizerConfig(lr=0.0, muon=MuonSettings(lr=0.1)).changes_nothing
 
 
-def sharded_norms(rank: int, world: int) -> list[tuple[float, float]]:
-    found = []
-    for replicate in (1, 2):
-        mesh = make_mesh("cpu", replicate=replicate)
-        module, flat = module_with_gradients()
-        fully_shard(module, mesh=mesh.fsdp)
-        assign(module, flat)
-        norm = gradient_norm(module.parameters(), mesh)
-        scale_gradients(module.parameters(), torch.tensor(0.25, dtype=torch.float64))
-        found.append((norm.item(), gradient_norm(module.parameters(), mesh).item()))
-    return found
+def test_options_remain_those_of_this_start() -> None:
+    """Of every rule, whatever its options are; and the state is that of the checkpoint."""
+    model = build("llama")
+    optimizer = make_optimizer(model, OptimizerConfig(name="muon", lr=0.1, muon=MuonSettings(momentum=0.5)))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    changed = OptimizerConfig(name="muon", lr=0.2, eps=1e-3, muon=MuonSettings(momentum=0.9, steps=3))
+    again = make_optimizer(model, changed)
+    expected = [{**group, "params": None} for group in again.param_groups]
+    again.load_state_dict(optimizer.state_dict())
+    assert [{**group, "params": None} for group in again.param_groups] == expected
+    for parameter, state in optimizer.state.items():
+        for kind, value in state.items():
+            assert torch.equal(again.state[parameter][kind], value)
 
 
-def test_norm_of_one_process(mesh: Mesh) -> None:
-    module, flat = module_with_gradients()
-    assign(module, flat)
-    assert gradient_norm(module.parameters(), mesh).item() == pytest.approx(flat.norm().item(), rel=1e-6)
-    assert gradient_norm([], mesh).item() == 0.0
+@pytest.mark.parametrize("rule", RULES)
+def test_the_state_has_the_bytes_that_the_rule_says(rule: str) -> None:
+    """In float32; the count of steps, of which there is one for a whole parameter, is not counted."""
+    model = nn.Linear(7, 5, bias=False)
+    optimizer = one_rule(model, rule)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    state = [each for each in optimizer.state[model.weight].values() if each.ndim]
+    assert RULES[rule].state_bytes(35) == sum(each.numel() * each.element_size() for each in state)
 
 
-def test_norm_counts_every_number_once() -> None:
-    """Sharded, and held twice by replicas."""
-    expected = module_with_gradients()[1].norm().item()
-    for by_layout in run_ranks(2, sharded_norms):
-        for norm, scaled in by_layout:
-            assert norm == pytest.approx(expected, rel=1e-6)
-            assert scaled == pytest.approx(expected / 4, rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["fused", "plain"])
-def test_a_step_that_is_not_finite_changes_nothing(kind: str) -> None:
-    """Neither weights, nor moments, nor the count of steps; and the next one is as if it had not been tried."""
-    results = []
-    for tries in (["finite", "nan", "finite"], ["finite", "finite"]):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 3)
-        optimizer = (
-            make_optimizer(model, lr=0.1) if kind == "fused" else torch.optim.Adagrad(model.parameters(), lr=0.1)
-        )
-        for number in tries:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 1.0 if number == "finite" else torch.nan)
-            step_if(optimizer, torch.tensor(number == "finite"))
-        results.append([*model.parameters(), *(state["step"] for state in optimizer.state.values())])
-    for mine, expected in zip(*results, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+def one_rule(model: nn.Module, rule: str, **options: float) -> Optimizer:
+    """All parameters in one group."""
+    settings = {
+        "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
+        "muon": {"momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "update_rms": 0.2},
+    }
+    common = {"params": list(model.parameters()), "rule": rule, "base_lr": 0.1, "weight_decay": 0.1}
+    return Optimizer([{**common, **settings[rule], **options}])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["fused", "plain"])
-def test_a_factor_is_one_of_the_gradients(kind: str, device: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_is_not_finite_changes_nothing(rule: str, device: str) -> None:
+    """Neither weights nor state; and the next one is as if it had not been tried."""
+    results = []
+    for tries in (["finite", "nan", "finite"], ["finite", "finite"]):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3, bias=False, device=device)
+        optimizer = one_rule(model, rule)
+        for kind in tries:
+            model.weight.grad = torch.arange(9.0, device=device).view(3, 3).sin()
+            model.weight.grad[1] += 0.0 if kind == "finite" else torch.nan
+            optimizer.step(torch.tensor(kind == "finite", device=device))
+        results.append([model.weight, *optimizer.state[model.weight].values()])
+    for mine, expected in zip(*results, strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_scale_is_one_of_the_gradients(rule: str, device: str) -> None:
     """A quarter, bitwise: what a step does with all gradients multiplied before it."""
     results = []
     for inside in (False, True):
         torch.manual_seed(0)
-        model = nn.Linear(5, 3, device=device)
-        optimizer = (
-            make_optimizer(model, lr=0.1) if kind == "fused" else torch.optim.Adagrad(model.parameters(), lr=0.1)
-        )
+        model = nn.Linear(5, 3, bias=False, device=device)
+        optimizer = one_rule(model, rule)
         for number in (1.0, -3.0):
             optimizer.zero_grad()
             model(torch.full((2, 5), number, device=device)).square().sum().backward()
+            assert model.weight.grad is not None
             quarter, finite = torch.tensor(0.25, dtype=torch.float64, device=device), torch.ones((), device=device) > 0
             if not inside:
-                scale_gradients(model.parameters(), quarter)
-            step_if(optimizer, finite, quarter if inside else None)
-        results.append([tensor.clone() for tensor in model.parameters()])
-    for mine, expected in zip(*results, strict=True):
-        assert torch.equal(mine, expected)
+                model.weight.grad *= quarter
+            optimizer.step(finite, quarter if inside else None)
+        results.append(model.weight.detach().clone())
+    assert torch.equal(*results)
 
 
 def test_steps_are_those_of_adamw(mesh: Mesh) -> None:
@@ -143,23 +150,19 @@ def test_steps_are_those_of_adamw(mesh: Mesh) -> None:
         model = nn.Linear(4, 3)
         if kind == "sharded":
             fully_shard(model, mesh=mesh.fsdp)
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
         optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(
-                [
-                    {"params": [model.weight], "weight_decay": 0.1},
-                    {"params": [model.bias], "weight_decay": 0.0},
-                ],
-                lr=0.1,
-                betas=(0.9, 0.95),
-                fused=True,
-            )
+            torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
             if kind == "torch"
-            else make_optimizer(model, lr=0.1, weight_decay=0.1)
+            else make_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.1))
         )
         for step in range(4):
             optimizer.zero_grad()
             model(torch.full((2, 4), float(step + 1))).square().sum().backward()
-            step_if(optimizer, torch.tensor(step != 2))
+            if isinstance(optimizer, Optimizer):
+                optimizer.step(torch.tensor(step != 2))
+            elif step != 2:
+                optimizer.step()
         state = optimizer.state[model.weight]
         tensors = [model.weight, model.bias, state["exp_avg"], state["exp_avg_sq"], state["step"]]
         results.append([tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors])

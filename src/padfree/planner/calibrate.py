@@ -203,7 +203,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     )
     scorer = Scorer(model, mesh, max_tokens=1, overlong="alone")
     settings = LossSettings(loss=SFTSettings(), head_memory=parallel.head_bytes)
-    engine = Engine(scorer, make_optimizer(model, lr=0.0), settings)
+    engine = Engine(scorer, make_optimizer(model, config.optimizer.with_lr(0.0)), settings)
     vocabulary = ModelSizes.of(model_config).vocabulary
     generator = np.random.default_rng(0)
 
@@ -222,7 +222,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     def run(lengths: Sequence[int]) -> float:
         if not lengths:  # the difference that the optimizer makes to the smallest of steps
             smallest = prepared([FEWEST_TOKENS], 1)
-            update = seconds(lambda: engine.begin(smallest, lr=0.0).finish())
+            update = seconds(lambda: engine.begin(smallest).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
         in_a_row = MEASURED_TOGETHER[mesh.device.type]
         step = prepared(lengths, in_a_row)
