@@ -38,7 +38,7 @@ def test_tensors_go_by_the_names_of_parameters() -> None:
 
 
 def test_a_checkpoint_of_torchs_adamw_resumes(tmp_path: Path) -> None:
-    """Older checkpoints hold the options of `torch.optim.AdamW` and no rules: the next steps are the same to the bit."""
+    """Older checkpoints hold the options of `torch.optim.AdamW` and no rules; the next steps are the same bits."""
 
     def trained(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.model.routers import routers_of
@@ -52,12 +53,12 @@ def _role(module: nn.Module, parameter: nn.Parameter, *, is_head: bool, is_exper
 
 def _embeddings(model: nn.Module) -> Iterator[nn.Module]:
     yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
-    if hasattr(model, "get_input_embeddings"):
+    if isinstance(model, PreTrainedModel):
         yield model.get_input_embeddings()
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # type: ignore[no-untyped-call]
     yield from (each for each in (head, getattr(model, SCALAR_HEAD, None)) if isinstance(each, nn.Module))
 
 

@@ -38,8 +38,8 @@ class AdamW:
             [],
             [own["step"] for own in states],
             fused=True,
-            grad_scale=None if scale is None else scale.reciprocal().float(),  # type: ignore[arg-type]
-            found_inf=(~finite).float(),  # type: ignore[arg-type]
+            grad_scale=None if scale is None else scale.reciprocal().float(),
+            found_inf=(~finite).float(),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

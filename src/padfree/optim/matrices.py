@@ -71,12 +71,12 @@ def on_whole_matrices(function: Callable[[Tensor], Tensor], parts: Tensor, cut: 
     send = [parts[each].numel() for each in mine]
     receive = [torch.Size(shape).numel() for shape in shapes]
     arrived = exchange_rows(torch.cat([parts[each].reshape(-1) for each in mine]), send, receive, group)
-    pieces = [piece.view(shape) for piece, shape in zip(arrived.split(receive), shapes, strict=True)]
+    pieces = [piece.view(shape) for piece, shape in zip(torch.split(arrived, receive), shapes, strict=True)]
     whole = torch.cat(pieces, dim)
     if counts[own]:
         whole = function(whole)
-    leaving = torch.cat([piece.reshape(-1) for piece in whole.split(list(sizes), dim)])
-    returned = exchange_rows(leaving, receive, send, group).split(send)
+    leaving = torch.cat([piece.reshape(-1) for piece in torch.split(whole, list(sizes), dim)])
+    returned = torch.split(exchange_rows(leaving, receive, send, group), send)
     results = torch.empty_like(parts)
     for each, piece in zip(mine, returned, strict=True):
         results[each] = piece.view(results[each].shape)

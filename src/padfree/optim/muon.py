@@ -56,7 +56,7 @@ class Muon:
             gradient = torch.where(finite, gradient, 0)  # 0 times what is not finite would not be 0
             buffer = torch.cat(batch.buffers)
             buffer.lerp_(gradient, ((1 - group["momentum"]) * made).to(buffer.dtype))
-            torch._foreach_copy_(batch.buffers, list(buffer.split(sizes)))
+            torch._foreach_copy_(batch.buffers, list(torch.split(buffer, sizes)))
             update = gradient.lerp_(buffer, group["momentum"]) if group["nesterov"] else buffer
             dtype = torch.bfloat16 if batch.device.type == "cuda" else update.dtype
             found = on_whole_matrices(orthogonal, update.to(batch.device, dtype), batch.cut, done)
@@ -64,7 +64,7 @@ class Muon:
             change = found.to(update) * (-reach * made).to(update.dtype)
             if group["weight_decay"]:
                 torch._foreach_mul_(batch.weights, (1 - group["lr"] * group["weight_decay"] * made).to(update.dtype))
-            torch._foreach_add_(batch.weights, list(change.split(sizes)))
+            torch._foreach_add_(batch.weights, list(torch.split(change, sizes)))
             done += len(update)
 
     def state_bytes(self, numbers: int) -> int:
@@ -109,8 +109,9 @@ def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
         most = max(1 if cut is None else cut.group.size(), MOST_NUMBERS // max(1, numbers))
         batch = _Batch(shape, cut, _device(found[0]), [], [], [])
         for parameter in found:
+            assert parameter.grad is not None
             tensors = (parameter, parameter.grad, state[parameter]["momentum_buffer"])
-            for parts in zip(*(_matrices(each).split(most) for each in tensors), strict=True):
+            for parts in zip(*(torch.split(_matrices(each), most) for each in tensors), strict=True):
                 if batch.weights and sum(map(len, batch.weights)) + len(parts[0]) > most:
                     yield batch
                     batch = batch._replace(weights=[], gradients=[], buffers=[])

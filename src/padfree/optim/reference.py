@@ -42,4 +42,5 @@ def muon_step(
 def orthogonal_factor(matrix: Tensor) -> Tensor:
     """U V^T of U S V^T, which the iteration comes near to."""
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-    return left @ right
+    product: Tensor = left @ right
+    return product

@@ -34,9 +34,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> T
     total = torch.zeros((), dtype=torch.float64, device=device)
     for place, gradients in by_place.items():
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum().to(device)
-        for dim, placement in enumerate(place[1]) if place is not None else ():
+        mesh, placements = place or (None, ())
+        for dim, placement in enumerate(placements):
             assert not placement.is_partial(), "gradients are reduced before"
-            if placement.is_shard():
-                dist.all_reduce(squares, group=place[0].get_group(dim))
+            if mesh is not None and placement.is_shard():
+                dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
     return total.sqrt()
