@@ -29,10 +29,11 @@ from padfree.check.padded import padded_loss
 from padfree.data import SFTDataSettings, load_sft
 from padfree.distributed import distributed, make_mesh
 from padfree.losses import SFTSettings
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
 from padfree.packing import FixedSizeBatcher
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 
 GSM8K = Path(os.environ.get("PADFREE_GSM8K", Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"))
@@ -105,13 +106,13 @@ def packed_way(model: Any, device: torch.device, arguments: argparse.Namespace) 
     mesh = make_mesh(device)
     parallelize(model, transformations(mesh))
     scorer = Scorer(model, mesh, max_tokens=arguments.max_tokens)
-    engine = Engine(scorer, make_optimizer(model, lr=LR, eps=EPS), LossSettings(loss=SFTSettings()))
-    return lambda batch: engine.step(batch, lr=LR).loss
+    engine = Engine(scorer, make_optimizer(model, OptimizerConfig(lr=LR, eps=EPS)), LossSettings(loss=SFTSettings()))
+    return lambda batch: engine.step(batch).loss
 
 
 def padded_way(model: Any, device: torch.device, arguments: argparse.Namespace) -> Step:
     """Plain transformers: rows padded to the longest of their micro-batch, token mean over the whole batch."""
-    optimizer = make_optimizer(model, lr=LR, eps=EPS)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=LR, eps=EPS))
 
     def step(batch: Sequence[Sample]) -> float:
         count = sum(sample.num_labels for sample in batch)

@@ -45,14 +45,15 @@ from padfree.estimate.flops import Flops
 from padfree.head import fused_loss
 from padfree.losses import ClipSettings, LossInputs, PolicySettings, make_token_loss
 from padfree.model import lm_head_of
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
 from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
+from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
 from padfree.train.metrics import step_metrics
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import inside, parallelize, transformations
 from padfree.train.scorer import Scorer
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -100,7 +101,7 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
     parallelize(model, transformations(mesh, dtype=dtype, reshard=False, **changes))
     scorer = Scorer(model, mesh, max_tokens=max_tokens, overlong="alone")
     loss = LossSettings(loss=PolicySettings(objective=ClipSettings(), old_policy="current"))
-    return Engine(scorer, make_optimizer(model, lr=0.0), loss)
+    return Engine(scorer, make_optimizer(model, OptimizerConfig(lr=0.0)), loss)
 
 
 def compare(
@@ -133,16 +134,16 @@ def update_seconds(
 ) -> tuple[float, StepReport]:
     """The mean of updates in a row, behind one of `first` that is not counted."""
     steps: list[Step] = [(samples, None)] * repeats
-    make_updates(engine, [(first, None)], lr=0.0)
+    make_updates(engine, [(first, None)])
     with Stopwatch(engine.mesh.device) as watch:
-        report = make_updates(engine, steps, lr=0.0)
+        report = make_updates(engine, steps)
     return watch.seconds / repeats, report
 
 
 def tera_flops(engine: Engine, report: StepReport) -> float:
     """Of forward and backward, by padfree's own count of what is computed."""
     flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=torch.bfloat16)
-    return float(step_metrics(0, report, lr=0.0, seconds=1.0, flops=flops)["tflops_per_device"])
+    return float(step_metrics(0, report, rates={}, seconds=1.0, flops=flops)["tflops_per_device"])
 
 
 def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:

@@ -84,9 +84,9 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
         estimate = estimate_memory(config, skeleton(config.model.path), processes=1, device_type=device.type).device
         engine = build_engine(config, mesh)
         prepared = [given(engine, config, batch) for batch in batches]
-        make_updates(engine, prepared[:SET_UP], lr=1e-6)
+        make_updates(engine, prepared[:SET_UP])
         with Stopwatch() as watch:
-            make_updates(engine, prepared[SET_UP:], lr=1e-6)
+            make_updates(engine, prepared[SET_UP:])
     tokens = sum(len(sample) for samples, _ in prepared[SET_UP:] for sample in samples)
     return {"tokens/s": tokens / watch.seconds, "estimate": estimate / 2**30}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from padfree.estimate.flops import Flops
 from padfree.model import attach
-from padfree.train.parallelize import parallelize, transformations
+from padfree.sharding.parallelize import parallelize, transformations
 
 REST = 1.0
 CLOSE = 2e-2  # losses of bf16 ways

@@ -279,12 +279,12 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     old = setting.old_logprobs if loss == "rl" else None
     prepared = engine.prepare(setting.samples, old)
     for _ in range(3):
-        engine.begin(prepared, lr=1e-6).finish()
+        engine.begin(prepared).finish()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        pending = engine.begin(engine.prepare(setting.samples, old), lr=1e-6)
+        pending = engine.begin(engine.prepare(setting.samples, old))
         torch.cuda.set_sync_debug_mode("default")
     # The first switch of the mode warns that it is a prototype, in words that hold "synchronizing" as well.
     syncs = [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
@@ -299,7 +299,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
         for span in spans:
             with host:
                 with span:
-                    pending = engine.begin(prepared, lr=1e-6, after=earlier)
+                    pending = engine.begin(prepared, after=earlier)
                 prepared = engine.prepare(setting.samples, old)
             if earlier is not None:
                 earlier.finish()
@@ -359,7 +359,7 @@ def compile_section(setting: Setting, steps: int) -> Row:
         for _ in range(steps):
             chosen = [pool[i] for i in rng.choice(len(pool), size=int(rng.integers(2, 9)), replace=False)]
             lengths.add(sum(len(sample) for sample in chosen))
-            engine.step(chosen, lr=1e-6, old_logprobs=near_uniform_logprobs(chosen, vocabulary))
+            engine.step(chosen, old_logprobs=near_uniform_logprobs(chosen, vocabulary))
             graphs.append(counters["stats"]["unique_graphs"])
     later = graphs[-1] - graphs[0]
     print(f"{steps} steps, {len(lengths)} lengths: {graphs[0]} graphs in the first step, {later} after it")

@@ -27,10 +27,11 @@ from padfree.check.padded import padded_rows
 from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
 from padfree.packing import collate
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -271,7 +272,7 @@ def make_engine(model: Any, setting: Setting, loss: str, memory: Memory = "speed
     longest = sum(len(sample) for sample in setting.samples)
     scorer = Scorer(model, setting.mesh, max_tokens=longest)
     settings = LossSettings(loss=SFTSettings() if loss == "sft" else POLICY, head_memory=memory)
-    return Engine(scorer, make_optimizer(model, lr=1e-6), settings)
+    return Engine(scorer, make_optimizer(model, OptimizerConfig(lr=1e-6)), settings)
 
 
 # Samples

@@ -14,12 +14,12 @@ Step = tuple[list[Sample], list[Any] | None]
 """The samples of a step, and old log-probabilities for a policy loss that needs them."""
 
 
-def make_updates(engine: Engine, steps: Sequence[Step], *, lr: float) -> StepReport:
+def make_updates(engine: Engine, steps: Sequence[Step]) -> StepReport:
     """The numbers of the last one."""
     earlier: PendingStep | None = None
     following = engine.prepare(*steps[0])
     for number in range(len(steps)):
-        pending = engine.begin(following, lr=lr, after=earlier)
+        pending = engine.begin(following, after=earlier)
         if number + 1 < len(steps):
             following = engine.prepare(*steps[number + 1])
         if earlier is not None:

@@ -188,7 +188,7 @@ def check_on_ranks(rank: int, world: int, folder: Path) -> dict[str, CheckReport
         "pairs, cp": check_loss(folder, "reward", pairs, context=2, **options),
         "pairs, dp": check_loss(folder, "reward", pairs, **options),
     }
-    parallelize = importlib.import_module("padfree.train.parallelize")
+    parallelize = importlib.import_module("padfree.sharding.parallelize")
     shard_model = parallelize.shard_model
     alone = [dist.new_group([other]) for other in range(world)][rank]
     mine = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("fsdp",))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
 
 
 def test_options_that_are_no_values_are_refused() -> None:
@@ -30,3 +35,30 @@ def test_tensors_go_by_the_names_of_parameters() -> None:
     }
     assert tensors["exp_avg/bias"] is optimizer.state[model.bias]["exp_avg"]
     assert describe_optimizer(model, optimizer)["groups"][0]["params"] == ["bias", "weight"]
+
+
+def test_a_checkpoint_of_torchs_adamw_resumes(tmp_path: Path) -> None:
+    """Older checkpoints hold the options of `torch.optim.AdamW` and no rules; the next steps are the same bits."""
+
+    def trained(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float(step + 1))).square().sum().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model, again = nn.Linear(2, 3), nn.Linear(2, 3)
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), fused=True)
+    trained(model, optimizer, range(2))
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(2, model=model, optimizer=optimizer, extra={}, rank_state={})
+    assert "rule" not in describe_optimizer(model, optimizer)["groups"][0]
+    ours = make_optimizer(again, OptimizerConfig(lr=0.1, weight_decay=0.1))
+    checkpointer.load(path, model=again, optimizer=ours)
+    assert [group["rule"] for group in ours.param_groups] == ["adamw", "adamw"]
+    trained(model, optimizer, range(2, 4))
+    trained(again, ours, range(2, 4))
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert ours.state[mine]["step"] == 4

@@ -16,8 +16,9 @@ from padfree.estimate.activations import cache_bytes, token_bytes
 from padfree.estimate.memory import estimate_memory, head_bytes, key_copies
 from padfree.head import fused_loss
 from padfree.model.lora import add_adapters
+from padfree.model.roles import roles_of
 from padfree.model.structure import skeleton
-from padfree.train.optimizer import make_optimizer
+from padfree.optim.optimizer import make_optimizer
 from tests.models import save_with_tokenizer
 from tests.train.cases import small_model
 
@@ -42,23 +43,36 @@ def num_bytes(tensors: Any) -> int:
 # What stands still
 
 
+@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_weights_gradients_and_moments_are_exact(rank: int) -> None:
+def test_weights_gradients_and_optimizer_state_are_exact(rank: int, optimizer_name: str) -> None:
     model = small_model()
     if rank:
         add_adapters(model, LoraConfig(rank=rank))
-    optimizer = make_optimizer(model, lr=0.1)
+    config = settings(lora={"rank": rank}, optimizer={"name": optimizer_name})
+    optimizer = make_optimizer(model, config.optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     moments = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
-    found = estimate_memory(settings(lora={"rank": rank}), small_model(), processes=1, device_type="cpu")
+    found = estimate_memory(config, small_model(), processes=1, device_type="cpu")
     assert found.weights == num_bytes(model.parameters())
     assert found.gradients == num_bytes(parameter.grad for parameter in trained)
     assert found.optimizer == num_bytes(moments)
     assert found.trained == sum(parameter.numel() for parameter in trained)
     assert found.parameters == sum(parameter.numel() for parameter in small_model().parameters())
+
+
+def test_muon_remembers_one_number_of_each_in_hidden_matrices() -> None:
+    model = small_model("qwen3_moe")
+    roles = roles_of(model)
+    found = estimate_memory(settings(optimizer={"name": "muon"}), model, processes=1, device_type="cpu")
+    hidden = [each for each in model.parameters() if roles[each] in ("hidden", "expert")]
+    assert found.optimizer == 2 * num_bytes(model.parameters()) - num_bytes(hidden)
+    assert found.optimizer_state == "Muon's momentum, AdamW's two moments"
+    critic = settings(optimizer={"name": "muon"}, lora={"rank": 2})
+    assert estimate_memory(critic, model, processes=1, device_type="cpu").optimizer_state == "Muon's momentum"
 
 
 def test_the_largest_shard_is_counted() -> None:

@@ -126,7 +126,7 @@ LENGTHS = [[15, 1, 8], [9, 9], [30], [2, 1, 1, 40]]
     ("name", "compiler", "checkpointing"), [("llama", "aot_eager", "hf"), ("gemma3", "eager", "wrapper")]
 )
 def test_compiled_layers_do_not_compile_again_for_every_batch(name: str, compiler: str, checkpointing: str) -> None:
-    """As a user compiles and recomputes them; what padfree does to layers is tried in tests/train/test_parallelize."""
+    """As a user compiles and recomputes them; padfree does it in tests/sharding/test_parallelize."""
     model = attach(
         build(name, num_hidden_layers=1, **({"layer_types": ["sliding_attention"]} if name == "gemma3" else {}))
     )

@@ -69,7 +69,7 @@ def test_adapters_in_peft_have_the_logprobs_that_were_trained(tmp_path: Path) ->
         decided = decide(config, processes=1, device_type="cpu")
         engine = build_engine(config, mesh_of(config, device), decided.tokenizer)
         samples = list(decided.source.samples)
-        losses = [engine.step(samples, lr=1e-3, step=step).loss for step in range(2)]
+        losses = [engine.step(samples, step=step).loss for step in range(2)]
         assert losses[1] < losses[0]
         trained = engine.scorer.logprobs(samples)
         export(config, engine.model, tmp_path / "adapter", decided.tokenizer)

@@ -20,9 +20,10 @@ from padfree.losses import (
     PolicySettings,
     SFTSettings,
 )
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 from tests.models import build
 
@@ -30,6 +31,8 @@ VOCABULARY = 40
 LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)
 MAX_TOKENS = 14
 LR = 1e-2
+# Where a gradient is 0 but for rounding, Adam with a small eps makes a full step of the rounding.
+OPTIMIZER = OptimizerConfig(lr=LR, eps=1e-2, weight_decay=0.1)
 
 LOSSES: dict[str, LossSettings] = {
     "sft": LossSettings(loss=SFTSettings()),
@@ -74,20 +77,20 @@ def make_engine(
     model: PreTrainedModel | None = None,
     *,
     max_tokens: int = MAX_TOKENS,
+    optimizer: OptimizerConfig = OPTIMIZER,
     **changes: Any,
 ) -> Engine:
     model = small_model() if model is None else model
     parallelize(model, transformations(mesh, **changes))
     scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, overlong="alone")
-    # Where a gradient is 0 but for rounding, Adam with a small eps makes a full step of the rounding.
-    return Engine(scorer, make_optimizer(model, lr=LR, eps=1e-2, weight_decay=0.1), settings)
+    return Engine(scorer, make_optimizer(model, optimizer), settings)
 
 
 def two_steps(engine: Engine, samples: list[Sample]) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Two updates with the same samples, old log-probabilities from before the first; and the weights then."""
     needs_old = not isinstance(engine.settings.loss, SFTSettings)
     old = engine.scorer.logprobs(samples) if needs_old else None
-    reports = [engine.step(samples, lr=LR, step=step, old_logprobs=old) for step in range(2)]
+    reports = [engine.step(samples, step=step, old_logprobs=old) for step in range(2)]
     return reports, weights_of(engine.model)
 
 

@@ -73,7 +73,7 @@ def test_no_transformation_changes_what_is_learned(name: str, mesh: Mesh, single
 def ranks(rank: int, world: int, folder: Path) -> list[Outcome]:
     data, context = make_mesh("cpu"), make_mesh("cpu", context=2)
     engine = make_engine(data, LOSSES["sft"], tied_model(), lora=LORA)
-    engine.step(make_samples(), lr=LR)
+    engine.step(make_samples())
     Checkpointer(folder).save(1, model=engine.model, optimizer=engine.optimizer, extra={}, rank_state={})
     return [outcome(data), outcome(data, offload=True), outcome(context, checkpointing="full")]
 
@@ -85,7 +85,7 @@ def test_two_ranks_learn_what_one_learns(mesh: Mesh, single: Outcome, tmp_path: 
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), lora=LORA)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.load(checkpointer.latest() or "", model=engine.model, optimizer=engine.optimizer)
-    assert engine.step(make_samples(), lr=LR).loss == pytest.approx(single[0][1][0], rel=1e-5)
+    assert engine.step(make_samples()).loss == pytest.approx(single[0][1][0], rel=1e-5)
 
 
 def test_bfloat16_holds_the_base_in_bfloat16(mesh: Mesh, single: Outcome) -> None:
@@ -142,15 +142,15 @@ def test_resume_is_bitwise_and_reads_the_base_again(mesh: Mesh, folder: Path) ->
     config, samples = make_config(folder), make_samples()
     engine = build_engine(config, mesh)
     for _ in range(2):
-        engine.step(samples, lr=LR)
+        engine.step(samples)
     path = save(folder, engine)
     names = json.loads((path / "manifest.json").read_text())["content"]["tensors"]
     assert names
     assert all(is_adapter(name) for name in names)
-    expected = [engine.step(samples, lr=LR).loss for _ in range(2)]
+    expected = [engine.step(samples).loss for _ in range(2)]
     again = build_engine(config, mesh)
     load(path, again)
-    assert [again.step(samples, lr=LR).loss for _ in range(2)] == expected
+    assert [again.step(samples).loss for _ in range(2)] == expected
     for (name, weight), other in zip(engine.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
 

@@ -18,11 +18,12 @@ from padfree.config.loss_settings import DistillSettings
 from padfree.distributed import distributed, make_mesh
 from padfree.head.divergence import Divergence
 from padfree.head.full import full_divergence
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.decide import check_models
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.advantages import reverse_kl, teacher_advantages
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
@@ -46,7 +47,7 @@ def gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
         parallelize(student, transformations(mesh))
         parallelize(teacher, transformations(mesh, frozen=True))
         row_loss = DistillationRowLoss(settings, teacher, temperature=1.5)
-        optimizer = make_optimizer(student, lr=0.0)
+        optimizer = make_optimizer(student, OptimizerConfig(lr=0.0))
         scorer = Scorer(student, mesh, max_tokens=MAX_TOKENS)
         engine = Engine(scorer, optimizer, LossSettings(loss=settings, weights="sample-mean"), row_loss)
         prepared = engine.prepare(make_samples())

@@ -18,7 +18,7 @@ from padfree.config import config_from_dict
 from padfree.data import SFTDataSettings, load_sft
 from padfree.distributed import distributed, make_mesh
 from padfree.model.load import load_model
-from padfree.train.parallelize import parallelize, transformations
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 

@@ -95,7 +95,7 @@ def test_the_loss_is_that_of_single_samples(mesh: Mesh) -> None:
     """Against plain transformers: one sample at a time, its own attention, its own logits, torch's own AdamW."""
     samples = make_samples()
     engine = make_engine(mesh, LossSettings(loss=SFTSettings(), max_grad_norm=0.5))
-    report = engine.step(samples, lr=LR)
+    report = engine.step(samples)
 
     plain = small_model()
     count = sum(sample.num_labels for sample in samples)
@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_single_samples(mesh: Mesh) -> None:
 
 def test_report(mesh: Mesh) -> None:
     samples = make_samples(ODD)
-    report = make_engine(mesh, LOSSES["sft"]).step(samples, lr=0.0)
+    report = make_engine(mesh, LOSSES["sft"]).step(samples, lr_factor=0.0)
     assert report.num_samples == 5
     assert report.num_tokens == sum(ODD)
     assert report.num_labels == sum(sample.num_labels for sample in samples)
@@ -130,13 +130,13 @@ def test_report(mesh: Mesh) -> None:
 
 def test_nothing_to_train_on_is_a_loss_of_zero(mesh: Mesh) -> None:
     samples = [Sample(tokens=np.arange(4), loss_mask=np.zeros(4))]
-    report = make_engine(mesh, LOSSES["sft"]).step(samples, lr=LR)
+    report = make_engine(mesh, LOSSES["sft"]).step(samples)
     assert (report.loss, report.gradient_norm, report.num_labels) == (0.0, 0.0, 0)
 
 
 def test_no_token_at_all_is_refused(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="none of the 1 of this step has a token"):
-        make_engine(mesh, LOSSES["sft"]).step([Sample(tokens=[])], lr=LR)
+        make_engine(mesh, LOSSES["sft"]).step([Sample(tokens=[])])
 
 
 def poisoned(mesh: Mesh, samples: list[Sample]) -> tuple[str, list[str], bool]:
@@ -147,7 +147,7 @@ def poisoned(mesh: Mesh, samples: list[Sample]) -> tuple[str, list[str], bool]:
     engine = make_engine(mesh, LOSSES["sft"], model)
     before = weights_of(engine.model)
     with pytest.raises(NonFiniteError) as caught:
-        engine.step(samples, lr=LR, step=7)
+        engine.step(samples, step=7)
     after = weights_of(engine.model)
     same = all(torch.equal(after[name].nan_to_num(), weight.nan_to_num()) for name, weight in before.items())
     return str(caught.value), [str(sample.uid) for sample in caught.value.samples], same
@@ -176,11 +176,11 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_too(mesh: Mesh) -> None:
     engine.parameters[0].register_hook(lambda gradient: gradient * float("inf"))
     before = weights_of(engine.model)
     with pytest.raises(NonFiniteError, match=r"gradient norm nan with a finite loss .*\(s0-0, s0-1"):
-        engine.step(make_samples(), lr=LR)
+        engine.step(make_samples())
     for name, weight in weights_of(engine.model).items():
         assert torch.equal(weight, before[name])
 
 
 def test_a_ratio_needs_old_logprobs(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="old_logprobs: None"):
-        make_engine(mesh, LOSSES["clip"]).step(make_samples(), lr=LR)
+        make_engine(mesh, LOSSES["clip"]).step(make_samples())

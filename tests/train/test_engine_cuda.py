@@ -39,12 +39,12 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bo
         engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile, reshard=reshard)
         old = None if name == "sft" else engine.scorer.logprobs(samples)
         for _ in range(2):  # kernels are loaded and compiled
-            engine.step(samples, lr=1e-3, old_logprobs=old)
+            engine.step(samples, lr_factor=0.1, old_logprobs=old)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            first = engine.begin(engine.prepare(samples, old), lr=1e-3)
-            second = engine.begin(engine.prepare(samples, old), lr=1e-3, after=first)
+            first = engine.begin(engine.prepare(samples, old), lr_factor=0.1)
+            second = engine.begin(engine.prepare(samples, old), lr_factor=0.1, after=first)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert first.finish().num_samples == second.finish().num_samples == len(samples)
@@ -58,7 +58,7 @@ def test_masters_are_those_of_fsdp_on_a_gpu() -> None:
         for reshard in (True, False):
             model = small_model(head_dim=64).to(device)
             engine = make_engine(mesh, LOSSES["sft"], model, dtype=torch.bfloat16, reshard=reshard)
-            found.append(engine.step(samples, lr=1e-3))
+            found.append(engine.step(samples, lr_factor=0.1))
     assert (found[0].loss, found[0].gradient_norm) == (found[1].loss, found[1].gradient_norm)
 
 
@@ -72,6 +72,6 @@ def test_varying_lengths_are_compiled_once() -> None:
         graphs = []
         for step in range(200):
             lengths = tuple(int(n) for n in rng.integers(2, 14, size=int(rng.integers(1, 6))))
-            engine.step(make_samples(lengths, seed=step), lr=1e-4)
+            engine.step(make_samples(lengths, seed=step), lr_factor=0.01)
             graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[-1]

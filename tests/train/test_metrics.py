@@ -18,6 +18,7 @@ from padfree.train.metrics import peak_memory_gib, reward_metrics, step_metrics
 from tests.train.cases import make_samples
 
 CPU = torch.device("cpu")
+RATES = {"lr": 1e-3, "lr/adamw": 1e-4}
 
 
 def steps(path: Path) -> list[int]:
@@ -57,21 +58,27 @@ def make_report() -> StepReport:
 
 def test_numbers_of_a_step() -> None:
     report = make_report()
-    found = step_metrics(7, report, lr=1e-3, seconds=2.0)
+    found = step_metrics(7, report, rates=RATES, seconds=2.0)
     assert (found["step"], found["tokens_per_second"], found["loss/nll"]) == (7, 15.0, 2.5)
     assert (found["fill"], found["micro_batches"], found["padding_share"]) == (0.75, 2, 0.25)
-    assert step_metrics(7, report, lr=1e-3, seconds=0.0)["tokens_per_second"] == 0.0
+    assert step_metrics(7, report, rates=RATES, seconds=0.0)["tokens_per_second"] == 0.0
     json.dumps(found)
 
 
 def test_measured_imbalance_flops_and_memory_are_there_when_known() -> None:
     report = make_report()
     assert not {"imbalance_measured", "tflops_per_device", "mfu", "memory_gib"} & set(
-        step_metrics(7, report, lr=1e-3, seconds=2.0)
+        step_metrics(7, report, rates=RATES, seconds=2.0)
     )
     flops = Flops(cost=CostModel(linear=1e12), head=0.5e12, devices=2, peak=None)
     found = step_metrics(
-        7, report, lr=1e-3, seconds=2.0, flops=flops, busy_seconds=(1.0, 3.0), memory_gib=peak_memory_gib(CPU)
+        7,
+        report,
+        rates=RATES,
+        seconds=2.0,
+        flops=flops,
+        busy_seconds=(1.0, 3.0),
+        memory_gib=peak_memory_gib(CPU),
     )
     assert found["imbalance_measured"] == 1.5
     assert found["tflops_per_device"] == (30 - 0.5 * 10) / 2 / 2
@@ -84,7 +91,7 @@ def test_every_metric_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     table = page[page.index("## Metrics") : page.index("## Many machines")]
     flops = Flops(cost=CostModel(linear=1.0), head=0.0, devices=1, peak=1.0)
-    found = step_metrics(0, make_report(), lr=0.1, seconds=1.0, flops=flops, busy_seconds=(1.0,), memory_gib=1.0)
+    found = step_metrics(0, make_report(), rates=RATES, seconds=1.0, flops=flops, busy_seconds=(1.0,), memory_gib=1.0)
     found |= reward_metrics(make_samples(), end_tokens=(1,))
     for name in found:
         assert f"`{name.removeprefix('loss/')}`" in table, name

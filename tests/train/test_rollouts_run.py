@@ -26,7 +26,7 @@ from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.weights import copy_weights
-from padfree.train.parallelize import parallelize, transformations
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher

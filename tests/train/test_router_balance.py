@@ -123,7 +123,7 @@ def biases(mesh: Mesh) -> list[Tensor]:
     model = small_model("deepseek_v3")
     engine = make_engine(mesh, LossSettings(loss=SFTSettings(), router_bias=0.25), model)
     for step in range(2):
-        engine.step(make_samples(), lr=0.0, step=step)
+        engine.step(make_samples(), lr_factor=0.0, step=step)
     return [router.owner._buffers[router.bias].clone() for router in routers_of(engine.model)]  # type: ignore[union-attr]
 
 
@@ -145,7 +145,7 @@ def test_biases_move_against_the_load(mesh: Mesh) -> None:
     (router,) = routers_of(model)
     chosen: list[Tensor] = []
     hook = router.module.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
-    engine.step(samples, lr=0.0)
+    engine.step(samples, lr_factor=0.0)
     hook.remove()
     counts = torch.bincount(torch.cat(chosen).flatten(), minlength=router.num_experts).double()
     bias = router.owner._buffers[router.bias]  # type: ignore[union-attr]

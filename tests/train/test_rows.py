@@ -23,15 +23,16 @@ from padfree.head import score
 from padfree.losses import SFTSettings, WeightMode
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.structure import skeleton
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
 from padfree.packing import CostModel, collate
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train import training_data
 from padfree.train.batches import distinct
 from padfree.train.decide import count_steps
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.evaluate import make_evaluation
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.row_sharing import copied_keys, run_cost
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
@@ -120,7 +121,7 @@ def make_engine(mesh: Mesh, mode: WeightMode, rows: RowSettings, *, grouped: boo
     scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, rows=rows)
     constant = 77.0 if mode == "constant" else None
     settings = LossSettings(loss=SFTSettings(), weights=mode, constant=constant, groups_are_rows=grouped)
-    return Engine(scorer, make_optimizer(model, lr=0.0), settings)
+    return Engine(scorer, make_optimizer(model, OptimizerConfig(lr=0.0)), settings)
 
 
 def outcome(engine: Engine, samples: Sequence[Sample]) -> tuple[float, dict[str, Tensor]]:

@@ -13,10 +13,11 @@ from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.losses import RewardModelSettings, ValueSettings
 from padfree.model.load import load_model
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from tests.train.cases import make_samples, small_model
 
@@ -52,7 +53,7 @@ def make_engine(name: str, folder: Path, mesh: Mesh, dtype: torch.dtype, *, shar
     )
     rows = RowSettings(ends=name == "reward", share_prefixes=shared)
     scorer = ScalarScorer(model, mesh, max_tokens=64, rows=rows)
-    optimizer = make_optimizer(model, lr=1e-3, eps=1e-2)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-2))
     if name == "reward":
         settings = RewardModelSettings(margin=0.1)
         return Engine(scorer, optimizer, LossSettings(loss=settings), RewardRowLoss(settings))
@@ -70,7 +71,7 @@ def test_bf16_steps_are_close_to_those_of_the_cpu(name: str, folder: Path) -> No
                 numbers[device] = engine.scorer.rewards(samples)
             else:
                 numbers[device] = np.concatenate(engine.scorer.values(samples))
-            losses[device] = [engine.step(samples, lr=1e-3).loss for _ in range(2)]
+            losses[device] = [engine.step(samples).loss for _ in range(2)]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=3e-2, abs=3e-2)
     scale = float(np.abs(numbers["cpu"]).max())
     np.testing.assert_allclose(numbers["cuda"], numbers["cpu"], atol=5e-2 * scale)
@@ -83,11 +84,11 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, shared: boo
     with distributed(device="cuda") as device:
         engine = make_engine(name, folder, make_mesh(device), torch.bfloat16, shared=shared, compile=compile)
         for _ in range(2):  # kernels are loaded and compiled
-            engine.step(samples, lr=1e-3)
+            engine.step(samples)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            pending = engine.begin(engine.prepare(samples), lr=1e-3)
+            pending = engine.begin(engine.prepare(samples))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert pending.finish().num_samples == len(samples)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh, make_mesh
-from padfree.train.parallelize import parallelize, transformations
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 from tests.ranks import run_ranks
 from tests.train.cases import make_samples, small_model

@@ -34,10 +34,11 @@ from padfree.config.choices import ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, local_part, local_region, named_tensors
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 
@@ -247,7 +248,7 @@ class LossPath(PackedPath):
         return kind(model, mesh, max_tokens=1, overlong="alone")
 
     def _engine(self, scorer: Scorer) -> Engine:
-        optimizer = make_optimizer(scorer.model, lr=0.0)
+        optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
         if self.checked == "reward":
             rewards = RewardModelSettings()
             return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardRowLoss(rewards))

@@ -35,11 +35,12 @@ from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import clean_name, load_model
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
+from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.microbatch import MicroBatch, RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import inside, parallelize, transformations
 from padfree.train.scorer import Scorer
 
 Logprobs = list[NDArray[np.float32]]
@@ -125,7 +126,7 @@ class PackedPath:
         return Scorer(model, mesh, max_tokens=1, overlong="alone")
 
     def _engine(self, scorer: Scorer) -> Engine:
-        return Engine(scorer, make_optimizer(scorer.model, lr=0.0), LossSettings(loss=SFTSettings()))
+        return Engine(scorer, make_optimizer(scorer.model, OptimizerConfig(lr=0.0)), LossSettings(loss=SFTSettings()))
 
     def lay_out(self, variation: Variation) -> None:
         """Divide samples like this from now on."""

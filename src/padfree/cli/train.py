@@ -289,7 +289,7 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
     parts = [
         ("weights", memory.weights, f"{memory.parameters:,} parameters, {trained}{where}"),
         ("gradients", memory.gradients, f"float32{where}"),
-        ("optimizer", memory.optimizer, f"AdamW's two moments{where}"),
+        ("optimizer", memory.optimizer, f"{memory.optimizer_state}{where}"),
         ("gathered", memory.gathered, "layers while they compute"),
         (
             "activations",

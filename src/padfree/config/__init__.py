@@ -8,7 +8,8 @@ The last word wins: defaults, then the file, then the overrides in their order. 
 `true`, `["token_tis"]`), or a string where it is no TOML. A name that does not exist, a value of another type and a
 setting that is missing are each one line that names the setting and the cure.
 
-This package imports neither torch nor any other part of padfree, so that a recipe can be checked where neither works.
+This package imports neither torch nor any other part of padfree but the settings of the parts, so that a recipe can be
+checked where torch does not work.
 """
 
 from padfree.config.config import Config
@@ -21,12 +22,11 @@ from padfree.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
-    ScheduleConfig,
     TrackConfig,
 )
+from padfree.optim.settings import OptimizerConfig, ScheduleConfig
 
 __all__ = [
     "BatchConfig",

@@ -59,9 +59,6 @@ WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
 OnFailure = Literal["error", "skip"]
 
-# schedule
-ScheduleKind = Literal["constant", "linear", "cosine"]
-
 # parallel
 LayoutKind = Literal["contiguous", "headtail", "balanced"]
 ContextMethod = Literal["allgather", "ring", "ulysses"]

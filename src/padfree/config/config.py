@@ -22,12 +22,11 @@ from padfree.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
-    ScheduleConfig,
     TrackConfig,
 )
+from padfree.optim.settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 """Advantages that compare the samples of a group."""

@@ -222,6 +222,10 @@ READ_BY: dict[str, Reason | None] = {
     "loss.entropy_coefficient": _command("rl"),
     "loss.epochs": _command("rl"),
     "loss.mini_batches": _command("rl"),
+    "optimizer.name": None,
+    "optimizer.muon": _unless(
+        lambda config: config.optimizer.name == "muon", lambda config: f"with optimizer.name={config.optimizer.name}"
+    ),
     "optimizer.lr": None,
     "optimizer.betas": None,
     "optimizer.eps": None,

@@ -22,7 +22,6 @@ from padfree.config.choices import (
     Overlong,
     PromptFormat,
     RunOverlong,
-    ScheduleKind,
     SharePrefixes,
     Turns,
 )
@@ -151,39 +150,6 @@ class BatchConfig:
         for name in ("samples", "tokens", "max_tokens", "buffer"):
             value = getattr(self, name)
             need(value is None or value >= 1, f"batch.{name}", value, "give 1 or more")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW. Weight decay falls on matrices, embeddings included, and not on norms and biases."""
-
-    lr: float = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0  # None: no clipping
-
-    def __post_init__(self) -> None:
-        need(0 <= self.lr < math.inf, "optimizer.lr", self.lr, "give 0 or more")
-        need(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
-        need(0 < self.eps < math.inf, "optimizer.eps", self.eps, "give more than 0")
-        decay = self.weight_decay
-        need(0 <= decay < math.inf, "optimizer.weight_decay", decay, "give 0 or more")
-        norm = self.max_grad_norm
-        need(norm is None or norm > 0, "optimizer.max_grad_norm", norm, 'give more than 0, or "none"')
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
-    """The learning rate's course: `warmup` steps up, then as `kind` says down to `final` of it at `run.steps`."""
-
-    kind: ScheduleKind = "constant"
-    warmup: int = 0
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        need(self.warmup >= 0, "schedule.warmup", self.warmup, "give 0 or more steps")
-        need(0 <= self.final <= 1, "schedule.final", self.final, "give a share of the learning rate, 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,17 @@
 
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
-    context    who share one packed row          0 1 | 2 3 | 4 5 | 6 7
-    data       who hold different samples        0 2 4 6 | 1 3 5 7
-    fsdp       who share one set of weights      0 1 2 3 | 4 5 6 7        (2-dimensional with `replicate`, else flat)
-    loss       whose sums make one loss          0 1 2 3 4 5 6 7
+One DeviceMesh has them all, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group is made of
+some of these.
 
-Groups are asked for by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`.
+    context    who share one packed row          0 1 | 2 3 | 4 5 | 6 7    context
+    data       who hold different samples        0 2 4 6 | 1 3 5 7        replicate, shard
+    fsdp       who share one set of weights      0 1 2 3 | 4 5 6 7        shard, context   (with `replicate` as another
+                                                                                           dimension, if that is > 1)
+    loss       whose sums make one loss          0 1 2 3 4 5 6 7          replicate, shard, context
+
+Groups are asked for by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
+rules ask for others by dimensions: `mesh.over(shard=("shard",), replicate=("context",))`.
 Neighbouring ranks share a row, because context parallelism talks in every layer and machines hold neighbouring ranks.
 Weights are sharded over data and context together, so that the gradients of context ranks are summed as well.
 
@@ -17,6 +22,7 @@ downstream is the same code.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -45,6 +51,10 @@ LONGEST_TIMEOUT = 1e8
 """Seconds, three years: the backends count in nanoseconds."""
 
 
+DIMENSIONS = ("replicate", "shard", "context")
+"""Of the mesh of all processes, the slowest first: neighbouring ranks differ in the last one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Axis:
     """One group of processes, and this process's place in it."""
@@ -59,16 +69,23 @@ class Mesh:
     """The groups of this process, by purpose."""
 
     device: torch.device
+    devices: DeviceMesh  # all processes, with the dimensions DIMENSIONS
     data: Axis
     context: Axis
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
     """By how many ranks share a row, where the plan decides that row by row; empty: `context` share every row."""
+    groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
         """The ranks that share a row with this one, which are `width` where the plan says it."""
         return self.context if width is None else self.contexts[width]
+
+    def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
+        """A mesh for `fully_shard`, of these dimensions of `devices`: those of `shard` are taken for one, and those of
+        `replicate` for another before it, if there are any. All ranks call it alike."""
+        return self.groups.mesh(self.device.type, shard, replicate)
 
 
 def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
@@ -184,6 +201,61 @@ def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
+class Groups:
+    """Process groups over some of the dimensions of all processes, each made when it is first asked for.
+
+    All ranks ask alike. Not init_device_mesh: its groups would wait for a lost peer as long as the backend's own
+    default.
+    """
+
+    def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
+        """`ranks` [replicate, shard, context]."""
+        self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
+        self._made: dict[tuple[int, bytes], Axis] = {}
+
+    def axis(self, *dimensions: str) -> Axis:
+        """The processes that differ from this one along these dimensions alone."""
+        return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
+
+    def among(self, groups: NDArray[np.int64]) -> Axis:
+        """The one of these groups [number, size] that this process belongs to."""
+        number, size = groups.shape
+        key = (size, groups.tobytes())
+        if key not in self._made:
+            if number == 1:
+                group = dist.group.WORLD
+            else:
+                group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                    groups.tolist(), timeout=self._timeout
+                )
+            assert group is not None
+            self._made[key] = Axis(rank=group.rank(), size=size, group=group)
+        return self._made[key]
+
+    def mesh(self, device_type: str, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
+        """Of one dimension, `fsdp`, or of two, `replicate` and `fsdp`."""
+        sharded = self.axis(*shard)
+        if not replicate:
+            return DeviceMesh.from_group(sharded.group, device_type, mesh_dim_names=("fsdp",))
+        tables = self._moved((*replicate, *shard)).reshape(-1, self._size(replicate), self._size(shard))
+        own = next(table for table in tables if (table == dist.get_rank()).any())
+        groups = [self.axis(*replicate).group, sharded.group]
+        return DeviceMesh.from_group(groups, device_type, mesh=own.tolist(), mesh_dim_names=("replicate", "fsdp"))
+
+    def devices(self, device_type: str) -> DeviceMesh:
+        """All processes."""
+        groups = [self.axis(name).group for name in DIMENSIONS]
+        return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
+
+    def _size(self, dimensions: Sequence[str]) -> int:
+        return math.prod(self.ranks.shape[DIMENSIONS.index(name)] for name in dimensions)
+
+    def _moved(self, dimensions: Sequence[str]) -> NDArray[np.int64]:
+        """The ranks with these dimensions last."""
+        chosen = [DIMENSIONS.index(name) for name in dimensions]
+        return self.ranks.transpose(*(each for each in range(3) if each not in chosen), *chosen)
+
+
 def make_mesh(
     device: torch.device | str,
     *,
@@ -198,7 +270,7 @@ def make_mesh(
 
     `timeout` is that of a collective of these groups, as in `init_distributed`.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     for name, size in (("context", context), ("replicate", replicate)):
         if size < 1:
             raise ValueError(f"{name}: {size}; give 1 or more")
@@ -208,33 +280,17 @@ def make_mesh(
             f"start a multiple of {context * replicate} processes, or lower one of them"
         )
     device = torch.device(device)
-    rows, sets = rank_groups(world, context, replicate)
-    everybody = _axis(np.arange(world)[None], timeout)
-    data, shared = _axis(rows.T, timeout), _axis(rows, timeout)
-    if replicate == 1:
-        fsdp = DeviceMesh.from_group(everybody.group, device.type, mesh_dim_names=("fsdp",))
-    else:
-        groups = [_axis(sets.T, timeout).group, _axis(sets, timeout).group]
-        fsdp = DeviceMesh.from_group(groups, device.type, mesh=sets.tolist(), mesh_dim_names=("replicate", "fsdp"))
-    assert rank == everybody.rank
-    by_width = {
-        width: shared if width == context else _axis(np.arange(world).reshape(-1, width), timeout) for width in contexts
-    }
-    return Mesh(device=device, data=data, context=shared, loss=everybody, fsdp=fsdp, contexts=by_width)
-
-
-def _axis(groups: NDArray[np.int64], timeout: float) -> Axis:
-    """The one of these groups [number, size] that this process belongs to. Every process must call this alike."""
-    number, size = groups.shape
-    if number == 1:
-        group = dist.group.WORLD
-    else:
-        # Not init_device_mesh: its groups would wait for a lost peer as long as the backend's own default.
-        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            groups.tolist(), timeout=timedelta(seconds=timeout)
-        )
-    assert group is not None
-    return Axis(rank=group.rank(), size=size, group=group)
+    groups = Groups(np.arange(world).reshape(replicate, -1, context), timeout)
+    return Mesh(
+        device=device,
+        loss=groups.axis(*DIMENSIONS),
+        data=groups.axis("replicate", "shard"),
+        context=groups.axis("context"),
+        fsdp=groups.mesh(device.type, ("shard", "context"), ("replicate",) if replicate > 1 else ()),
+        devices=groups.devices(device.type),
+        contexts={width: groups.among(np.arange(world).reshape(-1, width)) for width in contexts},
+        groups=groups,
+    )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offl
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, skeleton
+from padfree.optim.optimizer import RULES, make_groups
 from padfree.sizes import ModelSizes
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -41,6 +42,7 @@ class MemoryEstimate:
     weights: int
     gradients: int
     optimizer: int
+    optimizer_state: str  # what it is, in words
     offloaded: bool  # the three above are on the CPU
     gathered: int
     tokens: int  # of a micro-batch
@@ -112,11 +114,13 @@ def estimate_memory(
         code = config.model.trust_remote_code
         other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar")
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
+    groups = make_groups(model, config.optimizer)
     critic = 0
     if config.loss.advantage == "gae":
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
         other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
         critic = _counts(other, shards).all * FLOAT32
+        groups += make_groups(other, config.optimizer)
     sampler = cache = 0
     if config.rollout.source is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
@@ -129,7 +133,10 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weights + critic,
         gradients=counts.trained * FLOAT32 + critic,
-        optimizer=2 * (counts.trained * FLOAT32 + critic),
+        optimizer=sum(
+            RULES[group["rule"]].state_bytes(_share(each, shards)) for group in groups for each in group["params"]
+        ),
+        optimizer_state=", ".join(dict.fromkeys(RULES[group["rule"]].remembers for group in groups)),
         offloaded=config.parallel.offload,
         gathered=_gathered(model, size, reshard) if sharded else 0,
         tokens=tokens,
@@ -179,12 +186,9 @@ class _Counts:
 
 
 def _counts(model: nn.Module, shards: int) -> _Counts:
-    """FSDP2 cuts every parameter along its first dimension, rounded up for the first shards."""
     trained = frozen = parameters = trained_parameters = 0
     for name, parameter in model.named_parameters():
-        share = parameter.numel()
-        if parameter.ndim:
-            share = -(-parameter.shape[0] // shards) * (parameter.numel() // max(1, parameter.shape[0]))
+        share = _share(parameter, shards)
         if parameter.requires_grad:
             trained += share
             trained_parameters += parameter.numel()
@@ -192,6 +196,14 @@ def _counts(model: nn.Module, shards: int) -> _Counts:
             frozen += share
         parameters += 0 if ".lora_" in name else parameter.numel()
     return _Counts(parameters=parameters, trained_parameters=trained_parameters, trained=trained, frozen=frozen)
+
+
+def _share(parameter: nn.Parameter, shards: int) -> int:
+    """Numbers in the largest shard: FSDP2 cuts a parameter along its first dimension, and the first shards are the
+    largest."""
+    if not parameter.ndim:
+        return parameter.numel()
+    return -(-parameter.shape[0] // shards) * (parameter.numel() // max(1, parameter.shape[0]))
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:

@@ -22,7 +22,7 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
     Of a batch whose samples share prefixes [e, D]: one for each entry, a shared one as often as it is scored.
 
-    Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.train.parallelize.inside` sees to that.
+    Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.sharding.parallelize.inside` sees to that.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: {type(model).__name__}; give the transformers model that padfree.attach returned")

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Buffers [E] that are added to the scores by which experts are chosen, and not to their weights."""
@@ -39,7 +38,7 @@ class Router:
         return scores / scores.sum(-1, keepdim=True)
 
 
-def routers_of(model: PreTrainedModel) -> list[Router]:
+def routers_of(model: nn.Module) -> list[Router]:
     """All routers of the model in the order of its modules; none where it has no experts."""
     found = []
     for block in model.modules():

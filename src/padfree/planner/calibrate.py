@@ -34,12 +34,12 @@ from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.estimate.cost_file import check_grows
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
+from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel
 from padfree.planner.time_model import cost_path, device_name
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.sizes import ModelSizes
 from padfree.train.engine import Engine, LossSettings, PreparedStep
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.scorer import Scorer
 
 REPEATS = 3
@@ -203,7 +203,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     )
     scorer = Scorer(model, mesh, max_tokens=1, overlong="alone")
     settings = LossSettings(loss=SFTSettings(), head_memory=parallel.head_bytes)
-    engine = Engine(scorer, make_optimizer(model, lr=0.0), settings)
+    engine = Engine(scorer, make_optimizer(model, config.optimizer.with_lr(0.0)), settings)
     vocabulary = ModelSizes.of(model_config).vocabulary
     generator = np.random.default_rng(0)
 
@@ -222,7 +222,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     def run(lengths: Sequence[int]) -> float:
         if not lengths:  # the difference that the optimizer makes to the smallest of steps
             smallest = prepared([FEWEST_TOKENS], 1)
-            update = seconds(lambda: engine.begin(smallest, lr=0.0).finish())
+            update = seconds(lambda: engine.begin(smallest).finish())
             return max(0.0, update - seconds(lambda: engine.gradients(smallest)))
         in_a_row = MEASURED_TOGETHER[mesh.device.type]
         step = prepared(lengths, in_a_row)

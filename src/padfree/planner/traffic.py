@@ -164,7 +164,7 @@ class UnitSizes:
 
 
 def fsdp_units(model: PreTrainedModel, shards: int) -> list[UnitSizes]:
-    """The units as `padfree.train.parallelize` makes them; FSDP2 pads the first dimension of every parameter."""
+    """The units as `padfree.sharding.parallelize` makes them; FSDP2 pads the first dimension of every parameter."""
 
     def padded(parameter: nn.Parameter) -> int:
         if not parameter.ndim or not parameter.numel():

@@ -5,10 +5,6 @@ decide         what cannot be run is refused, before anything is written or load
 limits         what a model can be given: token ids and positions
 settle         what the settings that are `auto` stand for on this device
 setup          settings to loss, models and engine
-parallelize    adapters, recompute, compile and sharding, applied to a plain model from outside
-masters        float32 weights behind bfloat16 ones in a single process
-optimizer      AdamW, gradient norm and clipping over shards
-schedule       the learning rate of each step
 microbatch     samples to one rank's rows
 scorer         log-probabilities without gradient: old policy and reference
 engine         one optimizer step over a global batch
@@ -25,11 +21,11 @@ run            train: a whole run, from its settings to the exported model
 signals        SIGTERM and SIGINT
 """
 
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
 from padfree.train.finite import NonFiniteError
 from padfree.train.loop import Loop, RunResult
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 

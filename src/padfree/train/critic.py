@@ -40,10 +40,10 @@ class Critic:
         found = with_gae(samples, values, self.settings)
         return found, {"critic/explained_variance": explained_variance(found)}
 
-    def step(self, samples: Sequence[Sample], *, lr: float, step: int) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], *, lr_factor: float, step: int) -> dict[str, float]:
         """One update of the critic towards the returns of these samples; its metrics."""
         try:
-            report = self.engine.step(samples, lr=lr, step=step)
+            report = self.engine.step(samples, lr_factor=lr_factor, step=step)
         except NonFiniteError as error:
             message = f"critic: {str(error).replace('optimizer.lr', 'critic.lr')}"
             raise NonFiniteError(message, error.samples) from None
@@ -51,7 +51,7 @@ class Critic:
         found = {
             "critic/loss": report.loss,
             "critic/gradient_norm": report.gradient_norm,
-            "critic/lr": lr,
+            **{f"critic/{name}": rate for name, rate in self.engine.optimizer.rates.items()},
             "critic/value": means["value"],
             "critic/return": means["return"],
             "critic/error": means["value_error"],

@@ -422,7 +422,7 @@ def _check_rows(config: Config, source: TrainingData) -> None:
 
 
 def _notes(config: Config, source: TrainingData, limits: Limits, dry: bool) -> Iterator[str]:
-    if config.optimizer.lr == 0:
+    if config.optimizer.changes_nothing:
         yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight is changed'}"
     if untrained := untrained_samples(source):
         count = f"{len(untrained):,} of {len(source.samples):,}"

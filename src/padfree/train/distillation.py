@@ -21,9 +21,9 @@ from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput
 from padfree.model import hidden_states, lm_head_of
-from padfree.train.masters import computing
+from padfree.optim.masters import computing
+from padfree.sharding.parallelize import inside
 from padfree.train.microbatch import MicroBatch
-from padfree.train.parallelize import inside
 
 
 class DistillationRowLoss:

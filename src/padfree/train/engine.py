@@ -5,7 +5,7 @@
               -> token weights   from the masks of the whole global batch: losses of parts add up to that of the whole
               -> rows            this rank's micro-batches on the device
       begin   -> for each row: hidden states -> loss -> backward
-              -> sums over ranks, gradient norm -> clip -> AdamW, which does nothing if a number is not finite
+              -> sums over ranks, gradient norm -> clip -> optimizer, which does nothing if a number is not finite
       finish  -> the numbers on the host
 
 How the samples are divided changes the order of additions and nothing else. What is computed on a row is a `RowLoss`.
@@ -45,15 +45,16 @@ from padfree.losses import (
     segment_sum,
     token_weights,
 )
+from padfree.optim.masters import computing
+from padfree.optim.optimizer import Optimizer
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.travel import arrived, whole
+from padfree.sharding.norm import gradient_norm
+from padfree.sharding.parallelize import inside
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
-from padfree.train.masters import computing
 from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
-from padfree.train.optimizer import gradient_norm, set_learning_rate, step_if
-from padfree.train.parallelize import inside
 from padfree.train.router_balance import RouterBalance
 from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
@@ -146,7 +147,7 @@ class Engine:
     def __init__(
         self,
         scorer: Scorer,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         settings: LossSettings,
         row_loss: RowLoss | None = None,
     ) -> None:
@@ -166,16 +167,17 @@ class Engine:
         self,
         samples: Sequence[Sample],
         *,
-        lr: float,
+        lr_factor: float = 1.0,
         step: int = 0,
         old_logprobs: Sequence[Floats] | None = None,
     ) -> StepReport:
         """One update with the samples of a global batch; every rank is given the same ones, in the same order.
 
         `old_logprobs[i]` [n] are the trainer's own from before the first update with these samples
-        (`Scorer.logprobs`), for losses with a ratio to them. `step` is only for messages.
+        (`Scorer.logprobs`), for losses with a ratio to them. `lr_factor`: what the schedule multiplies all base
+        learning rates by. `step` is only for messages.
         """
-        return self.begin(self.prepare(samples, old_logprobs), lr=lr, step=step).finish()
+        return self.begin(self.prepare(samples, old_logprobs), lr_factor=lr_factor, step=step).finish()
 
     def prepare(
         self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None, *, whole: bool = True
@@ -225,7 +227,7 @@ class Engine:
         self,
         prepared: PreparedStep,
         *,
-        lr: float,
+        lr_factor: float = 1.0,
         step: int = 0,
         after: PendingStep | None = None,
         vote: bool = False,
@@ -237,15 +239,15 @@ class Engine:
         changes nothing either. `vote`: see `StepReport.votes`.
         """
         sums = self.gradients(prepared)
-        norm = gradient_norm(self.parameters, self.mesh)
+        norm = gradient_norm(self.parameters, self.mesh.device)
         numbers = torch.cat([self._summed(prepared, sums, vote), norm[None]])
         finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
         if after is not None:
             finite &= after.finite
         most = self.settings.max_grad_norm
-        set_learning_rate(self.optimizer, lr)
+        self.optimizer.set_rates(lr_factor)
         if apply:
-            step_if(self.optimizer, finite, None if most is None else (most / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step(finite, None if most is None else (most / (norm + 1e-6)).clamp(max=1.0))
             if self.router is not None:
                 self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)

@@ -30,16 +30,16 @@ from padfree.data import Reward, load_reward
 from padfree.head import matches, score
 from padfree.losses import segment_sum
 from padfree.model import hidden_states, lm_head_of
+from padfree.optim.masters import computing
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector, Outcome
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.noise import GREEDY, response_keys
+from padfree.sharding.parallelize import inside
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
 from padfree.train.finite import check_metrics
-from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, make_micro_batch
-from padfree.train.parallelize import inside
 from padfree.train.rl.reference_model import Reference
 from padfree.train.row_loss import RowLoss
 from padfree.train.scorer import Scorer

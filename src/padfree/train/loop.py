@@ -40,6 +40,7 @@ from padfree.distributed import raise_together
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.model.load import named_tensors
+from padfree.optim.schedule import learning_rate_factor
 from padfree.record.events import Events, environment
 from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
@@ -66,14 +67,10 @@ from padfree.train.rl.journal import RunJournal
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.rl.update_batch import KEY, RolloutBatch
-from padfree.train.schedule import learning_rate_factor
 from padfree.train.scorer import Scorer
 from padfree.train.signals import agreed
 from padfree.train.training_data import Batcher
 from padfree.train.updates import OnActivity, OnStep, Updates
-
-CHANGEABLE = ("betas", "eps", "weight_decay")
-"""Options of the optimizer that are settings; the learning rate is set anew in every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,16 +347,15 @@ class Loop:
         factor = learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
-        lr = self.config.optimizer.lr * factor
         begin = time.perf_counter()
         apply = True
         if self.batches.critic is not None:
-            settings = self.config.critic
-            own = (settings.lr or self.config.optimizer.lr) * factor
-            metrics |= self.batches.critic.step(batch.samples_of(batch.done)[0], lr=own, step=self.step)
-            apply = self.step >= settings.warmup
+            metrics |= self.batches.critic.step(batch.samples_of(batch.done)[0], lr_factor=factor, step=self.step)
+            apply = self.step >= self.config.critic.warmup
         prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
-        self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote, apply=apply)
+        self.updates.begin(
+            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, vote=vote, apply=apply
+        )
         self._look_ahead(batch)
         self.updates.finish(keep=1)
         self.step += 1
@@ -443,9 +439,6 @@ class Loop:
 
     def _resume(self, path: Path) -> bool:
         """Go on from a checkpoint; whether it was saved after the evaluation of its step, if there was one."""
-        engines = [self.engine, *([] if self.batches.critic is None else [self.batches.critic.engine])]
-        groups = [group for engine in engines for group in engine.optimizer.param_groups]
-        options = [{name: group[name] for name in CHANGEABLE} for group in groups]
         extra, rank_state = self.checkpointer.load(
             path,
             model=self.engine.model,
@@ -453,9 +446,6 @@ class Loop:
             reference=None if self.batches.reference is None else self.batches.reference.tensors(),
             critic=self._trained_critic(),
         )
-        groups = [group for engine in engines for group in engine.optimizer.param_groups]
-        for group, own in zip(groups, options, strict=True):
-            group.update(own)  # the settings of this start, not those of the checkpoint
         self.batches.batcher.load_state_dict(extra["batcher"])
         if self.batches.reference is not None and "reference" in extra:
             self.batches.reference.load_state_dict(extra["reference"])

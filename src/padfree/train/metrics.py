@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def step_metrics(
     step: int,
     report: StepReport,
     *,
-    lr: float,
+    rates: Mapping[str, float],
     seconds: float,
     flops: Flops | None = None,
     busy_seconds: Sequence[float] = (),
@@ -30,7 +30,7 @@ def step_metrics(
         "step": step,
         "loss": report.loss,
         "gradient_norm": report.gradient_norm,
-        "lr": lr,
+        **rates,
         "samples": report.num_samples,
         **({} if report.num_rows is None else {"rows": report.num_rows}),
         "tokens": report.num_tokens,

@@ -135,6 +135,7 @@ RULES: dict[str, Rule] = {
     "loss.epochs": "may change between rollout batches",
     "loss.mini_batches": "may change between rollout batches",
     "loss": "may change",
+    "optimizer.name": "must stay",
     "optimizer": "may change",
     "schedule": "may change",
     "parallel": "may change",

@@ -27,8 +27,8 @@ from padfree.distributed import Mesh
 from padfree.losses import LossOutput
 from padfree.model import hidden_states
 from padfree.model.routers import RouterRecorder, routers_of
+from padfree.sharding.parallelize import inside
 from padfree.train.microbatch import MicroBatch
-from padfree.train.parallelize import inside
 from padfree.train.row_loss import RowLoss
 
 

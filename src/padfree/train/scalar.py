@@ -34,10 +34,10 @@ from padfree.losses import (
 )
 from padfree.model import hidden_states
 from padfree.model.scalar import scalar_head_of, scalar_scores
+from padfree.optim.masters import computing
+from padfree.sharding.parallelize import inside
 from padfree.train.finite import check_scores
-from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, make_micro_batch
-from padfree.train.parallelize import inside
 from padfree.train.row_loss import sum_over_context
 from padfree.train.scorer import Scorer
 

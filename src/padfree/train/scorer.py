@@ -30,13 +30,13 @@ from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
+from padfree.optim.masters import computing
 from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of
 from padfree.rollout.collect.travel import arrived
+from padfree.sharding.parallelize import inside
 from padfree.train.finite import check_scores
-from padfree.train.masters import computing
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
-from padfree.train.parallelize import inside
 from padfree.warning import PadfreeWarning
 
 RowScores = Callable[[PreTrainedModel, MicroBatch], Tensor]

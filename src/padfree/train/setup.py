@@ -26,12 +26,12 @@ from padfree.model.export import export_adapters, export_model
 from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
 from padfree.model.scalar import WEIGHT, use_pad_token
+from padfree.optim.optimizer import make_optimizer
+from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.critic import Critic
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
-from padfree.train.optimizer import make_optimizer
-from padfree.train.parallelize import parallelize, transformations
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.rl.reward_model import ModelReward
 from padfree.train.row_loss import RowLoss
@@ -77,13 +77,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
     )
     if config.loss.head == "scalar":
         use_pad_token(model, tokenizer)
-    optimizer = make_optimizer(
-        model,
-        lr=config.optimizer.lr,
-        betas=config.optimizer.betas,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-    )
+    optimizer = make_optimizer(model, config.optimizer)
     groups_are_rows = config.loss.command in ("sft", "distill") and config.rollout.source is None
     mixed = len(config.data.sources) > 1
     settings = LossSettings(
@@ -129,10 +123,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
         )
     except ValueError as error:  # the same line on every rank
         raise ValueError(str(error).replace("model: ", "critic.path: ", 1)) from None
-    chosen = config.optimizer
-    optimizer = make_optimizer(
-        model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
-    )
+    optimizer = make_optimizer(model, config.optimizer.with_lr(config.critic.lr))
     settings = LossSettings(
         loss=config.critic.value_settings(),
         weights=config.loss.weights,

@@ -40,7 +40,7 @@ class _Begun:
 
     pending: PendingStep
     step: int
-    lr: float
+    rates: Mapping[str, float]
     metrics: Mapping[str, Any]
     begin: float  # as `time.perf_counter` tells it
 
@@ -75,7 +75,7 @@ class Updates:
         prepared: PreparedStep,
         *,
         step: int,
-        lr: float,
+        lr_factor: float,
         metrics: Mapping[str, Any],
         begin: float,
         vote: bool,
@@ -86,8 +86,9 @@ class Updates:
         Without `apply` its numbers are found and no weight is changed.
         """
         after = self._begun[-1].pending if self._begun else None
-        pending = self._engine.begin(prepared, lr=lr, step=step, after=after, vote=vote, apply=apply)
-        self._begun.append(_Begun(pending=pending, step=step, lr=lr, metrics=metrics, begin=begin))
+        pending = self._engine.begin(prepared, lr_factor=lr_factor, step=step, after=after, vote=vote, apply=apply)
+        rates = self._engine.optimizer.rates
+        self._begun.append(_Begun(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
 
     def finish(self, *, keep: int = 0) -> None:
         """Wait for all updates but the last `keep`, and write their numbers."""
@@ -108,7 +109,7 @@ class Updates:
         numbers = step_metrics(
             begun.step,
             report,
-            lr=begun.lr,
+            rates=begun.rates,
             seconds=begun.pending.device_seconds() or end - max(begun.begin, self._last_end),
             flops=self._flops,
             busy_seconds=report.busy_seconds,

@@ -17,7 +17,7 @@ from padfree.model.lora import add_adapters
 from padfree.rollout.vllm.http import Server, ServerLostError
 from padfree.rollout.vllm.plugin import ALIGNMENT
 from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, _meanwhile, form_of, packed
-from padfree.train.parallelize import parallelize, transformations
+from padfree.sharding.parallelize import parallelize, transformations
 from tests.models import build
 from tests.ranks import run_ranks
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url

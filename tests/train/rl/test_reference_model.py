@@ -19,7 +19,7 @@ from padfree.train.engine import Engine
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.setup import build_engine, build_reference
 from tests.ranks import run_ranks
-from tests.train.cases import LR, make_samples, small_model
+from tests.train.cases import make_samples, small_model
 
 SAMPLES = make_samples()
 
@@ -56,7 +56,7 @@ def built(config: Config, mesh: Mesh) -> tuple[Engine, Reference]:
 
 def batches(engine: Engine, reference: Reference, number: int) -> None:
     for _ in range(number):
-        engine.step(SAMPLES, lr=LR)
+        engine.step(SAMPLES)
         reference.after_batch(engine.model)
 
 

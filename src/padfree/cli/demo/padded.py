@@ -24,16 +24,13 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from padfree.check.padded import padded_loss
-    from padfree.train.optimizer import make_optimizer, set_learning_rate
-    from padfree.train.schedule import learning_rate_factor
+    from padfree.optim.optimizer import make_optimizer
+    from padfree.optim.schedule import learning_rate_factor
     from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
     device, lower = config.run.device, config.model.dtype != "float32"
     model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train().to(device)
-    chosen = config.optimizer
-    optimizer = make_optimizer(
-        model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
-    )
+    optimizer = make_optimizer(model, config.optimizer)
     batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
     schedule: dict[str, Any] = asdict(config.schedule)  # kind, warmup, final
     losses, seconds = [], []
@@ -41,11 +38,11 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> dict[str, Any]:
         for step in range(steps):
             samples: list[Any] = [sample for group in next(batcher) for sample in group]
             begin = time.perf_counter()
-            set_learning_rate(optimizer, chosen.lr * learning_rate_factor(step, steps=config.run.steps, **schedule))
+            optimizer.set_rates(learning_rate_factor(step, steps=config.run.steps, **schedule))
             with torch.autocast(device, dtype=torch.bfloat16, enabled=lower):
                 losses.append(padded_loss(model, [samples], sum(sample.num_labels for sample in samples)))
-            assert chosen.max_grad_norm is not None
-            torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_grad_norm)
+            assert config.optimizer.max_grad_norm is not None
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if device == "cuda":

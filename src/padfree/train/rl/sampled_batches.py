@@ -14,9 +14,9 @@ from typing import Any
 
 from padfree.batch import Sample
 from padfree.config import Config
+from padfree.optim.masters import computing
 from padfree.rollout.collect.collector import Collector
 from padfree.train.engine import Engine
-from padfree.train.masters import computing
 from padfree.train.training_data import Batcher
 
 

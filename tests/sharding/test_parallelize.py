@@ -17,8 +17,8 @@ from padfree.attention import cpu
 from padfree.distributed import Mesh, make_mesh
 from padfree.layers.recompute import recompute_layers
 from padfree.model.structure import layers_of
+from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.train.engine import StepReport
-from padfree.train.parallelize import inside, parallelize, transformations
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, two_steps, weights_of
 
@@ -86,7 +86,7 @@ def test_checkpointing_computes_layers_again(mesh: Mesh) -> None:
         engine = make_engine(mesh, LOSSES["sft"], checkpointing=mode, max_tokens=1000)
         for layer in layers_of(engine.model):
             layer.mlp.register_forward_pre_hook(lambda *_, mode=mode: calls.append(mode))
-        engine.step(make_samples(), lr=0.0)
+        engine.step(make_samples(), lr_factor=0.0)
     assert (calls.count("none"), calls.count("full")) == (2, 4)
 
 
@@ -130,7 +130,7 @@ def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> No
     graphs = []
     for step in range(20):
         lengths = tuple(int(n) for n in rng.integers(2, 14, size=int(rng.integers(1, 6))))
-        engine.step(make_samples(lengths if step > 2 else (5, 7, 7), seed=step), lr=0.0)
+        engine.step(make_samples(lengths if step > 2 else (5, 7, 7), seed=step), lr_factor=0.0)
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[-1]
     assert not counters["graph_break"]

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh
-from padfree.train.masters import computing
-from padfree.train.parallelize import inside
+from padfree.optim.masters import computing
+from padfree.sharding.parallelize import inside
 from tests.train.cases import LOSSES, MAX_TOKENS, alone, make_engine, make_samples, small_model, two_steps, weights_of
 
 BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16}

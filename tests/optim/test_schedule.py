@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from padfree.train.schedule import learning_rate_factor
+from padfree.optim.schedule import learning_rate_factor
 
 
 def factors(steps: int, **settings: object) -> list[float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from padfree.config.choices import ScheduleKind
+from padfree.optim.settings import ScheduleKind
 
 
 def learning_rate_factor(

@@ -6,7 +6,7 @@
     compile         each layer by itself                                 parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process
-    masters         float32 weights behind bfloat16 ones                 a single process: `padfree.train.masters`
+    masters         float32 weights behind bfloat16 ones                 a single process: `padfree.optim.masters`
 
 Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
 bfloat16 in forward and backward: FSDP2 converts them where it shards, `masters` in a single process. Frozen weights are
@@ -19,26 +19,17 @@ Embeddings, last norm and head belong to the root unit. They are whole while `in
 `function` can score hidden states with the head's own weight. Every gradient of that weight, also that of a fused loss,
 is reduced over the ranks when backward ends. FSDP2 finds the tensors that `function` returns in nested tuples, lists
 and dicts only: a loss must be returned in one of these.
-
-Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
@@ -49,7 +40,9 @@ from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
-from padfree.train.masters import computing, keep_masters
+from padfree.optim.masters import computing, keep_masters
+from padfree.sharding.fsdp import shard_model
+from padfree.sharding.rules import Rule
 
 Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
@@ -70,8 +63,9 @@ def transformations(
     offload: bool = False,
     frozen: bool = False,
     lora: LoraConfig | None = None,
+    rules: Sequence[Rule] = (),
 ) -> list[Transformation]:
-    """What is done to a model, in order."""
+    """What is done to a model, in order. `rules` place parameters elsewhere than over all ranks (`shard_model`)."""
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
@@ -88,7 +82,7 @@ def transformations(
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_masters, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
-        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload))
+        steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload, rules=rules))
     return steps
 
 
@@ -116,31 +110,6 @@ def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
 
 def _keep_masters(model: PreTrainedModel, dtype: torch.dtype) -> None:
     keep_masters(model, dtype, layers_of(model))
-
-
-def shard_model(
-    model: PreTrainedModel, mesh: Mesh, dtype: torch.dtype, *, reshard: bool = True, offload: bool = False
-) -> None:
-    """FSDP2 over data and context ranks together."""
-    lower = dtype != torch.float32
-    # Inputs stay as they are: FSDP2 would look into the batch and round its weights and log-probabilities.
-    precision = (
-        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        if lower
-        else MixedPrecisionPolicy()
-    )
-    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
-    if lower:
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=precision, offload_policy=place, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=place)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind of sum
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:

@@ -1,0 +1,68 @@
+"""What each parameter is to the model: its role.
+
+    hidden      [out, in]       a linear layer inside the model, adapters included
+    expert      [E, out, in]    the same linear layer of E experts; or [out, in], where each expert is a module
+    embedding   [V, D]          tokens and positions; a head that is tied to it, too
+    head        [V, D]          logits of the vocabulary, a scalar head, and routers, which give logits of experts
+    vector                      everything else: norms, biases (also [E, out], one for each expert), filters of short
+                                convolutions, decay rates of state-space layers
+
+Optimizers and sharding rules choose by role. Roles follow from modules, ranks and transformers' own answers about
+embeddings and heads, and not from names of parameters. A linear layer that computes several projections at once (a
+fused gate and up projection) is one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from padfree.model.routers import routers_of
+from padfree.model.scalar import HEAD as SCALAR_HEAD
+
+Role = Literal["hidden", "expert", "embedding", "head", "vector"]
+
+
+def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
+    """The role of every parameter, in the order of `model.parameters()`. Parameters may be sharded."""
+    roles: dict[nn.Parameter, Role] = {}
+    heads = {*_heads(model), *(router.module for router in routers_of(model))}
+    apart = {each for module in model.modules() for each in _expert_modules(module)}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and roles.get(parameter) != "embedding":  # of tied parameters the embedding counts
+                roles[parameter] = _role(module, parameter, is_head=module in heads, is_expert=module in apart)
+    for module in _embeddings(model):
+        roles |= {parameter: "embedding" for parameter in module._parameters.values() if parameter is not None}
+    return roles
+
+
+def _role(module: nn.Module, parameter: nn.Parameter, *, is_head: bool, is_expert: bool) -> Role:
+    if parameter.ndim == 3 and parameter.shape[0] == getattr(module, "num_experts", None):
+        return "expert"
+    if parameter.ndim == 2 and is_head:
+        return "head"
+    if parameter.ndim == 2 and isinstance(module, nn.Linear | Conv1D):
+        return "expert" if is_expert else "hidden"
+    return "vector"
+
+
+def _embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (module for module in model.modules() if isinstance(module, nn.Embedding))
+    if isinstance(model, PreTrainedModel):
+        yield model.get_input_embeddings()
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None  # type: ignore[no-untyped-call]
+    yield from (each for each in (head, getattr(model, SCALAR_HEAD, None)) if isinstance(each, nn.Module))
+
+
+def _expert_modules(block: nn.Module) -> Iterator[nn.Module]:
+    experts = getattr(block, "experts", None)
+    if isinstance(experts, nn.ModuleList):
+        yield from experts.modules()

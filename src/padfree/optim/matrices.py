@@ -1,0 +1,83 @@
+"""Functions of whole matrices, computed for matrices that are divided over ranks.
+
+    5 matrices [4, 3] on 2 ranks, each of which holds 2 rows of every matrix
+
+    rank 0   rows 0:2 of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   rows 0:2 of 0 1 2 3 4
+    rank 1   rows 2:4 of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   rows 2:4 of 0 1 2 3 4
+
+Every matrix is computed by one rank of those that share it: two all-to-alls move each number twice, and no work is
+repeated. Replicas of the shards, which hold the same numbers, each compute them. Where shards have whole matrices, as
+experts [E, out, in] that are cut along E have, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from padfree.distributed.collectives import exchange_rows
+from padfree.model.load import region_of
+
+
+class Cut(NamedTuple):
+    """Matrices that are divided over the ranks of a group along `dim` (-2: rows, -1: columns)."""
+
+    group: ProcessGroup
+    dim: int
+    sizes: tuple[int, ...]  # of each rank's part along `dim`
+
+
+def cut_of(parameter: Tensor) -> Cut | None:
+    """How the matrices [..., A, B] of a parameter are divided; None: every rank holds whole ones."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh, placements, found = parameter.device_mesh, parameter.placements, None
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh of its own parameters"
+    for mesh_dim, placement in enumerate(placements):
+        dim = getattr(placement, "dim", 0) - parameter.ndim
+        if not placement.is_shard() or dim < -2 or mesh.size(mesh_dim) == 1:
+            continue
+        assert found is None, f"{placements}: matrices are cut along one dimension of the mesh at most"
+        sizes = []
+        for rank in range(mesh.size(mesh_dim)):
+            there = [rank if each == mesh_dim else index for each, index in enumerate(coordinate)]
+            part = region_of(parameter.shape, placements, mesh.shape, there)[dim]
+            sizes.append(part.stop - part.start)
+        found = Cut(mesh.get_group(mesh_dim), dim, tuple(sizes))
+    return found
+
+
+def on_whole_matrices(function: Callable[[Tensor], Tensor], parts: Tensor, cut: Cut | None, first: int = 0) -> Tensor:
+    """`function` [n, A, B] -> [n, A, B] of the matrices of which each rank gives its parts [n, a, b]; its parts of the
+    results.
+
+    Matrix i is computed by rank (`first` + i) % size of the group. Every rank of it calls this alike.
+    """
+    if cut is None:
+        return function(parts)
+    group, dim, sizes = cut
+    ranks, own = range(group.size()), group.rank()
+    mine = [slice((rank - first) % group.size(), None, group.size()) for rank in ranks]  # matrices of each rank
+    counts = [len(range(len(parts))[each]) for each in mine]
+    shapes = [[counts[own], *parts.shape[1:]] for _ in ranks]
+    for shape, size in zip(shapes, sizes, strict=True):
+        shape[dim] = size
+    send = [parts[each].numel() for each in mine]
+    receive = [torch.Size(shape).numel() for shape in shapes]
+    arrived = exchange_rows(torch.cat([parts[each].reshape(-1) for each in mine]), send, receive, group)
+    pieces = [piece.view(shape) for piece, shape in zip(torch.split(arrived, receive), shapes, strict=True)]
+    whole = torch.cat(pieces, dim)
+    if counts[own]:
+        whole = function(whole)
+    leaving = torch.cat([piece.reshape(-1) for piece in torch.split(whole, list(sizes), dim)])
+    returned = torch.split(exchange_rows(leaving, receive, send, group), send)
+    results = torch.empty_like(parts)
+    for each, piece in zip(mine, returned, strict=True):
+        results[each] = piece.view(results[each].shape)
+    return results

@@ -1,0 +1,104 @@
+"""The optimizer of a run: groups of parameters, each with an update rule, a base learning rate and options.
+
+    optimizer.name = "adamw"    matrices, embeddings, heads   adamw   lr        weight_decay
+                                vectors                       adamw   lr        no decay
+
+    optimizer.name = "muon"     hidden matrices, experts      muon    muon.lr   muon.weight_decay
+                                embeddings, heads             adamw   lr        weight_decay
+                                vectors                       adamw   lr        no decay
+
+Weight decay applies to parameters of two dimensions and more and not to vectors (norms, biases): pulling the scale of a
+norm to 0 does not regularise. Roles of parameters are in `padfree.model.roles`; adapters are hidden matrices.
+
+The schedule multiplies the base rate of every group. A step that must not be made, because the loss or the gradient is
+not finite, is a flag on the device, and so is the factor that clips the gradient: the host does not wait.
+
+With `parallel.offload` parameters, gradients and state are on the CPU, and the optimizer steps there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from padfree.model.roles import roles_of
+from padfree.optim.adamw import AdamW
+from padfree.optim.muon import Muon
+from padfree.optim.rule import Group, UpdateRule
+from padfree.optim.settings import OptimizerConfig
+
+RULES: Mapping[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps every group by its rule. A group has `params`, `rule`, `base_lr` and the options of the rule."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__([{"lr": group["base_lr"], **group} for group in groups], {})
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The present learning rates, by the names of their metrics: `lr` of the first group, `lr/RULE` of others."""
+        rates = {group["rule"]: group["lr"] for group in reversed(self.param_groups)}
+        first = self.param_groups[0]["rule"]
+        return {"lr": rates.pop(first), **{f"lr/{rule}": rate for rule, rate in rates.items()}}
+
+    def set_rates(self, factor: float) -> None:
+        """Every learning rate becomes `factor` times the base rate of its group."""
+        for group in self.param_groups:
+            group["lr"] = group["base_lr"] * factor
+
+    def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
+        """One step with gradients times `scale` [], and nothing at all if `finite` [] is false."""
+        # Moved here: an optimizer on the CPU would not wait for a flag that comes from the GPU.
+        device = self.param_groups[0]["params"][0].device
+        finite = torch.ones((), dtype=torch.bool, device=device) if finite is None else finite.to(device)
+        scale = None if scale is None else scale.to(device)
+        for group in self.param_groups:
+            RULES[group["rule"]].step(group, self.state, finite, scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The state alone: learning rates and options remain those that this optimizer was made with."""
+        options = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, own in zip(self.param_groups, options, strict=True):
+            group.update(own)
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
+    """Over the parameters that require a gradient. Make it after the model is sharded."""
+    groups = make_groups(model, settings)
+    if not groups:
+        raise ValueError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze some")
+    return Optimizer(groups)
+
+
+def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
+    """The groups of the parameters that require a gradient, without empty ones. The model may be on the meta device."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = {"rule": "adamw", "base_lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "fused": True}
+    groups: list[Group] = []
+    if settings.name == "muon":
+        roles, chosen = roles_of(model), settings.muon
+        groups.append(
+            {
+                "params": [each for each in trained if roles[each] in ("hidden", "expert")],
+                "rule": "muon",
+                "base_lr": settings.muon_lr,
+                "momentum": chosen.momentum,
+                "nesterov": chosen.nesterov,
+                "newton_schulz_steps": chosen.steps,
+                "weight_decay": settings.muon_weight_decay,
+                "update_rms": chosen.update_rms,
+            }
+        )
+        taken = set(groups[0]["params"])
+        trained = [parameter for parameter in trained if parameter not in taken]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups.append({**adamw, "params": matrices, "weight_decay": settings.weight_decay})
+    groups.append({**adamw, "params": vectors, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]

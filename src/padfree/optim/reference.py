@@ -1,0 +1,46 @@
+"""Muon's step of one whole matrix, plainly: the definition that `padfree.optim.muon` is compared with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from padfree.optim.muon import COEFFICIENTS, EPS
+
+
+def muon_step(
+    weight: Tensor,
+    gradient: Tensor,
+    buffer: Tensor,
+    *,
+    lr: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    steps: int = 5,
+    weight_decay: float = 0.0,
+    update_rms: float = 0.2,
+) -> tuple[Tensor, Tensor]:
+    """The weight [A, B] and the momentum buffer [A, B] after a step."""
+    buffer = momentum * buffer + (1 - momentum) * gradient
+    update = (1 - momentum) * gradient + momentum * buffer if nesterov else buffer
+    rows, columns = weight.shape
+    a, b, c = COEFFICIENTS
+    x = update / max(float(update.norm()), EPS)
+    for _ in range(steps):
+        if rows <= columns:
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        else:
+            gram = x.T @ x
+            x = a * x + x @ (b * gram + c * gram @ gram)
+    scale = update_rms * math.sqrt(max(rows, columns))
+    return (1 - lr * weight_decay) * weight - lr * scale * x, buffer
+
+
+def orthogonal_factor(matrix: Tensor) -> Tensor:
+    """U V^T of U S V^T, which the iteration comes near to."""
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    product: Tensor = left @ right
+    return product

@@ -1,0 +1,62 @@
+"""FSDP2: each layer a unit, and the rest a unit with the root.
+
+A module whose parameters follow another sharding rule than the last one is a unit inside its layer, over its own mesh.
+Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
+
+from padfree.distributed import Mesh
+from padfree.model.structure import layers_of
+from padfree.sharding.rules import Rule, everything_over, rules_by_module
+
+
+def shard_model(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    reshard: bool = True,
+    offload: bool = False,
+    rules: Sequence[Rule] = (),
+) -> None:
+    """Over data and context ranks together, except what one of the `rules` places elsewhere."""
+    lower = dtype != torch.float32
+    # Inputs stay as they are: FSDP2 would look into the batch and round its weights and log-probabilities.
+    precision = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if lower
+        else MixedPrecisionPolicy()
+    )
+    place = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
+    if lower:
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    common: dict[str, Any] = {"mp_policy": precision, "offload_policy": place}
+    last = everything_over(mesh.fsdp)
+    for module, rule in rules_by_module(model, (*rules, last)).items():
+        if rule is not last:
+            cut = partial(_cut, dim=rule.dim)
+            fully_shard(module, mesh=rule.mesh, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=last.mesh, reshard_after_forward=reshard, **common)
+    fully_shard(model, mesh=last.mesh, **common)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind of sum
+
+
+def _cut(parameter: nn.Parameter, dim: int) -> Shard:
+    return Shard(dim)
