@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from padfree.config import LoraConfig
 from padfree.model.load import named_tensors
 from padfree.model.lora import add_adapters
-from padfree.rollout.in_process import InProcessSampler
-from padfree.rollout.weights import PolicyModel
+from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.writer import divided
 from padfree.train.masters import computing, keep_masters
 from tests.models import build

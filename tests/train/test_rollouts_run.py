@@ -21,8 +21,8 @@ from padfree.model.lora import add_adapters
 from padfree.record.files import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.engines import make_sampler
+from padfree.rollout.engines.in_process.weights import copy_weights
 from padfree.rollout.examples import ExamplesFile
-from padfree.rollout.weights import copy_weights
 from padfree.rollout.writer import RolloutWriter
 from padfree.train.parallelize import parallelize, transformations
 from padfree.train.run import train

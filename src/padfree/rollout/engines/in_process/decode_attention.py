@@ -91,7 +91,7 @@ def decode_attention(
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache."""
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
-        from padfree.rollout.triton_decode_attention import attend
+        from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
         return attend(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)
     return reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)

@@ -30,7 +30,7 @@ from padfree.rollout.base import (
 from padfree.rollout.token_ids import checked_response, vocabulary_of
 
 ENGINES = {
-    "in_process": "padfree.rollout.in_process:make_in_process_sampler",
+    "in_process": "padfree.rollout.engines.in_process.sampler:make_in_process_sampler",
     "vllm": "padfree.rollout.vllm:make_vllm_sampler",
 }
 """`module:function` for each engine."""

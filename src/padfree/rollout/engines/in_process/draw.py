@@ -51,7 +51,7 @@ def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, tem
 def draw(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> Drawn:
     """The same as `reference`, as fast as the device allows."""
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
-        from padfree.rollout.triton_draw import draw as draw_on_cuda
+        from padfree.rollout.engines.in_process.triton_draw import draw as draw_on_cuda
 
         return draw_on_cuda(logits, head, keys, positions, temperature)
     return reference(logits, head, keys, positions, temperature)
