@@ -10,16 +10,8 @@ from torch import Tensor
 
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
-from padfree.rollout.engines.in_process.decode_attention import (
-    ACTIVE,
-    NUM_ROWS,
-    OWN,
-    PROMPT,
-    STORED,
-    WRITTEN,
-    decode_attention,
-    reference,
-)
+from padfree.rollout.engines.in_process.decode_attention import decode_attention, reference
+from padfree.rollout.engines.in_process.lanes import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720

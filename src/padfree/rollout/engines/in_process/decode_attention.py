@@ -22,9 +22,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-PROMPT, STORED, OWN, WRITTEN, ACTIVE = range(5)
-NUM_ROWS = 5
-"""The rows of `lanes` that attention reads."""
+from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 
 def reference(

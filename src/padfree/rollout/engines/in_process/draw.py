@@ -12,20 +12,13 @@ adds the noise, and the kernel does not know it yet.
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from padfree.batch import LmHead
+from padfree.rollout.engines.in_process.lanes import Drawn
 from padfree.rollout.noise import gumbel_argmax
-
-
-class Drawn(NamedTuple):
-    """What was drawn for each lane."""
-
-    tokens: Tensor  # [L] int64
-    logprobs: Tensor  # [L] float32
 
 
 def products(hidden: Tensor, head: LmHead) -> Tensor:
