@@ -184,8 +184,8 @@ class Config:
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
         limit = self.rollout.episode_timeout
         need(not self.rollout.has_episodes or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
-        vllm = self.rollout.engine == "vllm"
-        need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
+        limit = self.rollout.timeout
+        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, cure)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
         cure = "give a function: a reward model judges whole responses, without environments, processes and failures"

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
+from padfree.rollout.engines.servers import weight_sync
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
 from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
-from padfree.rollout.vllm import transfer
-from padfree.rollout.vllm.http import Server
 from padfree.rollout.writer import Written
 from padfree.train.engine import Engine
 from padfree.train.run import train
@@ -242,7 +242,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
 def killed_run(rank: int, world: int, config: Config, moment: str, number: int) -> None:
     """A run that is killed by -9: at this number of responses, of buckets of weights, or in the update of this step."""
     here = threading.Lock()
-    complete, begin, broadcast = Server.complete, Engine.begin, transfer.broadcast
+    respond, begin, broadcast = VllmServer.respond, Engine.begin, weight_sync.broadcast
     count = 0
 
     def kill_at_last() -> None:
@@ -252,8 +252,8 @@ def killed_run(rank: int, world: int, config: Config, moment: str, number: int) 
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def answered(server: Server, *arguments: Any, **settings: Any) -> Response:
-        response = complete(server, *arguments, **settings)
+    async def answered(server: VllmServer, *arguments: Any, **settings: Any) -> Response:
+        response = await respond(server, *arguments, **settings)
         kill_at_last()  # before it is written down
         return response
 
@@ -269,8 +269,8 @@ def killed_run(rank: int, world: int, config: Config, moment: str, number: int) 
         return pending
 
     patches: dict[str, tuple[Any, str, Any]] = {
-        "sampling": (Server, "complete", answered),
-        "exchange": (transfer, "broadcast", sent),
+        "sampling": (VllmServer, "respond", answered),
+        "exchange": (weight_sync, "broadcast", sent),
         "update": (Engine, "begin", begun),
     }
     with mock.patch.object(*patches[moment]):
