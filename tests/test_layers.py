@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "version",
         "warning",
     },
+    "testing": {"rollout"},
     "talk": {"config", "data", "model", "record", "rollout", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
     "page": set(),
