@@ -156,9 +156,7 @@ def test_what_is_wrong_with_a_server_is_one_line(model_folder: Path) -> None:
         service.version = "4"
         with pytest.raises(ValueError, match=r"drew token \d+ of a vocabulary of 1; start it with the model of"):
             respond(url, vocabulary=1)
-        with pytest.raises(
-            ValueError, match=r"has a vocabulary of .*, the model of this run has 7 tokens; start it"
-        ):
+        with pytest.raises(ValueError, match=r"has a vocabulary of .*, the model of this run has 7 tokens; start it"):
             asyncio.run(LineServer(url, 5.0).check(served_of(vocabulary=7)))
         asyncio.run(LineServer(url, 5.0).pause())
         with pytest.raises(LateError, match=r"complete did not answer within 0.3 s"):

@@ -170,7 +170,7 @@ class RolloutConfig:
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):
             return
-        near = closest(self.engine, SAMPLING_ENGINES)
+        near = closest(self.engine, tuple(SAMPLING_ENGINES))
         meant = "" if near is None else f"did you mean {near!r}? "
         cure = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
         need(False, "rollout.engine", self.engine, cure)

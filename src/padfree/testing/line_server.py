@@ -34,7 +34,8 @@ from padfree.rollout.engines.servers.api import (
     checked_tokens,
 )
 from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
-from padfree.rollout.engines.servers.sampler import ServerSampler, make_server_sampler
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.noise import GREEDY
 
 LONGEST_LINE = 1 << 28
@@ -114,7 +115,7 @@ class LineServer(ServerApi):
 
     @classmethod
     def command(cls, words: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
-        return [*words, "--model", served.path, "--dtype", served.dtype, "--name", name, "--port", str(port)]
+        return [*words, "--model", served.path, "--dtype", served.model.dtype, "--name", name, "--port", str(port)]
 
     async def call(self, name: str, *, timeout: float | None = None, **arguments: Any) -> Any:
         """What the server answers to one call."""
@@ -259,7 +260,8 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--dtype", default="float32")
     settings = parser.parse_args()
-    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
+    model.eval()
 
     async def serve() -> None:
         async with await LineService(model, settings.name).listen(settings.port) as server:

@@ -13,7 +13,7 @@ import numpy as np
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.api import Drawing
 from padfree.rollout.engines.servers.canary import Canary, Scores
-from padfree.rollout.engines.servers.sampler import check_servers
+from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.servers.weight_sync import FilesWay
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from padfree.config import ModelConfig
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.api import Drawing, RestartedError, ServedModel, ServerLostError
 from padfree.rollout.engines.servers.canary import TEXT
-from padfree.rollout.engines.servers.sampler import check_servers
+from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
@@ -160,21 +162,17 @@ def test_what_only_the_user_can_cure() -> None:
 # Before a run
 
 
-def served_of(*, temperature: float = 1.0, **changes: Any) -> ServedModel:
-    values: dict[str, Any] = {
-        "path": "model",
-        "tokenizer": None,
-        "dtype": "float32",
-        "random": False,
-        "trust_remote_code": False,
-        "lora_rank": 0,
-        "adapted": (),
-        "vocabulary": 46,
-        "temperature": temperature,
-        "text": TEXT,
-        "tokens": letters_tokenizer()(TEXT, add_special_tokens=False)["input_ids"],
-    }
-    return ServedModel(**{**values, **changes})
+def served_of(*, path: str = "model", **changes: Any) -> ServedModel:
+    given = ServedModel(
+        model=ModelConfig(path=path),
+        lora_rank=0,
+        adapted=(),
+        vocabulary=46,
+        temperature=1.0,
+        text=TEXT,
+        tokens=letters_tokenizer()(TEXT, add_special_tokens=False)["input_ids"],
+    )
+    return replace(given, **changes)
 
 
 def check(fake: FakeVllm, *, temperature: float = 1.0) -> str:

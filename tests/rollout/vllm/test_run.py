@@ -26,7 +26,7 @@ from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
-from padfree.rollout.engines.servers import launch, pool
+from padfree.rollout.engines.servers import launch, pool, start
 from padfree.rollout.engines.servers import sampler as sampler_module
 from padfree.rollout.engines.servers.api import LateError, RestartedError, VersionError
 from padfree.rollout.engines.servers.launch import Launched, Launcher
@@ -274,6 +274,52 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
     assert "servers" not in [thread.name for thread in threading.enumerate()]
 
 
+class Late(FakeVllm):
+    """A request comes in during one weight sync, and is under way at the next."""
+
+    asked = 0
+    under_way: threading.Event
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "stop_token_ids" in body:
+            self.asked += 1
+            if self.asked == 1:
+                wait_until(lambda: self._pauses == 2)
+        return super()._complete(body)
+
+    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
+        if "stop_token_ids" in body and drawn == 1 and pauses == 2:
+            self.under_way.set()
+            wait_until(lambda: self._pauses == 3)
+
+
+def test_tokens_of_a_request_that_came_during_a_weight_sync_have_no_older_version(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """The server had the older weights when it was asked for its version, and the newer ones when it drew."""
+    plain = fake_of(model_folder)
+    fake = Late(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    fake.under_way = threading.Event()
+    found: dict[int, Response] = {}
+    with serving(fake) as (url,), distributed(device="cpu"):
+        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, batch=1)
+        mesh = make_mesh("cpu")
+        engine = build_engine(config, mesh)
+        sampler: Any = make_ahead_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        try:
+            sampler.update_weights(engine.model, 0)
+            sampler.begin([SamplingRequest(tokens=np.array([3, 4]), room=3, key=1)], found.__setitem__)
+            wait_until(lambda: fake.asked == 1)
+            sampler.update_weights(engine.model, 1)
+            assert fake.under_way.wait(60.0)
+            sampler.update_weights(engine.model, 2)
+            wait_until(lambda: (0 in found and found[0].is_whole(3)) or sampler.failure is not None)
+        finally:
+            sampler.close()
+    assert sampler.failure is None
+    assert set(found[0].token_versions.tolist()) == {2}
+
+
 class RecordedLauncher(Launcher):
     """The launcher of the run under test."""
 
@@ -422,7 +468,7 @@ def test_no_server_outlives_a_start_that_fails(
         def interrupt(*_: Any, **settings: Any) -> None:
             raise KeyboardInterrupt
 
-        for owner, name in ((sampler_module, "check_servers"), (RolloutWriter, "__init__"), (run_module, "Journal")):
+        for owner, name in ((start, "check_servers"), (RolloutWriter, "__init__"), (run_module, "Journal")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):

@@ -32,7 +32,8 @@ from padfree.rollout.engines.servers import launch
 from padfree.rollout.engines.servers.api import ServerLostError
 from padfree.rollout.engines.servers.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.engines.servers.launch import Launcher, make_launcher
-from padfree.rollout.engines.servers.sampler import ServerSampler, check_servers, served_model
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.start import check_servers, served_model
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.writer import RolloutWriter

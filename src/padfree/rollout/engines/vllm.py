@@ -28,7 +28,8 @@ from padfree.rollout.engines.servers.api import (
 )
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.engines.servers.http import Connection, HttpServer
-from padfree.rollout.engines.servers.sampler import ServerSampler, make_server_sampler
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.noise import GREEDY
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
@@ -252,16 +253,16 @@ class VllmServer(HttpServer):
             ("--served-model-name", name),
             ("--host", "127.0.0.1"),
             ("--port", str(port)),
-            ("--dtype", served.dtype),
+            ("--dtype", served.model.dtype),
             ("--weight-transfer-config", '{"backend": "padfree"}'),
             ("--logprobs-mode", "processed_logprobs"),
             ("--generation-config", "vllm"),
         ]
-        if served.tokenizer is not None:
-            wanted.append(("--tokenizer", served.tokenizer))
+        if served.model.tokenizer is not None:
+            wanted.append(("--tokenizer", served.model.tokenizer))
         if served.random:
             wanted.append(("--load-format", "dummy"))
-        if served.trust_remote_code:
+        if served.model.trust_remote_code:
             wanted.append(("--trust-remote-code",))
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)

@@ -5,7 +5,8 @@
 
 api            ServerApi: what an engine implements, and the checks that all answers go through
 http           servers that are spoken to in JSON over HTTP
-sampler        make_server_sampler: all of it as a `Sampler`
+start          make_server_sampler: servers of a run, started or given, and checked
+sampler        all of it as a `Sampler`
 pool           which server is asked next, and what happens to the requests of one that fails
 weight_sync    weights bucket by bucket, from a model that may be sharded
 buckets        the form of a bucket, and the server's side of receiving it

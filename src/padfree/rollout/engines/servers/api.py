@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from padfree.config import ModelConfig
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.token_ids import checked_ids
@@ -56,7 +57,7 @@ class IncompleteError(Exception):
     """An answer without what was asked for."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Drawing:
     """How tokens are drawn: the same for all requests of a run."""
 
@@ -69,17 +70,24 @@ class Drawing:
 class ServedModel:
     """What a server must serve for a run."""
 
-    path: str  # a folder or a Hub id
-    tokenizer: str | None  # where it is, if it is not in the folder
-    dtype: str
-    random: bool  # there are no weights in the folder: all come from the trainer
-    trust_remote_code: bool
+    model: ModelConfig
     lora_rank: int  # 0: no adapters
     adapted: Sequence[str]  # names of the modules that have adapters
     vocabulary: int
     temperature: float
     text: str  # and its token ids by the run's tokenizer
     tokens: Sequence[int]
+
+    @property
+    def path(self) -> str:
+        """A folder or a Hub id."""
+        path = Path(self.model.path)
+        return str(path.parent) if path.is_file() else self.model.path
+
+    @property
+    def random(self) -> bool:
+        """Whether there are no weights at `path`: all come from the trainer."""
+        return self.model.init == "random" or Path(self.model.path).is_file()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,8 +72,8 @@ class Gate:
             await self._open.wait()
         return self._turns
 
-    def closed_since(self, number: int) -> bool:
-        return self._turns != number
+    def closed_since(self, number: int, *, times: int = 1) -> bool:
+        return self._turns - number >= 2 * times - 1
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -95,27 +95,8 @@ def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> T
     return buffer
 
 
-class Way(Protocol):
-    """How a bucket gets to a server."""
-
-    async def connect(self, server: ServerApi) -> None:
-        """Whatever must be agreed on before the first bucket."""
-
-    def prepare(self, bucket: Sequence[Named]) -> BucketForm:
-        """Once for all servers, in the main thread."""
-
-    async def send(self, server: ServerApi, form: BucketForm) -> None:
-        """One bucket to one server."""
-
-    def forget(self, server: ServerApi) -> None:
-        """It was lost: what was agreed on with it is void."""
-
-    def clear(self) -> None:
-        """All buckets have arrived."""
-
-
 class GroupWay:
-    """By broadcast."""
+    """Buckets go by broadcast. Both ways have these methods."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -124,6 +105,7 @@ class GroupWay:
         self._buffer: Tensor | None = None
 
     async def connect(self, server: ServerApi) -> None:
+        """Whatever must be agreed on before the first bucket."""
         if server.url in self._groups:
             return
         world = 1 + await server.workers()
@@ -147,6 +129,7 @@ class GroupWay:
         self._groups[server.url] = await meanwhile(server, server.join(told), join), store
 
     def prepare(self, bucket: Sequence[Named]) -> BucketForm:
+        """Once for all servers, in the main thread."""
         form = form_of(bucket)
         self._buffer = packed(bucket, form, self._device)
         if self._device.type == "cuda":
@@ -166,9 +149,11 @@ class GroupWay:
         await meanwhile(server, server.bucket(form), push)
 
     def forget(self, server: ServerApi) -> None:
+        """It was lost: what was agreed on with it is void."""
         self._groups.pop(server.url, None)
 
     def clear(self) -> None:
+        """All buckets have arrived."""
         self._buffer = None
 
 
@@ -188,7 +173,7 @@ async def meanwhile(server: ServerApi, call: Awaitable[None], act: Callable[[], 
 
 
 class FilesWay:
-    """By safetensors files in a folder that servers see under the same name."""
+    """Buckets are safetensors files in a folder that servers see under the same name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -247,53 +232,46 @@ class Outcome:
     error: str | None = None  # that only the user can cure
 
 
+@dataclass(kw_only=True, eq=False)
 class WeightSync:
     """Gives the weights of a model to servers. Every rank makes one and calls it alike; `first` is rank 0."""
 
-    def __init__(
-        self,
-        servers: Sequence[ServerApi],
-        loop: LoopThread,
-        *,
-        first: bool,
-        stream: WeightStream,
-        way: Way,
-        folder: Path,
-        base: str,
-        model: str,
-        adapters: bool,
-        launcher: Launcher | None,
-    ) -> None:
-        """`base` is the folder of the model without adapters, `model` what the servers call it."""
-        self._servers, self._loop, self._first = servers, loop, first
-        self._stream, self._way, self._folder = stream, way, folder
-        self._base, self._model, self._adapters, self._launcher = base, model, adapters, launcher
+    servers: Sequence[ServerApi]
+    loop: LoopThread
+    first: bool
+    stream: WeightStream
+    way: GroupWay | FilesWay
+    folder: Path
+    base: str  # the folder of the model without adapters
+    model: str  # what the servers call it
+    adapters: bool  # whether these travel alone
+    launcher: Launcher | None
 
     def name(self, version: int) -> str:
         """What the servers call the policy."""
-        return f"{self._model}-step-{version}" if self._adapters else self._model
+        return f"{self.model}-step-{version}" if self.adapters else self.model
 
     def close(self) -> None:
-        for server in self._servers:
-            self._way.forget(server)
-        if self._first:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for server in self.servers:
+            self.way.forget(server)
+        if self.first:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def hand_over(self, trained: PreTrainedModel, version: int) -> Outcome:
         with self._servers_left_alone():
-            return (self._send_adapters if self._adapters else self._send_weights)(trained, version)
+            return (self._send_adapters if self.adapters else self._send_weights)(trained, version)
 
     def _send_weights(self, trained: PreTrainedModel, version: int) -> Outcome:
         outcome = Outcome()
-        taking = list(self._servers) if self._first else []
+        taking = list(self.servers) if self.first else []
 
         def attempt(act: Act, *, loads: bool = False) -> None:
             try:
-                for server, error in self._loop.run(each(taking, act)).items() if taking else ():
+                for server, error in self.loop.run(each(taking, act)).items() if taking else ():
                     outcome.failed[server.url] = str(error)
                     if loads and isinstance(error, FailedError):
                         outcome.refused.add(server.url)
-                    self._way.forget(server)
+                    self.way.forget(server)
                     taking.remove(server)
             except ValueError as wrong:
                 outcome.error = outcome.error or str(wrong)
@@ -305,46 +283,46 @@ class WeightSync:
         attempt(self._begin)
         if outcome.error is not None:
             taking.clear()
-        for bucket in self._stream.buckets(trained, keep=self._first):
+        for bucket in self.stream.buckets(trained, keep=self.first):
             if taking and outcome.error is None:
                 try:
-                    form = self._way.prepare(bucket)
+                    form = self.way.prepare(bucket)
                 except ValueError as wrong:
                     outcome.error = str(wrong)
                     continue
                 outcome.num_bytes += form.num_bytes
-                attempt(lambda server, form=form: self._way.send(server, form), loads=True)  # type: ignore[misc]
-        self._way.clear()
+                attempt(lambda server, form=form: self.way.send(server, form), loads=True)  # type: ignore[misc]
+        self.way.clear()
         attempt(finish)
         return outcome
 
     async def _begin(self, server: ServerApi) -> None:
         await server.pause()
         if await server.version() is None:
-            self._way.forget(server)  # a new process behind the same address
-        await self._way.connect(server)
+            self.way.forget(server)  # a new process behind the same address
+        await self.way.connect(server)
         await server.begin()
 
     def _send_adapters(self, trained: PreTrainedModel, version: int) -> Outcome:
         """The adapters alone, as files."""
         name = self.name(version)
-        folder = self._folder / name
-        if self._first and self._folder.is_dir():
-            for earlier in self._folder.iterdir():  # a server may read what it was given last once more
+        folder = self.folder / name
+        if self.first and self.folder.is_dir():
+            for earlier in self.folder.iterdir():  # a server may read what it was given last once more
                 shutil.rmtree(earlier, ignore_errors=True)
-        export_adapters(trained, folder, base=self._base)
+        export_adapters(trained, folder, base=self.base)
         outcome = Outcome()
-        if not self._first:
+        if not self.first:
             return outcome
 
         async def load(server: ServerApi) -> None:
             await server.pause()
             await server.resume()  # adapters can be added while it runs; nothing of the last version may
-            await server.load_adapters(folder, name=name, model=self._model, version=version)
+            await server.load_adapters(folder, name=name, model=self.model, version=version)
 
         outcome.num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         try:
-            lost = self._loop.run(each(self._servers, load))
+            lost = self.loop.run(each(self.servers, load))
             outcome.failed = {server.url: str(error) for server, error in lost.items()}
         except ValueError as wrong:
             outcome.error = str(wrong)
@@ -352,11 +330,11 @@ class WeightSync:
 
     @contextmanager
     def _servers_left_alone(self) -> Iterator[None]:
-        if self._launcher is None:
+        if self.launcher is None:
             yield
             return
-        self._loop.run(self._launcher.left_alone.acquire())
+        self.loop.run(self.launcher.left_alone.acquire())
         try:
             yield
         finally:
-            self._loop.call(self._launcher.left_alone.release)
+            self.loop.call(self.launcher.left_alone.release)
