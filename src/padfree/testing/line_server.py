@@ -143,6 +143,10 @@ class LineServer(ServerApi):
         return answer["ok"]
 
 
+class RefusedError(Exception):
+    """Of the server: it would refuse the same call again."""
+
+
 class LineService:
     """The server's side. Its coroutines are the calls."""
 
@@ -164,7 +168,7 @@ class LineService:
         try:
             asked = json.loads(await reader.readline())
             answer = {"ok": await getattr(self, "answer_" + asked.pop("call"))(**asked)}
-        except ValueError as error:
+        except RefusedError as error:
             answer = {"refused": str(error)}
         except Exception as error:  # whoever asks must know
             answer = {"failed": f"{type(error).__name__}: {error}"}
@@ -243,7 +247,7 @@ class LineService:
     async def _logits(self, tokens: list[int]) -> Tensor:
         """[n, V] float32"""
         if max(tokens) >= self.model.config.vocab_size:
-            raise ValueError(f"token {max(tokens)} is not in the vocabulary")
+            raise RefusedError(f"token {max(tokens)} is not in the vocabulary")
         async with self._compute:
             return await asyncio.to_thread(self._forward, torch.tensor([tokens]))
 
