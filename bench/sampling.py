@@ -18,11 +18,12 @@ from step_ways import SHAPES
 from timer import Stopwatch, median_event_seconds
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from padfree.rollout import SamplingRequest, draw
-from padfree.rollout.cached_model import CachedModel
-from padfree.rollout.decode import Decoder
+from padfree.rollout import SamplingRequest
+from padfree.rollout.engines.in_process import draw
+from padfree.rollout.engines.in_process.cached_model import CachedModel
+from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.noise import response_keys
-from padfree.rollout.weights import PolicyModel
 
 GROUP = 8
 SPREAD = 1.0

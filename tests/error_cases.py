@@ -62,9 +62,9 @@ from padfree.optim.schedule import learning_rate_factor
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
 from padfree.page import Page
 from padfree.rollout import SamplingRequest
-from padfree.rollout.cached_model import CachedModel
-from padfree.rollout.decode import Decoder
-from padfree.rollout.weights import PolicyModel
+from padfree.rollout.engines.in_process.cached_model import CachedModel
+from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.train.rl.advantages import with_advantages
 from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES

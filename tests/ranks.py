@@ -45,7 +45,7 @@ PRELOAD = [
     "transformers.modeling_utils",
     "padfree.check",
     "padfree.cli.train",
-    "padfree.rollout.in_process",
+    "padfree.rollout.engines.in_process.sampler",
     "padfree.train.run",
     "tests.compiler_settings",
     "tests.models",

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from padfree.lazy import load_when_used
+from padfree.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from padfree.api import TrainedRun, distill, dpo, evaluate, reward, rl, sft
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
         plan_step,
         unpack,
     )
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "TrainedRun": "padfree.api",

@@ -13,10 +13,10 @@ from padfree.batch import Sample
 from padfree.distributed import distributed
 from padfree.rollout import SamplingRequest
 from padfree.rollout.base import Response
-from padfree.rollout.hf_cache import stop_tokens
-from padfree.rollout.in_process import InProcessSampler
+from padfree.rollout.engines.in_process.hf_cache import stop_tokens
+from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.noise import GREEDY, response_keys
-from padfree.rollout.weights import PolicyModel
 from padfree.train.run import mesh_of
 from padfree.train.setup import build_engine
 from tests.real.cases import QUESTIONS, SMOLLM2, config_of, conversations, load, message, needs_smollm2

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.rollout import Response, SamplingRequest
-from padfree.rollout.cached_model import CachedModel
+from padfree.rollout.engines.in_process.cached_model import CachedModel
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.noise import gumbel_noise, response_keys
-from padfree.rollout.weights import PolicyModel
 from tests.models import VOCABULARY, build
 
 STOPS = (2, 5, 11, 40)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
-from padfree.rollout.decode_attention import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN, decode_attention, reference
+from padfree.rollout.engines.in_process.decode_attention import decode_attention, reference
+from padfree.rollout.engines.in_process.lanes import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720
@@ -117,7 +118,7 @@ def test_the_operator_is_right_for_the_compiler() -> None:
 @pytest.mark.parametrize(("options", "span"), KERNEL_CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
 def test_the_kernel_is_the_reference(options: dict[str, Any], span: int, dtype: torch.dtype, tolerance: float) -> None:
-    from padfree.rollout.triton_decode_attention import attend
+    from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
     inputs = case(dtype, DEVICE)
     again = tuple(tensor.clone() for tensor in inputs)
@@ -133,7 +134,7 @@ def test_the_kernel_is_the_reference(options: dict[str, Any], span: int, dtype: 
     ("heads", "key_heads", "size", "value_size"), [(2, 2, 80, 80), (21, 1, 8, 24), (6, 3, 128, 64)]
 )
 def test_odd_shapes(heads: int, key_heads: int, size: int, value_size: int) -> None:
-    from padfree.rollout.triton_decode_attention import attend
+    from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
     inputs = case(torch.float32, DEVICE, heads=heads, key_heads=key_heads, size=size, value_size=value_size)
     again = tuple(tensor.clone() for tensor in inputs)

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from padfree.batch import Sample
 from padfree.packing.collate import collate
 from padfree.rollout import Response, SamplingRequest
-from padfree.rollout.decode import Decoder
-from padfree.rollout.in_process import InProcessSampler
-from padfree.rollout.weights import PolicyModel
+from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from tests.models import VOCABULARY, build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from padfree.batch import LmHead
-from padfree.rollout.draw import products, reference
+from padfree.rollout.engines.in_process.draw import products, reference
 from padfree.rollout.noise import gumbel_noise, response_keys
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
@@ -65,7 +65,7 @@ if INTERPRETED:  # which takes a second for what a GPU does in a microsecond
 @needs_kernels
 @pytest.mark.parametrize(("changes", "vocabulary"), KERNEL_CASES, ids=str)
 def test_the_kernel_draws_what_the_reference_draws(changes: dict[str, Any], vocabulary: int) -> None:
-    from padfree.rollout.triton_draw import draw
+    from padfree.rollout.engines.in_process.triton_draw import draw
 
     logits, keys, positions = logits_of(vocabulary, LANES, DEVICE)
     head = head_of(vocabulary, DEVICE, **changes)
@@ -78,7 +78,7 @@ def test_the_kernel_draws_what_the_reference_draws(changes: dict[str, Any], voca
 
 @needs_kernels
 def test_the_noise_of_the_kernel_is_that_of_the_reference_to_the_bit() -> None:
-    from padfree.rollout.triton_draw import noise_of
+    from padfree.rollout.engines.in_process.triton_draw import noise_of
 
     _, keys, positions = logits_of(64, device=DEVICE)
     expected = gumbel_noise(keys, positions, 4096)
@@ -88,7 +88,7 @@ def test_the_noise_of_the_kernel_is_that_of_the_reference_to_the_bit() -> None:
 
 @needs_kernels
 def test_nan_and_infinite_logits_give_a_token_of_the_vocabulary() -> None:
-    from padfree.rollout.triton_draw import draw
+    from padfree.rollout.engines.in_process.triton_draw import draw
 
     logits, keys, positions = logits_of(200, lanes=3, device=DEVICE)
     logits[0] = torch.nan

@@ -11,10 +11,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from padfree import attach
 from padfree.rollout import Response, SamplingRequest, stop_tokens, write_responses
-from padfree.rollout.hf_cache import cache_use
-from padfree.rollout.in_process import InProcessSampler
+from padfree.rollout.engines.in_process.hf_cache import cache_use
+from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.noise import gumbel_noise, response_keys
-from padfree.rollout.weights import PolicyModel
 from tests.models import VOCABULARY, build
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.sampling_cases import assert_responses

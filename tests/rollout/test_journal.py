@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from padfree.rollout import hf_cache, in_process
 from padfree.rollout.base import Response
+from padfree.rollout.engines.in_process import hf_cache
+from padfree.rollout.engines.in_process import sampler as in_process
 from padfree.rollout.journal import Journal, Origin
 from padfree.train.resume import made_with
 from padfree.train.rl.journal import settings_digest

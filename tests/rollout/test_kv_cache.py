@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from padfree.rollout.kv_cache import Extents, KVCache, LayerShape
+from padfree.rollout.engines.in_process.kv_cache import Extents, KVCache, LayerShape
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))

@@ -6,7 +6,8 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from tokenizers import AddedToken
 
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.engines import CheckedAheadSampler, CheckedSampler
+from padfree.rollout.engines.servers.api import Drawing, ServerLostError
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.policy import Words
 from padfree.rollout.token_ids import checked_ids, vocabulary_of
-from padfree.rollout.vllm.http import Drawing, Server, ServerLostError
 from tests.models import build
 from tests.rollout.environment.environment_cases import VOCABULARY, Scripted, ids, play, prompt, text, tokenizer
 
@@ -180,6 +182,23 @@ def engine_ahead(given: Any) -> str | None:
     return None if sampler.failure is None else str(sampler.failure)
 
 
+class Answering(VllmServer):
+    """Answers with one choice, and has the weights of version 0."""
+
+    def __init__(self, choice: dict[str, Any]) -> None:
+        super().__init__("http://127.0.0.1:1", 1.0)
+        self.choice = choice
+
+    @asynccontextmanager
+    async def connected(self, timeout: float | None = None) -> AsyncIterator[Any]:
+        yield self
+
+    async def call(self, method: str, path: str, body: Any = None, **_: Any) -> dict[str, Any]:
+        if path == "/weight_info":
+            return {"weight_version": "0"}
+        return {"model": "policy", "choices": [{"index": 0, **self.choice}]}
+
+
 def server(given: Any) -> str | None:
     choice = {
         "token_ids": given,
@@ -190,7 +209,7 @@ def server(given: Any) -> str | None:
     asked = SamplingRequest(tokens=np.array([1]), room=len(given) if hasattr(given, "__len__") else 1, key=1)
     drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=SIZE)
     try:
-        Server("http://127.0.0.1:1", 1.0)._response(choice, asked, drawing, 0)
+        asyncio.run(Answering(choice).respond(asked, drawing, model="policy", version=0, salt="run"))
     except (ServerLostError, ValueError) as error:
         return str(error)
     return None

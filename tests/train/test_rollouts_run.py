@@ -24,8 +24,8 @@ from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.response_log import ResponseLog
 from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_sampler
+from padfree.rollout.engines.in_process.weights import copy_weights
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.rollout.weights import copy_weights
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.run import train
 from padfree.train.setup import build_engine

@@ -54,7 +54,11 @@ EVAL_METRICS = {
 LOWER_IS_BETTER = ("loss", "perplexity", "response_length")
 
 # rollout
-SAMPLING_ENGINES = ("in_process", "vllm")  # or the user's own as module:function
+SAMPLING_ENGINES = {
+    "in_process": "padfree.rollout.engines.in_process.sampler:make_in_process_sampler",
+    "vllm": "padfree.rollout.engines.vllm:make_vllm_sampler",
+}
+"""What makes the sampler of each `rollout.engine`; or the user's own as module:function."""
 WeightTransfer = Literal["group", "files"]
 RolloutFilter = Literal["none", "equal"]
 OnFailure = Literal["error", "skip"]

@@ -184,8 +184,8 @@ class Config:
         limit = self.rollout.episode_timeout
         apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
         need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
-        vllm = self.rollout.engine == "vllm"
-        need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
+        limit = self.rollout.timeout
+        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, cure)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
         cure = "leave it out, a reward model is computed on the devices of the run"

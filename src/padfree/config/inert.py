@@ -49,8 +49,8 @@ _sampled = _unless(
     lambda config: config.rollout.source is not None,
     lambda config: "without rollout.reward, rollout.environment or rollout.agent",
 )
-_vllm = _unless(
-    lambda config: config.rollout.engine == "vllm", lambda config: f"with rollout.engine={config.rollout.engine}"
+_served = _unless(
+    lambda config: config.rollout.has_servers, lambda config: f"with rollout.engine={config.rollout.engine}"
 )
 _adapters = _unless(lambda config: config.lora.rank > 0, lambda config: "with lora.rank=0")
 _evaluated = _unless(lambda config: bool(config.eval.path), lambda config: "without eval.path")
@@ -134,24 +134,24 @@ READ_BY: dict[str, Reason | None] = {
     "rollout.overlong_penalty": _first(
         _sampled, _unless(lambda config: config.rollout.overlong_buffer > 0, lambda _: "with rollout.overlong_buffer=0")
     ),
-    "rollout.servers": _first(_sampled, _vllm),
-    "rollout.launch.command": _first(_sampled, _vllm),
+    "rollout.servers": _first(_sampled, _served),
+    "rollout.launch.command": _first(_sampled, _served),
     "rollout.launch": _first(
         _sampled,
-        _vllm,
+        _served,
         _unless(lambda config: bool(config.rollout.launch.command), lambda _: "without rollout.launch.command"),
     ),
-    "rollout.transfer": _first(_sampled, _vllm),
+    "rollout.transfer": _first(_sampled, _served),
     "rollout.transfer_folder": _first(
         _sampled,
-        _vllm,
+        _served,
         _unless(
             lambda config: config.rollout.transfer == "files",
             lambda config: f"with rollout.transfer={config.rollout.transfer}",
         ),
     ),
-    "rollout.timeout": _first(_sampled, _vllm),
-    "rollout.canary": _first(_sampled, _vllm),
+    "rollout.timeout": _first(_sampled, _served),
+    "rollout.canary": _first(_sampled, _served),
     "rollout.top_p": None,
     "rollout.top_k": None,
     "data.path": None,

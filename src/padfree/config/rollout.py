@@ -23,7 +23,7 @@ MOST_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """vLLM servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
+    """Servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
 
     command: tuple[str, ...] = ()  # its words; the model, the port and what else the run needs are added
     devices: tuple[str, ...] = ("0",)  # CUDA_VISIBLE_DEVICES of each server; "cpu": none
@@ -60,7 +60,7 @@ class RolloutConfig:
     filter_bound: float = 3.0  # groups that a batch may ask for in all, times its own
     overlong_buffer: int = 0  # the last tokens of the room: a response that ends among them loses some reward,
     overlong_penalty: float = 1.0  # and so much of it at the last
-    # Of vllm alone
+    # Of servers alone
     servers: tuple[str, ...] = ()  # addresses of servers that run
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     transfer: WeightTransfer = "group"  # how weights get to servers
@@ -74,6 +74,11 @@ class RolloutConfig:
     def kv_cache_bytes(self) -> int | None:
         """`kv_cache_memory` in bytes; None: auto."""
         return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers write the responses; one of your own engines needs none."""
+        return bool(self.servers or self.launch.command)
 
     @property
     def source(self) -> str | None:
@@ -105,17 +110,20 @@ class RolloutConfig:
         self._check_engine()
         self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
-        if self.engine != "vllm":
+        own = is_path(self.engine)
+        if self.engine == "in_process":
             cure = "set rollout.engine=vllm, or leave it out"
             need(not servers, "rollout.servers", servers, cure)
             need(not command, "rollout.launch.command", command, cure)
             return
         for url in servers:
-            right = re.fullmatch(r"https?://[^/:\s]+(:\d{1,5})?(/\S*)?", url) is not None
+            scheme = "[a-z]+" if own else "https?"
+            right = re.fullmatch(scheme + r"://[^/:\s]+(:\d{1,5})?(/\S*)?", url) is not None
             need(right, "rollout.servers", url, 'give addresses such as ["http://127.0.0.1:8000"]')
         need(len(set(servers)) == len(servers), "rollout.servers", servers, "name each server once")
         cure = "give the addresses of servers that run, or rollout.launch.command to have them started, and not both"
-        need(bool(servers) != bool(command), "rollout.servers", servers, cure)
+        need(own or bool(servers) != bool(command), "rollout.servers", servers, cure)
+        need(not (servers and command), "rollout.servers", servers, cure)
 
     def _check_batches(self) -> None:
         need(self.staleness >= 0, "rollout.staleness", self.staleness, "give 0 or more batches")
@@ -158,7 +166,7 @@ class RolloutConfig:
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):
             return
-        near = closest(self.engine, SAMPLING_ENGINES)
+        near = closest(self.engine, tuple(SAMPLING_ENGINES))
         meant = "" if near is None else f"did you mean {near!r}? "
         cure = f"{meant}give one of {', '.join(SAMPLING_ENGINES)}, or 'module:function'"
         need(False, "rollout.engine", self.engine, cure)

@@ -39,12 +39,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-import padfree
 from padfree.distributed import raise_together
 from padfree.model.finite import nonfinite_tensor
 from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.wrapper import save_whole, wrapper_of
+from padfree.version import __version__
 
 RECORD = "padfree_export.json"
 """In every export: that it is one, of which version, when it was made, and its files."""
@@ -218,7 +218,7 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
             tokenizer.save_pretrained(beside)
         record = {
             "made_by": "padfree",
-            "padfree": padfree.__version__,
+            "padfree": __version__,
             "exported": datetime.now(UTC).isoformat(timespec="seconds"),
             "files": sorted(path.name for path in beside.iterdir()),
         }

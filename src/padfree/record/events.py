@@ -28,10 +28,10 @@ from typing import Any, Literal
 import torch
 import transformers
 
-import padfree
 from padfree.distributed import Mesh
 from padfree.record.files import EVENTS
 from padfree.record.run_folder import writing
+from padfree.version import __version__
 
 Kind = Literal["start", "settled", "note", "resume", "compile", "stop", "end", "export", "failed", "nonfinite"]
 
@@ -71,7 +71,7 @@ def environment(mesh: Mesh, *, replicate: int = 1) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "padfree": padfree.__version__,
+        "padfree": __version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": mesh.loss.size,
         "layout": f"{replicate} replicate x {shard} shard x {_context(mesh)} context",

@@ -33,7 +33,6 @@ from typing import Any
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-import padfree
 from padfree.config import Config
 from padfree.config.functions import model_of
 from padfree.config.hub import shortened
@@ -41,6 +40,7 @@ from padfree.config.inputs import check_regular
 from padfree.distributed import raise_together
 from padfree.model.export import not_an_export
 from padfree.record.files import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
+from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
@@ -149,7 +149,7 @@ def mark_run_folder(config: Config) -> Identity:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MARKER).exists():
-            identity = Identity(run=uuid.uuid4().hex, padfree=padfree.__version__, created=_now())
+            identity = Identity(run=uuid.uuid4().hex, padfree=__version__, created=_now())
             _write(folder / MARKER, asdict(identity))
             return identity
     return read_identity(folder)

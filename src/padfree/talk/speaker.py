@@ -26,11 +26,11 @@ from padfree.data.records import check_encodable
 from padfree.model.files import base_dtype, open_model
 from padfree.model.load import load_model
 from padfree.rollout.base import SamplingRequest
+from padfree.rollout.engines.in_process.hf_cache import stop_tokens
+from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.environment.policy import Words
-from padfree.rollout.hf_cache import stop_tokens
-from padfree.rollout.in_process import InProcessSampler
 from padfree.rollout.noise import GREEDY, response_keys
-from padfree.rollout.weights import PolicyModel
 from padfree.talk.find import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.talk.text_stream import TextStream
 from padfree.train.limits import Limits

@@ -124,7 +124,7 @@ UNHARMED = "lm"
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("padfree.rollout.environment.runner.GRACE", 0.2)
     monkeypatch.setattr("padfree.rollout.environment.runner.MOST_TURNS", 50)
-    monkeypatch.setattr("padfree.rollout.environment.loop_thread.CLOSING", 2.0)
+    monkeypatch.setattr("padfree.rollout.loop_thread.CLOSING", 2.0)
 
 
 async def episode(task: Prompt, policy: Policy) -> Trajectory:

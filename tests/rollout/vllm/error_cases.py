@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.vllm.canary import Canary, Scores
-from padfree.rollout.vllm.checks import check_servers
-from padfree.rollout.vllm.http import Drawing, Server
-from padfree.rollout.vllm.transfer import FilesWay
+from padfree.rollout.engines.servers.api import Drawing
+from padfree.rollout.engines.servers.canary import Canary, Scores
+from padfree.rollout.engines.servers.start import check_servers
+from padfree.rollout.engines.servers.weight_sync import FilesWay
+from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
-from tests.rollout.vllm.test_http import Answers, OtherTokenizer, check, config_of
+from tests.rollout.vllm.test_http import Answers, OtherTokenizer, check, served_of
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
 Attempt = Callable[[Path], Any]
@@ -28,7 +30,7 @@ def server(*, temperature: float = 1.0, **changes: Any) -> Attempt:
         fake = FakeVllm(vocabulary=46)
         for name, value in changes.items():
             setattr(fake, name, value)
-        check(fake, loss={"temperature": temperature})
+        check(fake, temperature=temperature)
 
     return attempt
 
@@ -37,7 +39,7 @@ def address(fake: FakeVllm | None = None, *, silent: bool = False) -> Attempt:
     """An address is looked at before a run: of this server, of one that says nothing, or of none at all."""
 
     def look(url: str) -> None:
-        check_servers([Server(url, 0.5 if silent else 20.0)], config_of(url), letters_tokenizer(), 46)
+        asyncio.run(check_servers([VllmServer(url, 0.5 if silent else 20.0)], served_of()))
 
     def attempt(folder: Path) -> None:
         if fake is not None:
@@ -63,7 +65,7 @@ def response(vocabulary: int = 50, **changes: Any) -> Attempt:
         request = SamplingRequest(tokens=np.array([3, 4, 5]), room=6, key=5)
         drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=vocabulary)
         with serving(fake) as (url,):
-            Server(url, 20.0).complete(request, drawing, model="policy", version=4, salt="run")
+            asyncio.run(VllmServer(url, 20.0).respond(request, drawing, model="policy", version=4, salt="run"))
 
     return attempt
 
@@ -73,7 +75,8 @@ def exchange(server: float, trainer: float, *, drawn: float = 0.0, limit: float 
 
     def attempt(folder: Path) -> None:
         theirs = Scores(given=np.full(9, server), drawn=np.full(4, drawn))
-        Canary(limit).judge("http://127.0.0.1:8000", theirs, Scores(given=np.full(9, trainer), drawn=np.zeros(4)), 1)
+        ours = Scores(given=np.full(9, trainer), drawn=np.zeros(4))
+        Canary(limit, VllmServer).judge("http://127.0.0.1:8000", theirs, ours, 1)
 
     return attempt
 

@@ -22,11 +22,11 @@ from padfree.config import Config
 from padfree.rollout.base import Response
 from padfree.rollout.collect.collector import Collector, Queued
 from padfree.rollout.collect.queue_state import Stored
+from padfree.rollout.engines.servers import weight_sync
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment.play import Played
 from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
-from padfree.rollout.vllm import transfer
-from padfree.rollout.vllm.http import Server
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks
@@ -244,7 +244,7 @@ def test_a_resumed_run_goes_on_with_its_queue(
 def killed_run(rank: int, world: int, config: Config, moment: str, number: int) -> None:
     """A run that is killed by -9: at this number of responses, of buckets of weights, or in the update of this step."""
     here = threading.Lock()
-    complete, begin, broadcast = Server.complete, Engine.begin, transfer.broadcast
+    respond, begin, broadcast = VllmServer.respond, Engine.begin, weight_sync.broadcast
     count = 0
 
     def kill_at_last() -> None:
@@ -254,8 +254,8 @@ def killed_run(rank: int, world: int, config: Config, moment: str, number: int) 
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def answered(server: Server, *arguments: Any, **settings: Any) -> Response:
-        response = complete(server, *arguments, **settings)
+    async def answered(server: VllmServer, *arguments: Any, **settings: Any) -> Response:
+        response = await respond(server, *arguments, **settings)
         kill_at_last()  # before it is written down
         return response
 
@@ -271,8 +271,8 @@ def killed_run(rank: int, world: int, config: Config, moment: str, number: int) 
         return pending
 
     patches: dict[str, tuple[Any, str, Any]] = {
-        "sampling": (Server, "complete", answered),
-        "exchange": (transfer, "broadcast", sent),
+        "sampling": (VllmServer, "respond", answered),
+        "exchange": (weight_sync, "broadcast", sent),
         "update": (Engine, "begin", begun),
     }
     with mock.patch.object(*patches[moment]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from padfree.rollout.vllm.canary import DRAWN, LENGTH, Canary, Scores, canary_sequences
+from padfree.rollout.engines.servers.canary import DRAWN, LENGTH, Canary, Scores, canary_sequences
+from padfree.rollout.engines.vllm import VllmServer
 from tests.data.tiny_tokenizers import tiny_tokenizer
 from tests.rollout.rollout_cases import letters_tokenizer
 
@@ -27,7 +28,7 @@ NEW_ROUNDING = drawn_values(3, 0.002)  # and what of it does not
 
 
 def test_the_same_numbers_pass_and_are_told() -> None:
-    found = Canary(0.1).judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
+    found = Canary(0.1, VllmServer).judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
     assert found["canary_difference"] == pytest.approx(np.abs(ROUNDING).mean())
     assert found["canary_largest"] == pytest.approx(np.abs(ROUNDING).max())
     assert "canary_followed" not in found, "there is no exchange before"
@@ -36,20 +37,20 @@ def test_the_same_numbers_pass_and_are_told() -> None:
 def test_other_weights_are_refused() -> None:
     line = r"http://a was given policy version 3, but its log-probabilities differ from the trainer's by 0.373 a token"
     with pytest.raises(ValueError, match=line) as caught:
-        Canary(0.002).judge("http://a", scores(TRAINER + 0.373), scores(TRAINER), 3)
+        Canary(0.002, VllmServer).judge("http://a", scores(TRAINER + 0.373), scores(TRAINER), 3)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="differ from the trainer's by nan"):
-        Canary(0.002).judge("http://a", scores(TRAINER * np.nan), scores(TRAINER), 3)
+        Canary(0.002, VllmServer).judge("http://a", scores(TRAINER * np.nan), scores(TRAINER), 3)
 
 
 def test_drawn_tokens_at_another_temperature_are_refused() -> None:
     with pytest.raises(ValueError, match=r"drawn tokens differ by 0.5 .* start it with --logprobs-mode processed"):
-        Canary(0.1).judge("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
+        Canary(0.1, VllmServer).judge("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
 
 
 def test_a_server_that_keeps_old_weights_is_refused_below_the_limit() -> None:
     small = drawn_values(4, 0.002)
-    canary = Canary(0.1)
+    canary = Canary(0.1, VllmServer)
     canary.judge("http://a", scores(TRAINER + small), scores(TRAINER), 3)
     found = canary.judge("http://a", scores(TRAINER + STEP + small + NEW_ROUNDING), scores(TRAINER + STEP), 4)
     assert found["canary_followed"] == pytest.approx(1.0, abs=0.2)
@@ -60,7 +61,7 @@ def test_a_server_that_keeps_old_weights_is_refused_below_the_limit() -> None:
 
 
 def test_a_change_that_is_lost_in_rounding_proves_nothing() -> None:
-    canary = Canary(0.1)
+    canary = Canary(0.1, VllmServer)
     canary.judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
     tiny = STEP / 100
     found = canary.judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from padfree.config import Config, config_from_dict
+from padfree.config import ModelConfig
 from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.vllm.checks import check_server, check_servers
-from padfree.rollout.vllm.http import Drawing, RestartedError, Server, ServerLostError
+from padfree.rollout.engines.servers.api import Drawing, RestartedError, ServedModel, ServerLostError
+from padfree.rollout.engines.servers.canary import TEXT
+from padfree.rollout.engines.servers.start import check_servers
+from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
@@ -19,7 +23,8 @@ REQUEST = SamplingRequest(tokens=np.array([3, 4, 5]), room=6, key=-77)
 
 
 def complete(url: str, *, timeout: float = 5.0, request: SamplingRequest = REQUEST) -> Response:
-    return Server(url, timeout).complete(request, DRAWING, model="policy", version=4, salt="run")
+    server = VllmServer(url, timeout)
+    return asyncio.run(server.respond(request, DRAWING, model="policy", version=4, salt="run"))
 
 
 def given(version: str = "4", **changes: Any) -> FakeVllm:
@@ -107,10 +112,10 @@ class Answers(FakeVllm):
 def test_answers_of_something_that_is_no_vllm(status: int, answer: Any, line: str) -> None:
     with serving(Answers(status, answer)) as (url,):
         with pytest.raises(ServerLostError, match=line) as caught:
-            Server(url, 5.0).version()
+            asyncio.run(VllmServer(url, 5.0).version())
         assert "\n" not in str(caught.value)
         with pytest.raises(ValueError, match=rf"{line}.*; start it, or correct rollout.servers$") as caught:
-            check_servers([Server(url, 5.0)], config_of(url), letters_tokenizer(), 46)
+            asyncio.run(check_servers([VllmServer(url, 5.0)], served_of()))
         assert "\n" not in str(caught.value)
 
 
@@ -118,24 +123,24 @@ def test_answers_of_something_that_is_no_vllm(status: int, answer: Any, line: st
 def test_answers_that_lack_what_was_asked_for(answer: Any) -> None:
     with serving(Answers(200, answer)) as (url,):
         with pytest.raises(ServerLostError, match="/v1/models names no model"):
-            Server(url, 5.0).models()
+            asyncio.run(VllmServer(url, 5.0).models())
         with pytest.raises(ServerLostError, match=r"/get_world_size answered .* without world_size"):
-            Server(url, 5.0).number("/get_world_size", "world_size")
+            asyncio.run(VllmServer(url, 5.0).workers())
 
 
 def test_choices_without_their_numbers() -> None:
     choices = [{"index": None}, {"index": 0}]
     fake = Answers(200, {"model": "policy", "choices": choices})
     with serving(fake) as (url,), pytest.raises(ServerLostError, match="answered 2 of 2 responses"):
-        Server(url, 5.0).score([[1, 2], [3, 4]], drawn=1, temperature=1.0, model="policy", salt="run")
+        asyncio.run(VllmServer(url, 5.0).score([[1, 2], [3, 4]], drawn=1, temperature=1.0, model="policy", salt="run"))
 
 
 def test_a_route_that_answers_with_a_sentence() -> None:
     """As those for adapters do."""
     with serving(FakeVllm()) as (url,):
-        Server(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, cure="enable it")
+        asyncio.run(VllmServer(url, 5.0).tell("/v1/unload_lora_adapter", {"lora_name": "policy"}, cure="enable it"))
         with pytest.raises(ValueError, match="has no route /v1/load_lora_adapter; enable it"):
-            Server(url, 5.0).tell("/v1/load_lora_adapter", {}, cure="enable it")
+            asyncio.run(VllmServer(url, 5.0).tell("/v1/load_lora_adapter", {}, cure="enable it"))
 
 
 def test_what_only_the_user_can_cure() -> None:
@@ -146,7 +151,7 @@ def test_what_only_the_user_can_cure() -> None:
         complete(url)
     drawing = Drawing(temperature=1.0, stops=(), vocabulary=1)
     with serving(given()) as (url,), pytest.raises(ValueError, match=r"drew token \d+ of a vocabulary of 1; start it"):
-        Server(url, 5.0).complete(REQUEST, drawing, model="policy", version=4, salt="run")
+        asyncio.run(VllmServer(url, 5.0).respond(REQUEST, drawing, model="policy", version=4, salt="run"))
     line = r"ends responses at token \d+, .*; start it with --generation-config vllm"
     with serving(given(stops=tuple(range(1, 50)))) as (url,), pytest.raises(ValueError, match=line):
         complete(url, request=SamplingRequest(tokens=REQUEST.tokens, room=6, key=5))
@@ -157,23 +162,22 @@ def test_what_only_the_user_can_cure() -> None:
 # Before a run
 
 
-def config_of(url: str, **sections: Any) -> Config:
-    values: dict[str, Any] = {
-        "model": {"path": "model"},
-        "data": {"path": ["prompts.jsonl"]},
-        "batch": {"samples": 8, "max_tokens": 64},
-        "loss": {"kind": "clip"},
-        "rollout": {"reward": "exact_match", "engine": "vllm", "servers": [url]},
-        "run": {"folder": "run"},
-    }
-    for section, changes in sections.items():
-        values[section] = {**values[section], **changes}
-    return config_from_dict(values)
+def served_of(*, path: str = "model", **changes: Any) -> ServedModel:
+    given = ServedModel(
+        model=ModelConfig(path=path),
+        lora_rank=0,
+        adapted=(),
+        vocabulary=46,
+        temperature=1.0,
+        text=TEXT,
+        tokens=letters_tokenizer()(TEXT, add_special_tokens=False)["input_ids"],
+    )
+    return replace(given, **changes)
 
 
-def check(fake: FakeVllm, **sections: Any) -> str:
+def check(fake: FakeVllm, *, temperature: float = 1.0) -> str:
     with serving(fake) as (url,):
-        return check_server(Server(url, 5.0), config_of(url, **sections), letters_tokenizer(), 46)
+        return asyncio.run(VllmServer(url, 5.0).check(served_of(temperature=temperature)))
 
 
 def test_a_server_for_this_run() -> None:
@@ -210,7 +214,7 @@ def test_servers_that_do_not_call_the_model_alike() -> None:
     with serving(*(FakeVllm(vocabulary=46, name=name) for name in ("this", "that"))) as urls:
         line = "they call the model that and this; start all with the same --served-model-name"
         with pytest.raises(ValueError, match=line):
-            check_servers([Server(url, 5.0) for url in urls], config_of(urls[0]), letters_tokenizer(), 46)
+            asyncio.run(check_servers([VllmServer(url, 5.0) for url in urls], served_of()))
 
 
 def test_logprobs_that_do_not_know_the_temperature() -> None:
@@ -220,4 +224,4 @@ def test_logprobs_that_do_not_know_the_temperature() -> None:
     with pytest.raises(
         ValueError, match=r"reports raw_logprobs, which do not know loss.temperature 0.5; start it with"
     ):
-        check(fake, loss={"temperature": 0.5})
+        check(fake, temperature=0.5)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.vllm.http import Drawing, RestartedError, Server, ServerLostError
-from padfree.rollout.vllm.pool import Gate, Pool, Round
+from padfree.rollout.base import OnResponse, Response, SamplingRequest
+from padfree.rollout.engines.servers.api import Drawing, RestartedError, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.pool import Ask, Gate, Pool, Probe
+from padfree.rollout.engines.vllm import VllmServer
+from padfree.rollout.loop_thread import LoopThread
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 from tests.waiting import wait_until
 
@@ -21,30 +25,48 @@ DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
 REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), room=3, key=1 + number) for number in range(40)]
 
 
-def probe(server: Server) -> None:
-    server.need_version(4, timeout=5.0)
+async def probe(server: ServerApi) -> None:
+    server.need_version(await server.version(timeout=5.0), 4)
 
 
-def ask(server: Server, request: SamplingRequest) -> Response:
-    return server.complete(request, DRAWING, model="policy", version=4, salt="run")
+async def ask(server: ServerApi, request: SamplingRequest) -> Response:
+    return await server.respond(request, DRAWING, model="policy", version=4, salt="run")
+
+
+@dataclass
+class Round:
+    found: dict[int, Response]
+    retried: int
+
+    @property
+    def missing(self) -> list[int]:
+        return [number for number in range(len(REQUESTS)) if number not in self.found]
 
 
 def run(
     urls: list[str],
     *,
     timeout: float = 20.0,
+    probe_every: float = 0.1,
     meanwhile: Callable[[], None] | None = None,
     requests: list[SamplingRequest] = REQUESTS,
+    ask: Ask = ask,
+    probe: Probe = probe,
+    on_response: OnResponse | None = None,
+    servers: list[ServerApi] | None = None,
 ) -> Round:
-    servers = [Server(url, timeout) for url in urls]
-    pool = Pool(servers, concurrency=4, timeout=timeout, probe_every=0.1, probe=probe)
+    servers = servers or [VllmServer(url, timeout) for url in urls]
+    pool = Pool(servers, concurrency=4, timeout=timeout, probe_every=probe_every, probe=probe)
     pool.reset(servers)
     if meanwhile is not None:
         threading.Thread(target=meanwhile, daemon=True).start()
     told: dict[int, Response] = {}
-    found = pool.ask_all(requests, range(len(requests)), ask, told.__setitem__)
-    assert told == found.found
-    return found
+    loop = LoopThread("requests")
+    try:
+        retried = loop.run(pool.ask_all(requests, ask, on_response or told.__setitem__))
+    finally:
+        loop.close()
+    return Round(told, retried)
 
 
 def with_weights(number: int, *, seconds: float = 0.0) -> list[FakeVllm]:
@@ -92,17 +114,14 @@ def test_a_server_that_hangs_gives_its_requests_back() -> None:
     good, bad = with_weights(2)
     begin = time.monotonic()
 
-    def hanging_probe(server: Server) -> None:
+    async def hanging_probe(server: ServerApi) -> None:
         if server.url == urls[1]:
             raise ServerLostError(f"rollout.servers: {server.url} /weight_info did not answer")
-        probe(server)
+        await probe(server)
 
     bad.fault = "hang"
     with serving(good, bad) as urls:
-        servers = [Server(url, 60.0) for url in urls]
-        pool = Pool(servers, concurrency=4, timeout=60.0, probe_every=0.1, probe=hanging_probe)
-        pool.reset(servers)
-        found = pool.ask_all(REQUESTS, range(40), ask, lambda number, response: None)
+        found = run(urls, timeout=60.0, probe=hanging_probe)
     assert sorted(found.found) == list(range(40))
     assert time.monotonic() - begin < 20.0, "long before the answers of the hanging server, or its timeout"
 
@@ -152,19 +171,20 @@ def test_weights_of_another_version_end_the_run() -> None:
         run(urls)
 
 
-def test_whatever_goes_wrong_in_a_thread_is_raised_where_one_waits() -> None:
+def test_whatever_goes_wrong_on_the_loop_is_raised_where_one_waits() -> None:
     (fake,) = with_weights(1)
 
-    def fail(*_: object) -> Response:
+    async def fail(*_: object) -> Response:
         raise KeyError("a mistake of ours")
 
-    for asked, told in ((fail, lambda number, response: None), (ask, fail)):
-        with serving(fake) as urls:
-            servers = [Server(url, 20.0) for url in urls]
-            pool = Pool(servers, concurrency=4, timeout=20.0, probe_every=0.1, probe=probe)
-            pool.reset(servers)
-            with pytest.raises(KeyError, match="a mistake of ours"):
-                pool.ask_all(REQUESTS, range(40), asked, told)
+    def fail_at_once(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    with serving(fake) as urls:
+        with pytest.raises(KeyError, match="a mistake of ours"):
+            run(urls, ask=fail)
+        with pytest.raises(KeyError, match="a mistake of ours"):
+            run(urls, on_response=fail_at_once)
 
 
 def test_an_error_does_not_wait_for_a_server_that_hangs() -> None:
@@ -176,40 +196,27 @@ def test_an_error_does_not_wait_for_a_server_that_hangs() -> None:
     assert time.monotonic() - begin < 25.0, "its answers take 30 seconds"
 
 
-class Deaf(Server):
-    """A server whose calls end when somebody hangs up, and not before."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, 60.0)
-        self.hung_up = threading.Event()
-
-    def hang_up(self) -> None:
-        self.hung_up.set()
-
-
 def test_a_server_that_hangs_when_the_round_has_ended_is_still_watched() -> None:
     """One has restarted, the other fails once, which ends the round, and then leaves a request without an answer."""
-    restarted, hanging = Deaf("http://127.0.0.1:1"), Deaf("http://127.0.0.1:2")
+    restarted, hanging = VllmServer("http://127.0.0.1:1", 60.0), VllmServer("http://127.0.0.1:2", 60.0)
     failed = threading.Event()
 
-    def lost(server: Server, request: SamplingRequest) -> Response:
+    async def lost(server: ServerApi, request: SamplingRequest) -> Response:
         if server is restarted:
             raise RestartedError("rollout.servers: a has restarted")
-        if request.key == 1:
-            time.sleep(0.3)  # the other requests are under way
-            failed.set()
-        else:
-            assert hanging.hung_up.wait(50.0)
+        await asyncio.sleep(0.3 if request.key == 1 else 50.0)  # the other requests are under way
+        failed.set()
         raise ServerLostError("rollout.servers: b broke off")
 
-    def hangs(server: Server) -> None:
+    async def hangs(server: ServerApi) -> None:
         if failed.is_set():
             raise ServerLostError("rollout.servers: b did not answer")
 
-    pool = Pool([restarted, hanging], concurrency=2, timeout=60.0, probe_every=0.2, probe=hangs)
     begin = time.monotonic()
-    found = pool.ask_all(REQUESTS[:4], range(4), lost, lambda number, response: None)
-    assert sorted(found.missing) == [0, 1, 2, 3]
+    found = run(
+        [], timeout=60.0, probe_every=0.2, requests=REQUESTS[:4], ask=lost, probe=hangs, servers=[restarted, hanging]
+    )
+    assert found.found == {}
     assert time.monotonic() - begin < 40.0
 
 
@@ -229,53 +236,85 @@ def test_an_interrupted_round_leaves_nobody_asking() -> None:
                 run(urls, meanwhile=interrupt)
         finally:
             signal.signal(signal.SIGINT, ignored)
-        assert not [thread for thread in threading.enumerate() if thread.name in ("request", "probe")]
+        wait_until(lambda: fake.at_once == 0)
+        assert "requests" not in [thread.name for thread in threading.enumerate()]
     assert len(fake.completed) < 40
 
 
 def test_a_gate_tells_what_was_begun_on_its_other_side() -> None:
-    gate = Gate()
-    number = gate.passed()
-    assert not gate.closed_since(number)
-    later: list[int] = []
-    with gate.closed():
+    async def play() -> None:
+        gate = Gate()
+        number = await gate.passed()
+        assert not gate.closed_since(number)
+        gate.close()
         assert gate.is_closed
         assert gate.closed_since(number)
-        waiting = threading.Thread(target=lambda: later.append(gate.passed()))
-        waiting.start()
-        waiting.join(0.1)
-        assert later == []
-    waiting.join()
-    assert gate.closed_since(number), "and it is open again"
-    assert not gate.is_closed
-    assert not gate.closed_since(later[0])
+        waiting = asyncio.create_task(gate.passed())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        gate.open()
+        later = await waiting
+        assert gate.closed_since(number), "and it is open again"
+        assert not gate.is_closed
+        assert not gate.closed_since(later)
+
+    asyncio.run(play())
 
 
-def test_the_patience_of_a_round_does_not_count_while_weights_are_exchanged() -> None:
+def test_the_patience_of_standing_work_does_not_count_during_a_weight_sync() -> None:
     """That has a limit of its own, and a server that loads weights answers nobody."""
-    servers = [Server(unused_url(), 20.0)]
+    servers = [VllmServer(unused_url(), 20.0)]
     pool = Pool(servers, concurrency=2, timeout=0.5, probe_every=0.1, probe=probe)
     told: list[int] = []
     failing = True
 
-    def lost(server: Server, request: SamplingRequest) -> Response:
+    async def lost(server: ServerApi, request: SamplingRequest) -> Response:
         if failing:
             raise ServerLostError(f"rollout.servers: {server.url} broke off")
         return Response(tokens=np.array([0]), logprobs=np.zeros(1, np.float32), ended=True, version=4)
 
-    work = pool.stand(lost)
-    try:
-        with pool.gate.closed():
-            work.add(REQUESTS[:3], lambda place, response: told.append(place))
-            time.sleep(1.8)
-            assert work.error is None
-            failing = False
-            pool.reset(servers)
-        wait_until(lambda: len(told) == 3 or work.error is not None)
-    finally:
-        work.close()
-    assert work.error is None
+    async def play() -> None:
+        nonlocal failing
+        pool.gate.close()
+        work = pool.stand(lost)
+        work.add(REQUESTS[:3], lambda place, response: told.append(place))
+        await asyncio.sleep(1.8)
+        assert work.error is None
+        failing = False
+        pool.reset(servers)
+        pool.gate.open()
+        deadline = time.monotonic() + 60.0
+        while len(told) < 3 and work.error is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        assert work.error is None
+        assert work.task is not None
+        work.task.cancel()
+
+    asyncio.run(play())
     assert sorted(told) == [0, 1, 2]
+
+
+def test_a_round_leaves_the_requests_of_standing_work_alone() -> None:
+    """An evaluation may ask for responses while others are sampled ahead."""
+    (fake,) = with_weights(1, seconds=0.02)
+    told: list[int] = []
+
+    async def play(url: str) -> None:
+        servers = [VllmServer(url, 20.0)]
+        pool = Pool(servers, concurrency=4, timeout=20.0, probe_every=0.1, probe=probe)
+        work = pool.stand(ask)
+        work.add(REQUESTS[:20], lambda place, response: told.append(place))
+        await pool.ask_all(REQUESTS[20:24], ask, lambda place, response: None)
+        while len(told) < 20 and work.error is None:
+            await asyncio.sleep(0.02)
+        assert work.error is None
+        assert work.retried == 0
+        assert work.task is not None
+        work.task.cancel()
+
+    with serving(fake) as (url,):
+        asyncio.run(play(url))
+    assert times_completed([fake]) == Counter(range(1, 25))
 
 
 def test_nothing_to_ask() -> None:

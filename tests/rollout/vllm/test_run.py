@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.config import Config, LoraConfig, config_from_dict
+from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
+from padfree.rollout.engines.servers import launch, pool, start
+from padfree.rollout.engines.servers import sampler as sampler_module
+from padfree.rollout.engines.servers.api import LateError, RestartedError, VersionError
+from padfree.rollout.engines.servers.launch import Launched, Launcher
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.rollout.vllm import launch
-from padfree.rollout.vllm import sampler as sampler_module
-from padfree.rollout.vllm.http import LateError, RestartedError, Server, VersionError
-from padfree.rollout.vllm.launch import Launched, Launcher, server_command
 from padfree.train import run as run_module
 from padfree.train.run import train
 from padfree.train.setup import build_engine
@@ -41,7 +42,8 @@ from padfree.train.training_data import load_tokenizer, load_training_data, make
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.vllm import vllm_cases
-from tests.rollout.vllm.test_keeper import alive
+from tests.rollout.vllm.test_http import served_of
+from tests.rollout.vllm.test_watchdog import alive
 from tests.rollout.vllm.vllm_cases import FakeVllm, launch_of, serving
 from tests.waiting import wait_until
 
@@ -227,27 +229,27 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
     kind: type[Exception], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the weights are the same again, and the exchange is over before anybody looks at what has failed."""
-    complete, need_version = Server.complete, Server.need_version
+    respond, version = VllmServer.respond, VllmServer.version
     asked, probed, exchanged = (threading.Event() for _ in range(3))
     hung_up: list[str] = []
 
-    def late(server: Server, request: SamplingRequest, *args: Any, **settings: Any) -> Response:
+    async def late(server: VllmServer, request: SamplingRequest, *args: Any, **settings: Any) -> Response:
         if not asked.is_set():
             asked.set()
-            assert exchanged.wait(60.0)
+            assert await asyncio.to_thread(exchanged.wait, 60.0)
             raise kind(f"rollout.servers: {server.url} has none of the run's weights; start it again")
-        return complete(server, request, *args, **settings)
+        return await respond(server, request, *args, **settings)
 
-    def late_probe(server: Server, *args: Any, **settings: Any) -> None:
-        if not probed.is_set():
+    async def late_probe(server: VllmServer, *, timeout: float | None = None) -> str | None:
+        if asked.is_set() and not probed.is_set():  # the first question of a probe, none of a weight sync
             probed.set()
-            assert exchanged.wait(60.0)
+            assert await asyncio.to_thread(exchanged.wait, 60.0)
             raise LateError(f"rollout.servers: {server.url} /weight_info did not answer within 30 s")
-        need_version(server, *args, **settings)
+        return await version(server, timeout=timeout)
 
-    monkeypatch.setattr(Server, "complete", late)
-    monkeypatch.setattr(Server, "need_version", late_probe)
-    monkeypatch.setattr(Server, "hang_up", lambda server: hung_up.append(server.url))
+    monkeypatch.setattr(VllmServer, "respond", late)
+    monkeypatch.setattr(VllmServer, "version", late_probe)
+    monkeypatch.setattr(pool._State, "hang_up", lambda state: hung_up.append(state.server.url))
     monkeypatch.setattr(sampler_module, "PROBE_EVERY", 0.1)
     found: dict[int, Response] = {}
     requests = [SamplingRequest(tokens=np.array([3, 4]), room=2, key=1 + number) for number in range(5)]
@@ -270,7 +272,53 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
             assert hung_up == [], "the exchange would have been cut, too"
         finally:
             sampler.close()
-    assert not [thread for thread in threading.enumerate() if thread.name in ("request", "probe")]
+    assert "servers" not in [thread.name for thread in threading.enumerate()]
+
+
+class Late(FakeVllm):
+    """A request comes in during one weight sync, and is under way at the next."""
+
+    asked = 0
+    under_way: threading.Event
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if "stop_token_ids" in body:
+            self.asked += 1
+            if self.asked == 1:
+                wait_until(lambda: self._pauses == 2)
+        return super()._complete(body)
+
+    def _before_token(self, body: dict[str, Any], drawn: int, pauses: int) -> None:
+        if "stop_token_ids" in body and drawn == 1 and pauses == 2:
+            self.under_way.set()
+            wait_until(lambda: self._pauses == 3)
+
+
+def test_tokens_of_a_request_that_came_during_a_weight_sync_have_no_older_version(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """The server had the older weights when it was asked for its version, and the newer ones when it drew."""
+    plain = fake_of(model_folder)
+    fake = Late(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    fake.under_way = threading.Event()
+    found: dict[int, Response] = {}
+    with serving(fake) as (url,), distributed(device="cpu"):
+        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, batch=1)
+        mesh = make_mesh("cpu")
+        engine = build_engine(config, mesh)
+        sampler: Any = make_ahead_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        try:
+            sampler.update_weights(engine.model, 0)
+            sampler.begin([SamplingRequest(tokens=np.array([3, 4]), room=3, key=1)], found.__setitem__)
+            wait_until(lambda: fake.asked == 1)
+            sampler.update_weights(engine.model, 1)
+            assert fake.under_way.wait(60.0)
+            sampler.update_weights(engine.model, 2)
+            wait_until(lambda: (0 in found and found[0].is_whole(3)) or sampler.failure is not None)
+        finally:
+            sampler.close()
+    assert sampler.failure is None
+    assert set(found[0].token_versions.tolist()) == {2}
 
 
 class RecordedLauncher(Launcher):
@@ -278,14 +326,14 @@ class RecordedLauncher(Launcher):
 
     present: RecordedLauncher | None = None
 
-    def __init__(self, config: Config, adapted: Sequence[str] = ()) -> None:
-        super().__init__(config, adapted)
+    def __init__(self, launched: Sequence[Launched]) -> None:
+        super().__init__(launched)
         RecordedLauncher.present = self
 
 
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
+    monkeypatch.setattr(launch, "Launcher", RecordedLauncher)
     monkeypatch.setattr(launch, "EVERY", 0.1)
     monkeypatch.setattr(launch, "LONGEST_PAUSE", 0.5)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
@@ -294,8 +342,8 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     RecordedLauncher.present = None
 
 
-def servers_of(keeper: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(keeper)], capture_output=True, text=True)
+def servers_of(watchdog: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(watchdog)], capture_output=True, text=True)
     return [int(word) for word in found.stdout.split()]
 
 
@@ -305,13 +353,13 @@ def test_one_of_two_servers_is_killed_again_and_again(
     """Every group is trained on exactly once, and nothing is left when the run ends."""
     killed: list[int] = []
     asked: list[str] = []
-    complete = Server.complete
+    respond = VllmServer.respond
 
-    def recorded(server: Server, *args: Any, **settings: Any) -> Any:
+    async def recorded(server: VllmServer, *args: Any, **settings: Any) -> Any:
         asked.append(server.url)
-        return complete(server, *args, **settings)
+        return await respond(server, *args, **settings)
 
-    monkeypatch.setattr(Server, "complete", recorded)
+    monkeypatch.setattr(VllmServer, "respond", recorded)
 
     def killer() -> None:
         wait_until(lambda: RecordedLauncher.present is not None)
@@ -320,10 +368,10 @@ def test_one_of_two_servers_is_killed_again_and_again(
         one, last = launcher.launched[1], 0
         while len(killed) < 2:
             at_work = one.starts > last and one.server.url in asked[-4:]
-            if at_work and one._keeper is not None:
+            if at_work and one._watchdog is not None:
                 last = one.starts
                 asked.clear()
-                killed.extend(servers_of(one._keeper.pid))
+                killed.extend(servers_of(one._watchdog.pid))
                 os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.002)
 
@@ -343,7 +391,7 @@ def test_one_of_two_servers_is_killed_again_and_again(
     assert last["sampler/restarts"] >= 2
     assert last["sampler/servers"] == 2, "it came back, and got the weights"
     assert RecordedLauncher.present is not None
-    assert all(one._keeper is None for one in RecordedLauncher.present.launched)
+    assert all(one._watchdog is None for one in RecordedLauncher.present.launched)
     assert "start 3: " in (tmp_path / "run" / "servers" / "1.log").read_text()
 
 
@@ -363,22 +411,20 @@ def test_a_command_that_never_becomes_a_server(launchers: None, model_folder: Pa
 def test_a_server_that_does_not_come_back_ends_the_run_before_the_timeout(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = Server.complete
-    killing = threading.Lock()
+    respond = VllmServer.respond
 
-    def killed_at_work(server: Server, *args: Any, **settings: Any) -> Any:
+    async def killed_at_work(server: VllmServer, *args: Any, **settings: Any) -> Any:
         launcher = RecordedLauncher.present
         assert launcher is not None
         one = launcher.launched[0]
-        with killing:
-            if one._command[1] != "-c":
-                one._command = [sys.executable, "-c", "import sys; sys.exit('SomeError: the device is gone')"]
-                assert one._keeper is not None
-                (process,) = servers_of(one._keeper.pid)
-                os.kill(process, signal.SIGKILL)
-        return complete(server, *args, **settings)
+        if one._command[1] != "-c":
+            one._command = [sys.executable, "-c", "import sys; sys.exit('SomeError: the device is gone')"]
+            assert one._watchdog is not None
+            (process,) = servers_of(one._watchdog.pid)
+            os.kill(process, signal.SIGKILL)
+        return await respond(server, *args, **settings)
 
-    monkeypatch.setattr(Server, "complete", killed_at_work)
+    monkeypatch.setattr(VllmServer, "respond", killed_at_work)
     monkeypatch.setattr(sampler_module, "PROBE_EVERY", 0.1)
     line = r"rollout.launch: .* ended with status 1 before it answered, 3 times \(SomeError: the device is gone\);"
     with serving(fake_of(model_folder)) as urls, pytest.raises(ValueError, match=line):
@@ -403,7 +449,8 @@ def no_server_is_left() -> bool:
     launcher = RecordedLauncher.present
     assert launcher is not None
     assert all(one.starts for one in launcher.launched), "it had been started"
-    return not launcher.is_alive() and all(one._keeper is None for one in launcher.launched)
+    watched = launcher._watching is not None and not launcher._watching.done()
+    return not watched and all(one._watchdog is None for one in launcher.launched)
 
 
 def test_no_server_outlives_a_start_that_fails(
@@ -422,7 +469,7 @@ def test_no_server_outlives_a_start_that_fails(
         def interrupt(*_: Any, **settings: Any) -> None:
             raise KeyboardInterrupt
 
-        for owner, name in ((sampler_module, "check_servers"), (Collector, "__init__"), (run_module, "Journal")):
+        for owner, name in ((start, "check_servers"), (Collector, "__init__"), (run_module, "Journal")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):
@@ -437,9 +484,8 @@ def test_servers_that_are_not_there(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_server_is_started_with(tmp_path: Path) -> None:
-    given = {"command": ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"], "devices": ["0,1"]}
-    config = make_config(tmp_path / "run", tmp_path / "model", launch=given)
-    words = server_command(config, name="policy", port=5)
+    given = ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
+    words = VllmServer.command(given, served_of(path=str(tmp_path / "model")), name="policy", port=5)
     assert words[:5] == ["vllm", "serve", "--dtype=float16", "--max-model-len", "99"]
     assert words.count("--dtype") == 0, "the command's own words win"
     assert "--enable-lora" not in words
@@ -451,11 +497,9 @@ def test_what_a_server_is_started_with(tmp_path: Path) -> None:
         assert words[words.index(flag) + 1] == value
 
 
-def test_adapters_are_for_the_modules_that_have_them(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", tmp_path / "model", launch={"command": ["vllm", "serve"], "devices": ["0"]})
-    words = server_command(
-        replace(config, lora=LoraConfig(rank=3)), name="policy", port=5, adapted=["down_proj", "q_proj"]
-    )
+def test_adapters_are_for_the_modules_that_have_them() -> None:
+    served = served_of(lora_rank=3, adapted=["down_proj", "q_proj"])
+    words = VllmServer.command(["vllm", "serve"], served, name="policy", port=5)
     first = words.index("--lora-target-modules")
     assert words[first + 1 : first + 3] == ["down_proj", "q_proj"]
     assert words[words.index("--max-lora-rank") + 1] == "8"
@@ -463,9 +507,9 @@ def test_adapters_are_for_the_modules_that_have_them(tmp_path: Path) -> None:
 
 def killed_after_a_step(rank: int, world: int, config: Config, pids: Path) -> None:
     def kill(metrics: Mapping[str, Any]) -> None:
-        (keeper,) = filter(servers_of, servers_of(os.getpid()))  # ps is a child, too
-        (server,) = servers_of(keeper)
-        pids.write_text(f"{keeper} {server}")
+        (watchdog,) = filter(servers_of, servers_of(os.getpid()))  # ps is a child, too
+        (server,) = servers_of(watchdog)
+        pids.write_text(f"{watchdog} {server}")
         os.kill(os.getpid(), signal.SIGKILL)
 
     train(config, on_step=kill)
@@ -475,5 +519,5 @@ def test_a_killed_run_leaves_no_server(model_folder: Path, tmp_path: Path) -> No
     with serving(fake_of(model_folder)) as urls:
         config = make_config(tmp_path / "run", model_folder, launch=launch_of(urls))
         run_ranks(1, killed_after_a_step, config, tmp_path / "pids", dying=[0])
-        keeper, server = (int(word) for word in (tmp_path / "pids").read_text().split())
-        wait_until(lambda: not alive(server) and not alive(keeper))
+        watchdog, server = (int(word) for word in (tmp_path / "pids").read_text().split())
+        wait_until(lambda: not alive(server) and not alive(watchdog))

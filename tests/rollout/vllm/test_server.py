@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -27,12 +29,14 @@ from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.vllm import sampler as sampler_module
-from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
-from padfree.rollout.vllm.checks import check_servers
-from padfree.rollout.vllm.http import Server, ServerLostError
-from padfree.rollout.vllm.launch import Launcher
-from padfree.rollout.vllm.sampler import VllmSampler
+from padfree.rollout.engines.servers import launch
+from padfree.rollout.engines.servers.api import ServerLostError
+from padfree.rollout.engines.servers.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
+from padfree.rollout.engines.servers.launch import Launcher, make_launcher
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.start import check_servers, served_model
+from padfree.rollout.engines.vllm import VllmServer
+from padfree.rollout.loop_thread import LoopThread
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
@@ -46,8 +50,8 @@ from tests.rollout.vllm.test_ahead import (
     stop_after,
     taken,
 )
-from tests.rollout.vllm.test_keeper import alive
 from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
+from tests.rollout.vllm.test_watchdog import alive
 from tests.waiting import wait_until
 
 __all__ = ["taken"]  # a fixture
@@ -77,11 +81,11 @@ pytestmark = [
 
 STALE_HEAD = """
 import os
-from padfree.rollout.vllm import plugin
+from padfree.rollout.engines import vllm_plugin
 
 def register():
-    repack = plugin.process_tied
-    plugin.process_tied = lambda model: None if os.path.exists(os.environ["STALE_HEAD"]) else repack(model)
+    repack = vllm_plugin.process_tied
+    vllm_plugin.process_tied = lambda model: None if os.path.exists(os.environ["STALE_HEAD"]) else repack(model)
 """
 """A plugin for vLLM: while the file is there, our transfer engine leaves the packed copy of a tied head as it was."""
 
@@ -118,12 +122,16 @@ class Answered:
 
 
 def write_plugin(folder: Path) -> None:
-    about = folder / "stale_head-0.dist-info"
-    about.mkdir(parents=True)
+    """Those of the tests, and padfree's own as `pyproject.toml` has it now, whenever it was installed there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = project["entry-points"]["vllm.general_plugins"]["padfree"]
+    for name, path in (("stale_head", "stale_head:register"), ("padfree", own)):
+        about = folder / f"{name}-0.dist-info"
+        about.mkdir(parents=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (about / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {path}\n")
     (folder / "stale_head.py").write_text(STALE_HEAD)
     (folder / "answered.py").write_text(ANSWERED)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stale_head\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nstale_head = stale_head:register\n")
 
 
 @pytest.fixture(scope="module")
@@ -176,57 +184,44 @@ def make_config(folder: Path, run: Path, *, steps: int = 3, devices: int = 1, **
     return config_from_dict(values)
 
 
-class SharedLauncher(Launcher):
-    """Its servers serve several runs, one after the other, as if each had started them."""
-
-    def start(self) -> None:
-        if not self.is_alive():
-            super().start()
-
-    def close(self) -> None:
-        pass
-
-    def end(self) -> None:
-        super().close()
-
-
 @pytest.fixture(scope="module")
-def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, SharedLauncher]]:
+def launchers(folder: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Launcher]]:
     """Those that the chosen tests ask for: all servers start at a time, each takes a while."""
     model = {"path": str(folder / "served")}
     sections: dict[str, dict[str, Any]] = {"server": {}, "adapters": {"lora": {"rank": 4}}}
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    found = {
-        name: SharedLauncher(
-            make_config(folder, folder / name, model=model, **changes), ADAPTED if "lora" in changes else ()
-        )
-        for name, changes in sections.items()
-        if name in wanted
-    }
+    found: dict[str, Launcher] = {}
+    trained: Any = AutoModelForCausalLM.from_pretrained(folder / "served")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "served")
+    for name, changes in sections.items():
+        if name in wanted:
+            config = make_config(folder, folder / name, model=model, **changes)
+            served = replace(served_model(config, trained, tokenizer), adapted=ADAPTED if "lora" in changes else ())
+            found[name] = make_launcher(VllmServer, config.rollout.launch, served, folder / name / "servers", PATIENCE)
+    loop = LoopThread("shared servers")
     try:
-        for launcher in found.values():
-            launcher.start()
-        for launcher in found.values():
-            launcher.await_ready(PATIENCE)
+        for future in [loop.submit(launcher.start(PATIENCE)) for launcher in found.values()]:
+            future.result()
         yield found
     finally:
         for launcher in found.values():
-            launcher.end()
+            loop.run(launcher.close())
+        loop.close()
 
 
 @pytest.fixture(scope="module")
-def server(launchers: dict[str, SharedLauncher]) -> Server:
-    return launchers["server"].servers[0]
+def server(launchers: dict[str, Launcher]) -> VllmServer:
+    return VllmServer(launchers["server"].servers[0].url, PATIENCE)
 
 
 @pytest.fixture(scope="module")
-def adapters(launchers: dict[str, SharedLauncher]) -> Server:
-    return launchers["adapters"].servers[0]
+def adapters(launchers: dict[str, Launcher]) -> VllmServer:
+    return VllmServer(launchers["adapters"].servers[0].url, PATIENCE)
 
 
 @pytest.mark.parametrize("transfer", ["group", "files"])
 def test_weights_of_a_model_with_tied_embeddings_arrive(
-    transfer: str, server: Server, folder: Path, tmp_path: Path
+    transfer: str, server: VllmServer, folder: Path, tmp_path: Path
 ) -> None:
     train(make_config(folder, tmp_path / "run", rollout={"servers": [server.url], "transfer": transfer}))
     found = lines(tmp_path / "run")
@@ -236,10 +231,10 @@ def test_weights_of_a_model_with_tied_embeddings_arrive(
         assert line["loss/sampler_difference"] < 1e-4, "at temperature 0.9"
         assert line["sampler/exchange_bytes"] > 1e6
     assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
-    assert server.version() == "2"
+    assert asyncio.run(server.version()) == "2"
 
 
-def test_the_canary_stops_a_run_on_a_server_with_a_stale_head(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_the_canary_stops_a_run_on_a_server_with_a_stale_head(server: VllmServer, folder: Path, tmp_path: Path) -> None:
     """All weights arrive but the packed copy of the tied head, which is that of other weights."""
     given = {"servers": [server.url]}
     train(make_config(folder, tmp_path / "other", steps=1, model={"path": str(folder / "other")}, rollout=given))
@@ -267,21 +262,21 @@ def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> Sco
     return Scores.of(found, DRAWN)
 
 
-def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: Server, folder: Path) -> None:
+def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServer, folder: Path) -> None:
     """It answers that it has reloaded, and computes its head from the old weights."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     sequences = canary_sequences(tokenizer, vocabulary=len(tokenizer), longest=512)
-    model = server.call("GET", "/v1/models")["data"][0]["id"]
+    model = asyncio.run(server.models())[0]
     shutil.copy(folder / "other" / "model.safetensors", folder / "served" / "model.safetensors")
-    server.call("POST", "/collective_rpc", {"method": "reload_weights"})
-    rows = server.score(sequences, drawn=DRAWN, temperature=1.0, model=model, salt="reloaded")
+    asyncio.run(server.call("POST", "/collective_rpc", {"method": "reload_weights"}))
+    rows = asyncio.run(server.score(sequences, drawn=DRAWN, temperature=1.0, model=model, salt="reloaded"))
     found = Scores.of([logprobs for _, logprobs in rows], DRAWN)
     with pytest.raises(ValueError, match="its log-probabilities differ from the trainer's by") as caught:
-        Canary(LIMITS["float32"]).judge(server.url, found, trainer_scores(folder / "other", rows), 1)
+        Canary(LIMITS["float32"], VllmServer).judge(server.url, found, trainer_scores(folder / "other", rows), 1)
     assert "\n" not in str(caught.value)
 
 
-def test_only_adapters_travel(adapters: Server, folder: Path, tmp_path: Path) -> None:
+def test_only_adapters_travel(adapters: VllmServer, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     lora = {"rank": 4, "alpha": 16.0}
     train(make_config(folder, tmp_path / "run", lora=lora, optimizer={"lr": 2e-2}, rollout={"servers": [adapters.url]}))
@@ -305,13 +300,14 @@ class Backwards:
         return {"input_ids": self._tokenizer(text, **settings)["input_ids"][::-1]}
 
 
-def test_a_server_of_something_else(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_a_server_of_something_else(server: VllmServer, folder: Path, tmp_path: Path) -> None:
     """What vLLM itself answers is known by what it is: one line each, and the server is as good as before."""
     given = {"servers": [server.url]}
     config = make_config(folder, tmp_path / "run", steps=1, rollout=given)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
-    tokens = AutoModelForCausalLM.from_pretrained(folder / "model").config.vocab_size
-    beside = Server(f"{server.url}/beside", 60.0)
+    trained: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokens = trained.config.vocab_size
+    beside = VllmServer(f"{server.url}/beside", 60.0)
     for asked, ours, vocabulary, line in (
         (
             server,
@@ -323,8 +319,9 @@ def test_a_server_of_something_else(server: Server, folder: Path, tmp_path: Path
         (server, Backwards(tokenizer), tokens, "has another tokenizer than this run; start it with the model of"),
         (beside, tokenizer, tokens, "/beside has no route /weight_info; start it with VLLM_SERVER_DEV_MODE=1"),
     ):
+        served = replace(served_model(config, trained, ours), vocabulary=vocabulary)
         with pytest.raises(ValueError, match=line) as caught:
-            check_servers([asked], config, ours, vocabulary)
+            asyncio.run(check_servers([asked], served))
         assert "\n" not in str(caught.value)
     line = r"/update_weights answered 500 \(.*\), 3 times; start it with the model of model.path"
     with pytest.raises(ValueError, match=line) as caught:
@@ -358,7 +355,7 @@ def gated(response: str, row: Mapping[str, Any]) -> float:
     return gate(response, row)
 
 
-def ahead_config(server: Server, folder: Path, run: Path, *, steps: int, staleness: int) -> Config:
+def ahead_config(server: VllmServer, folder: Path, run: Path, *, steps: int, staleness: int) -> Config:
     """Two groups a batch; weights of version 0 write the first three batches, if `staleness` lets them."""
     return make_config(
         folder,
@@ -377,17 +374,17 @@ def ahead_config(server: Server, folder: Path, run: Path, *, steps: int, stalene
 
 
 def test_every_token_is_of_the_version_it_says(
-    server: Server, folder: Path, tmp_path: Path, taken: Any, monkeypatch: pytest.MonkeyPatch
+    server: VllmServer, folder: Path, tmp_path: Path, taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`rollout.staleness`: responses that an exchange cuts go on by the new weights, and no token is older than 2."""
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    update = VllmSampler.update_weights
+    update = ServerSampler.update_weights
 
-    def recorded(sampler: VllmSampler, trained: Any, version: int) -> None:
+    def recorded(sampler: ServerSampler, trained: Any, version: int) -> None:
         weights[version] = {name: tensor.clone() for name, tensor in whole_tensors(trained)}
         update(sampler, trained, version)
 
-    monkeypatch.setattr(VllmSampler, "update_weights", recorded)
+    monkeypatch.setattr(ServerSampler, "update_weights", recorded)
     gate.close_for(3 * 16)
     train(ahead_config(server, folder, tmp_path / "run", steps=5, staleness=2))
     found = lines(tmp_path / "run")
@@ -401,7 +398,7 @@ def test_every_token_is_of_the_version_it_says(
         assert line["sampler/canary_difference"] < 1e-4
 
 
-def test_groups_that_are_too_old_are_dropped_and_counted(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_groups_that_are_too_old_are_dropped_and_counted(server: VllmServer, folder: Path, tmp_path: Path) -> None:
     """The queue of a checkpoint has two batches of version 0; with a lower staleness the second comes too late."""
     gate.close_for(3 * 16)
     with pytest.raises(StopError):
@@ -423,7 +420,7 @@ def answered_by(folder: Path) -> Counter[int]:
     return found
 
 
-def test_a_trainer_that_is_killed_again_and_again_goes_on(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_again_and_again_goes_on(server: VllmServer, folder: Path, tmp_path: Path) -> None:
     """By -9 while responses are sampled, while weights are exchanged, and in an update: the run is as undisturbed.
 
     Nothing that was written down is sampled again. What the server had answered and the run had not written down yet
@@ -496,11 +493,11 @@ def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
     processes: set[int] = set()  # of all servers that there were
     asked: list[str] = []
     trained: dict[int, list[str]] = {}
-    complete, taken = Server.complete, Collector.take
+    respond, taken = VllmServer.respond, Collector.take
 
-    def recorded(server: Server, *args: Any, **settings: Any) -> Any:
+    async def recorded(server: VllmServer, *args: Any, **settings: Any) -> Any:
         asked.append(server.url)
-        return complete(server, *args, **settings)
+        return await respond(server, *args, **settings)
 
     def counted(collector: Collector, batch: int, *, version: int) -> list[Sample]:
         samples = taken(collector, batch, version=version)
@@ -511,22 +508,22 @@ def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
     def note_processes() -> None:
         launcher = RecordedLauncher.present
         assert launcher is not None
-        for keeper in [one._keeper for one in launcher.launched if one._keeper is not None]:
-            processes.update([keeper.pid, *servers_of(keeper.pid)], *map(servers_of, servers_of(keeper.pid)))
+        for watchdog in [one._watchdog for one in launcher.launched if one._watchdog is not None]:
+            processes.update([watchdog.pid, *servers_of(watchdog.pid)], *map(servers_of, servers_of(watchdog.pid)))
 
     def killer() -> None:
         wait_until(lambda: RecordedLauncher.present is not None, PATIENCE)
         assert RecordedLauncher.present is not None
         one, noted, last = RecordedLauncher.present.launched[1], 0, 0
         while len(killed) < wanted:
-            if one.starts > last and one._keeper is not None and one.server.url in asked[-8:]:
+            if one.starts > last and one._watchdog is not None and one.server.url in asked[-8:]:
                 asked.clear()
                 if noted < one.starts:  # which takes a while: it is killed when it is asked the next time
                     noted = one.starts
                     note_processes()
                 else:
                     last = one.starts
-                    killed.extend(servers_of(one._keeper.pid))
+                    killed.extend(servers_of(one._watchdog.pid))
                     os.kill(killed[-1], signal.SIGKILL)
             time.sleep(0.002)
 
@@ -538,21 +535,21 @@ def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
         elif metrics["step"] + 1 >= SIZES.rl_steps:
             time.sleep(2.0)  # the one that starts has few cores
 
-    monkeypatch.setattr(Server, "complete", recorded)
+    monkeypatch.setattr(VllmServer, "respond", recorded)
     monkeypatch.setattr(Collector, "take", counted)
-    monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
+    monkeypatch.setattr(launch, "Launcher", RecordedLauncher)
     monkeypatch.setattr(RecordedLauncher, "present", None)
     threading.Thread(target=killer, daemon=True).start()
-    launch = make_config(folder, tmp_path, devices=2).rollout.launch
-    served = replace(plain.rollout, engine="vllm", launch=launch, timeout=PATIENCE)
+    started = make_config(folder, tmp_path, devices=2).rollout.launch
+    served = replace(plain.rollout, engine="vllm", launch=started, timeout=PATIENCE)
     config = replace(plain, rollout=served, run=replace(plain.run, folder=str(tmp_path / "vllm"), steps=5000))
     train(config, on_step=on_step)
     wait_until(lambda: not any(map(alive, processes)))
-    assert len(processes) >= 2 * (2 + wanted), "each server and its keeper"
+    assert len(processes) >= 2 * (2 + wanted), "each server and its watchdog"
     assert RecordedLauncher.present is not None
     for one in RecordedLauncher.present.servers:
         with pytest.raises(ServerLostError, match="refused the connection"):
-            one.version()
+            asyncio.run(one.version())
 
     for name in ("in_process", "vllm"):
         rewards = [line["reward"] for line in lines(tmp_path / name)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ from padfree.config import LoraConfig
 from padfree.distributed import make_mesh
 from padfree.model.load import load_model
 from padfree.model.lora import add_adapters
-from padfree.rollout.vllm.http import Server, ServerLostError
-from padfree.rollout.vllm.plugin import ALIGNMENT
-from padfree.rollout.vllm.transfer import FilesWay, GroupWay, Stream, _meanwhile, form_of, packed
+from padfree.rollout.engines.servers.api import ServerLostError
+from padfree.rollout.engines.servers.buckets import ALIGNMENT
+from padfree.rollout.engines.servers.weight_sync import (
+    FilesWay,
+    GroupWay,
+    WeightStream,
+    each,
+    form_of,
+    meanwhile,
+    packed,
+)
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.sharding.parallelize import parallelize, transformations
 from tests.models import build
 from tests.ranks import run_ranks
@@ -27,7 +37,9 @@ CPU = torch.device("cpu")
 
 def streamed(model: Any, dtype: torch.dtype = torch.float32, size: int = 20_000) -> dict[str, torch.Tensor]:
     return {
-        name: tensor for bucket in Stream(model, dtype).buckets(model, keep=True, size=size) for name, tensor in bucket
+        name: tensor
+        for bucket in WeightStream(model, dtype).buckets(model, keep=True, size=size)
+        for name, tensor in bucket
     }
 
 
@@ -44,7 +56,7 @@ def test_names_shapes_and_values_are_those_of_files(name: str, tmp_path: Path) -
 
 def test_buckets_are_of_their_size_and_in_bfloat16() -> None:
     model = build("qwen3")
-    stream = Stream(model, torch.bfloat16)
+    stream = WeightStream(model, torch.bfloat16)
     buckets = list(stream.buckets(model, keep=True, size=20_000))
     assert len(buckets) > 3
     for bucket in buckets:
@@ -76,12 +88,12 @@ def test_a_model_arrives(way: str, tmp_path: Path) -> None:
     other_weights(trained)
     fake = FakeVllm(model=copy)
     with serving(fake) as (url,):
-        server = Server(url, 30.0)
+        server = VllmServer(url, 30.0)
         chosen = GroupWay(CPU, 30.0) if way == "group" else FilesWay(tmp_path / "shared")
         for _ in range(2):  # what was agreed on serves again
-            chosen.connect(server)
-            for bucket in Stream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
-                chosen.send(server, chosen.prepare(bucket))
+            asyncio.run(chosen.connect(server))
+            for bucket in WeightStream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
+                asyncio.run(chosen.send(server, chosen.prepare(bucket)))
             for (name, found), expected in zip(copy.named_parameters(), trained.parameters(), strict=True):
                 assert torch.equal(found, expected), name
             other_weights(trained)
@@ -94,17 +106,17 @@ def test_a_model_arrives(way: str, tmp_path: Path) -> None:
 
 def test_a_server_that_goes_away_while_weights_travel() -> None:
     model = build("qwen3")
-    (bucket, *_) = Stream(model, torch.float32).buckets(model, keep=True)
+    (bucket, *_) = WeightStream(model, torch.float32).buckets(model, keep=True)
     fake = FakeVllm()
     way = GroupWay(CPU, 5.0)
     with serving(fake) as (url,):
-        server = Server(url, 5.0)
-        way.connect(server)
+        server = VllmServer(url, 5.0)
+        asyncio.run(way.connect(server))
         fake.missing = {"/update_weights"}
         with pytest.raises(ValueError, match="has no route /update_weights"):
-            way.send(server, way.prepare(bucket))
+            asyncio.run(way.send(server, way.prepare(bucket)))
     with pytest.raises(ServerLostError, match="refused the connection"):
-        way.connect(Server(unused_url(), 1.0))
+        asyncio.run(way.connect(VllmServer(unused_url(), 1.0)))
 
 
 def test_a_mistake_of_ours_is_raised_where_one_waits() -> None:
@@ -114,13 +126,16 @@ def test_a_mistake_of_ours_is_raised_where_one_waits() -> None:
     def act() -> None:
         raise failing
 
+    async def send(server: VllmServer) -> None:
+        await meanwhile(server, server.pause(), act)
+
     with serving(FakeVllm()) as (url,):
         with pytest.raises(TypeError, match="a mistake of ours"):
-            _meanwhile(Server(url, 5.0), "/health", {}, act)
+            asyncio.run(send(VllmServer(url, 5.0)))
         failing = RuntimeError("Connection closed by peer\n[127.0.0.1]")  # type: ignore[assignment]
         line = r"lost the connection for weights \(Connection closed by peer \[127.0.0.1\]\)"
         with pytest.raises(ServerLostError, match=line):
-            _meanwhile(Server(url, 5.0), "/health", {}, act)
+            asyncio.run(send(VllmServer(url, 5.0)))
 
 
 def sharded(rank: int, world: int, folder: Path, adapters: bool) -> dict[str, torch.Tensor]:
@@ -130,7 +145,7 @@ def sharded(rank: int, world: int, folder: Path, adapters: bool) -> dict[str, to
         folder, shard=lambda model: parallelize(model, transformations(mesh, dtype=torch.float32, lora=lora))
     )
     found: dict[str, torch.Tensor] = {}
-    for bucket in Stream(model, torch.float32).buckets(model, keep=rank == 0, size=20_000):
+    for bucket in WeightStream(model, torch.float32).buckets(model, keep=rank == 0, size=20_000):
         found |= dict(bucket)
     return found
 
@@ -160,22 +175,17 @@ def test_adapters_are_added_to_what_they_adapt() -> None:
     assert changed == {name for name in plain if name.endswith("_proj.weight")}
 
 
-def test_threads_of_different_servers_do_not_meet(tmp_path: Path) -> None:
+def test_several_servers_receive_at_the_same_time() -> None:
     trained = build("qwen3")
     other_weights(trained)
     fakes = [FakeVllm(model=build("qwen3")) for _ in range(2)]
     with serving(*fakes) as urls:
-        servers = [Server(url, 30.0) for url in urls]
+        servers = [VllmServer(url, 30.0) for url in urls]
         way = GroupWay(CPU, 30.0)
-        for server in servers:
-            way.connect(server)
-        for bucket in Stream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
+        assert asyncio.run(each(servers, way.connect)) == {}
+        for bucket in WeightStream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
             form = way.prepare(bucket)
-            threads = [threading.Thread(target=way.send, args=(server, form)) for server in servers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            assert asyncio.run(each(servers, partial(way.send, form=form))) == {}
     for fake in fakes:
         for found, expected in zip(fake.model.parameters(), trained.parameters(), strict=True):
             assert torch.equal(found, expected)

@@ -17,18 +17,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from padfree.rollout.vllm.plugin import BucketForm, _read, address_towards, broadcast, join_group
+from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
 
 FAULTS = ("500", "hang", "half", "malformed", "list", "cut", "abort", "short", "logprobs", "version", "other model")
-CPU = torch.device("cpu")
 
 
 class FakeVllm:
@@ -48,7 +45,7 @@ class FakeVllm:
         self.calls: list[str] = []
         self.most_at_once = self.at_once = 0
         self._lock, self._compute = threading.Lock(), threading.Lock()
-        self._group: Any = None
+        self._receiver = Receiver(torch.device("cpu"))
         self._updating = False
         self.paused, self._pauses = False, 0
         self._resumed = threading.Event()
@@ -105,7 +102,8 @@ class FakeVllm:
     def _restart(self, name: str) -> dict[str, Any]:
         """What a new process in its place would be: all that it was given is gone."""
         self.name, self.version = name, "default"
-        self._group, self._updating = None, False
+        self._receiver.leave()
+        self._updating = False
         if self.model is not None:
             with self._compute:
                 self.model.load_state_dict(self._loaded)
@@ -124,14 +122,7 @@ class FakeVllm:
         return {}
 
     def _join(self, told: dict[str, Any]) -> dict[str, Any]:
-        if told["way"] == "group":
-            address, port, timeout = told["address"], told["port"], told["timeout"]
-            limit = timedelta(seconds=timeout)
-            store = dist.TCPStore(address, port, told["world"], is_master=False, timeout=limit, wait_for_workers=False)
-            own = address_towards(address, port)
-            self._group = join_group(
-                store, 1, told["world"], backend=told["backend"], address=own, device=CPU, timeout=timeout
-            )
+        self._receiver.join(told, rank=1)
         return {}
 
     def _start(self) -> dict[str, Any]:
@@ -141,13 +132,7 @@ class FakeVllm:
         return {}
 
     def _take(self, told: dict[str, Any]) -> dict[str, Any]:
-        form = BucketForm(**told)
-        if form.file is None:
-            buffer = torch.empty(form.num_bytes, dtype=torch.uint8)
-            broadcast(self._group, buffer)
-            arrived = dict(form.parts(buffer))
-        else:
-            arrived = dict(_read(form, CPU))
+        arrived = dict(self._receiver.tensors(BucketForm(**told)))
         if self.model is not None and not self.stale:
             targets = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             with torch.no_grad(), self._compute:

@@ -18,12 +18,12 @@ from typing import Any, cast
 
 from padfree.rollout.base import AheadSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.judge import Judge
-from padfree.rollout.environment.loop_thread import LoopThread
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.policy import Words
 from padfree.rollout.environment.runner import RunnerSettings
 from padfree.rollout.environment.tokens import Tell
 from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
+from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.within import DaemonPool
 
 REWARD_THREADS = 64

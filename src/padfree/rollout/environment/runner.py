@@ -28,11 +28,11 @@ from padfree.data.records import LARGEST, shown
 from padfree.rollout.base import Response, Sampler, SamplingRequest
 from padfree.rollout.environment.gateway import Gateway
 from padfree.rollout.environment.judge import Judge
-from padfree.rollout.environment.loop_thread import LoopThread
 from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.policy import Episode, Policy, Words
 from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
+from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.within import shown_safely
 
 MOST_TURNS = 10_000
@@ -63,7 +63,7 @@ class EpisodeRunner:
     ) -> None:
         self._episode, self._sampler, self.words, self._judge = episode, sampler, words, judge
         self._settings = settings
-        self._thread = LoopThread()
+        self._thread = LoopThread("episodes")
         self._room = asyncio.Semaphore(settings.most)  # of episodes that were begun
         self._turn = asyncio.Lock()  # theirs, whose batch begins episodes
         self._gateway = Gateway(words, settings.temperature)

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
 from padfree.rollout.base import AheadSampler, Response, Sampler, SamplingRequest
-from padfree.rollout.environment.loop_thread import LoopThread
+from padfree.rollout.loop_thread import LoopThread
 
 Place = tuple[int, ...]
 Round = list[tuple[tuple[int, Place], SamplingRequest]]

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-import padfree
 from padfree.checkpoint.checkpointer import Checkpointer, step_of
 from padfree.checkpoint.files import hash_of
 from padfree.checkpoint.manifest import base_tensors, saved_tensors
 from padfree.distributed import Axis, raise_together
 from padfree.record.run_folder import writing
 from padfree.rollout.journal import Journal, Origin
+from padfree.version import __version__
 
 WITHOUT_EFFECT = (
     "rollout.servers",
@@ -41,7 +41,7 @@ WITHOUT_EFFECT = (
 def settings_digest(made_with: Mapping[str, Any]) -> str:
     """Of the record that checkpoints hold, see `padfree.train.resume`."""
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
-    return hash_of({**made_with, "settings": settings, "padfree": padfree.__version__})
+    return hash_of({**made_with, "settings": settings, "padfree": __version__})
 
 
 class RunJournal:

@@ -28,11 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padfree.rollout import draw
 from padfree.rollout.base import OnProgress, OnTokens, Response, SamplingRequest
-from padfree.rollout.cached_model import CachedModel, can_be_captured
-from padfree.rollout.decode_attention import ACTIVE, OWN, PROMPT, STORED, WRITTEN
-from padfree.rollout.kv_cache import Extents, KVCache, LayerShape
+from padfree.rollout.engines.in_process import draw
+from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
+from padfree.rollout.engines.in_process.kv_cache import Extents, KVCache, LayerShape
+from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 TOKEN, KEY, ROOM, REQUEST = range(5, 9)
 NUM_ROWS = 9

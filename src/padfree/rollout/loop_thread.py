@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own: episodes run there, the sampler runs in the thread that asks for a batch.
+"""An event loop in a thread of its own, for what goes on while other threads compute: episodes, requests to servers.
 
-The thread and those that serve `asyncio.to_thread` are daemons: a tool that never returns does not keep the process.
+The thread and those that serve `asyncio.to_thread` are daemons: a call that never returns does not keep the process.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ class DaemonThreads(ThreadPoolExecutor):
             else:
                 future.set_result(result)
 
-        threading.Thread(target=run, name="environment call", daemon=True).start()
+        threading.Thread(target=run, name="blocking call", daemon=True).start()
         return future
 
 
 class LoopThread:
-    """The loop, begun when it is first needed."""
+    """The loop, begun when it is first needed. `name` is that of its thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._asked: float | None = None  # when the loop was asked to give a sign, if it has not yet
@@ -55,7 +56,7 @@ class LoopThread:
             self._closing = False
             self._loop = asyncio.new_event_loop()
             self._loop.set_default_executor(DaemonThreads(1))
-            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="episodes", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
         return self._loop
 
@@ -73,6 +74,14 @@ class LoopThread:
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """What the coroutine returns. An interrupt of the thread that waits cancels it."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # which does nothing if it has ended
+
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         self.loop.call_soon_threadsafe(function, *args)
 
@@ -87,7 +96,7 @@ class LoopThread:
     def _moved(self) -> None:
         self._asked = None
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """End what is left on the loop, do what is to be done `last`, and end the loop, unless something keeps it."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
@@ -95,7 +104,7 @@ class LoopThread:
             self._thread.join(CLOSING)
             self._loop = self._thread = None
 
-    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         loop = asyncio.get_running_loop()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
@@ -105,7 +114,8 @@ class LoopThread:
             for task in left:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # its episode's failure has told
         try:
-            await asyncio.wait_for(last(), CLOSING / 2)
+            if last is not None:
+                await asyncio.wait_for(last(), CLOSING / 2)
         finally:
             self._closing = True
             loop.call_soon(loop.stop)

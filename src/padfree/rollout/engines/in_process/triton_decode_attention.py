@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.rollout.decode_attention import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
 """Keys at a time; half of them where heads are large."""

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
-from padfree.rollout.cached_model import CachedModel, unsupported_reason
-from padfree.rollout.decode import Decoder
-from padfree.rollout.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
-from padfree.rollout.weights import PolicyModel
+from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
+from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
+from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.warning import PadfreeWarning
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from padfree.arrays import SPLITMIX64
 from padfree.batch import LmHead
-from padfree.rollout.draw import Drawn
+from padfree.rollout.engines.in_process.lanes import Drawn
 from padfree.rollout.noise import GREEDY
 
 BLOCK = 2048

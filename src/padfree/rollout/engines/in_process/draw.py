@@ -12,20 +12,13 @@ adds the noise, and the kernel does not know it yet.
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from padfree.batch import LmHead
+from padfree.rollout.engines.in_process.lanes import Drawn
 from padfree.rollout.noise import gumbel_argmax
-
-
-class Drawn(NamedTuple):
-    """What was drawn for each lane."""
-
-    tokens: Tensor  # [L] int64
-    logprobs: Tensor  # [L] float32
 
 
 def products(hidden: Tensor, head: LmHead) -> Tensor:
@@ -51,7 +44,7 @@ def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, tem
 def draw(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> Drawn:
     """The same as `reference`, as fast as the device allows."""
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
-        from padfree.rollout.triton_draw import draw as draw_on_cuda
+        from padfree.rollout.engines.in_process.triton_draw import draw as draw_on_cuda
 
         return draw_on_cuda(logits, head, keys, positions, temperature)
     return reference(logits, head, keys, positions, temperature)

@@ -1,14 +1,14 @@
 """A process between a run and a server that it has started: the server does not outlive the run.
 
-    run ──pipe──▶ keeper ──▶ server and its workers, in a session of their own
+    run ──pipe──▶ watchdog ──▶ server and its workers, in a session of their own
     the run ends, even by kill -9: the pipe closes,
-    and the keeper has another parent               ->  SIGTERM to the session, after GRACE seconds SIGKILL
-    the server ends                                 ->  the keeper ends with its exit status
+    and the watchdog has another parent             ->  SIGTERM to the session, after GRACE seconds SIGKILL
+    the server ends                                 ->  the watchdog ends with its exit status
 
-    python keeper.py COMMAND ...        standard input is the pipe; standard output and error are the server's
+    python watchdog.py COMMAND ...        standard input is the pipe; standard output and error are the server's
 
-Run as a file, and with the standard library alone, so that it starts in milliseconds. The session is the keeper's own:
-an interrupt from a terminal, which the run answers by finishing its step, does not reach the server.
+Run as a file, and with the standard library alone, so that it starts in milliseconds. The session is the watchdog's
+own: an interrupt from a terminal, which the run answers by finishing its step, does not reach the server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(command: list[str]) -> int:
     parent = os.getppid()
     os.setsid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # through `finally` below
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_keeper)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_watchdog)
     try:
         while server.poll() is None and os.getppid() == parent:
             readable, _, _ = select.select([sys.stdin], [], [], POLL)
@@ -43,8 +43,8 @@ def main(command: list[str]) -> int:
         _end(server)
 
 
-def _die_with_keeper() -> None:
-    """Where the system can do that (Linux): a keeper that is killed takes its server along."""
+def _die_with_watchdog() -> None:
+    """Where the system can do that (Linux): a watchdog that is killed takes its server along."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

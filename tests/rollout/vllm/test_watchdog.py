@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from padfree.rollout.vllm.launch import KEEPER
+from padfree.rollout.engines.servers.launch import WATCHDOG
 from tests.waiting import wait_until
 
 SERVER = """
@@ -25,7 +25,7 @@ time.sleep(600)
 """
 RUN = """
 import subprocess, sys, time
-keeper = subprocess.Popen([sys.executable, sys.argv[1], *sys.argv[2:]], stdin=subprocess.PIPE)
+watchdog = subprocess.Popen([sys.executable, sys.argv[1], *sys.argv[2:]], stdin=subprocess.PIPE)
 time.sleep(600)
 """
 
@@ -44,19 +44,19 @@ def started(path: Path) -> list[int]:
 
 
 def impatient(folder: Path) -> Path:
-    """The keeper, with a second where it has ten."""
-    text = KEEPER.read_text()
+    """The watchdog, with a second where it has ten."""
+    text = WATCHDOG.read_text()
     assert text.count("GRACE = 10.0\n") == 1
-    (folder / "keeper.py").write_text(text.replace("GRACE = 10.0\n", "GRACE = 1.0\n"))
-    return folder / "keeper.py"
+    (folder / "watchdog.py").write_text(text.replace("GRACE = 10.0\n", "GRACE = 1.0\n"))
+    return folder / "watchdog.py"
 
 
 @pytest.mark.parametrize("ears", ["good", "deaf"])
 def test_a_run_that_is_killed_leaves_no_server(ears: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [sys.executable, "-c", SERVER, str(pids), ears]
-    keeper = impatient(tmp_path) if ears == "deaf" else KEEPER
-    run = subprocess.Popen([sys.executable, "-c", RUN, str(keeper), *command])
+    watchdog = impatient(tmp_path) if ears == "deaf" else WATCHDOG
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(watchdog), *command])
     server, worker = started(pids)
     assert alive(server)
     assert alive(worker)
@@ -67,19 +67,19 @@ def test_a_run_that_is_killed_leaves_no_server(ears: str, tmp_path: Path) -> Non
 
 def test_closing_the_pipe_ends_the_server_and_an_interrupt_does_not(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    command = [sys.executable, str(KEEPER), sys.executable, "-c", SERVER, str(pids), "good"]
-    keeper = subprocess.Popen(command, stdin=subprocess.PIPE)
+    command = [sys.executable, str(WATCHDOG), sys.executable, "-c", SERVER, str(pids), "good"]
+    watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
     server, worker = started(pids)
     assert os.getsid(server) != os.getsid(0), "an interrupt at the terminal goes to the run's session"
-    assert keeper.stdin is not None
-    keeper.stdin.close()
-    assert keeper.wait(60) == 0
+    assert watchdog.stdin is not None
+    watchdog.stdin.close()
+    assert watchdog.wait(60) == 0
     assert not alive(server)
     assert not alive(worker)
 
 
-def test_the_keeper_ends_with_its_server() -> None:
-    keeper = subprocess.Popen([sys.executable, str(KEEPER), sys.executable, "-c", "exit(3)"], stdin=subprocess.PIPE)
-    assert keeper.wait(60) == 3
-    assert keeper.stdin is not None
-    keeper.stdin.close()
+def test_the_watchdog_ends_with_its_server() -> None:
+    watchdog = subprocess.Popen([sys.executable, str(WATCHDOG), sys.executable, "-c", "exit(3)"], stdin=subprocess.PIPE)
+    assert watchdog.wait(60) == 3
+    assert watchdog.stdin is not None
+    watchdog.stdin.close()

@@ -22,9 +22,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-PROMPT, STORED, OWN, WRITTEN, ACTIVE = range(5)
-NUM_ROWS = 5
-"""The rows of `lanes` that attention reads."""
+from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 
 def reference(
@@ -91,7 +89,7 @@ def decode_attention(
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache."""
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
-        from padfree.rollout.triton_decode_attention import attend
+        from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
         return attend(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)
     return reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)

@@ -1,6 +1,6 @@
 """Which code samples for a `rollout.engine`, imported when it is asked for.
 
-in_process, vllm     padfree's own
+in_process, vllm     padfree's own (`config.choices.SAMPLING_ENGINES`); all but the first are servers (`servers`)
 module:function      the user's: the function takes what `make_sampler` takes, and returns a `Sampler`, whose responses
                      are checked (`CheckedSampler`)
 """
@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from padfree.config import Config
+from padfree.config.choices import SAMPLING_ENGINES
 from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh
 from padfree.rollout.base import (
@@ -28,12 +29,6 @@ from padfree.rollout.base import (
     Score,
 )
 from padfree.rollout.token_ids import checked_response, vocabulary_of
-
-ENGINES = {
-    "in_process": "padfree.rollout.in_process:make_in_process_sampler",
-    "vllm": "padfree.rollout.vllm:make_vllm_sampler",
-}
-"""`module:function` for each engine."""
 
 USER_ENGINE = UserFunction(
     setting="rollout.engine",
@@ -71,7 +66,7 @@ def make_ahead_sampler(
 def _made(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
     name = config.rollout.engine
     if not is_path(name):
-        module, function = ENGINES[name].split(":")
+        module, function = SAMPLING_ENGINES[name].split(":")
         return getattr(import_module(module), function)(config, *rest)
     sampler = USER_ENGINE.load(name)(config, *rest)
     missing = [method for method in methods if not hasattr(sampler, method)]

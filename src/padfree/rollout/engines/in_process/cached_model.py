@@ -23,8 +23,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from padfree.batch import AttnContext, LmHead, Segments
 from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import base_of, described_head
-from padfree.rollout.decode_attention import decode_attention
-from padfree.rollout.kv_cache import KVCache, LayerShape
+from padfree.rollout.engines.in_process.decode_attention import decode_attention
+from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in HF configs."""

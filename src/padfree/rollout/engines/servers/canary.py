@@ -17,12 +17,16 @@ The drawn tokens show that the server reports log-probabilities at the temperatu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from padfree.batch import Sample
+from padfree.rollout.base import Score
+from padfree.rollout.engines.servers.api import ServerApi
 
 TEXT = (
     "The ferry leaves the harbour at a quarter past seven, and the first passengers are on deck long before that. "
@@ -52,6 +56,10 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
     return [ids[start : start + length] for start in starts]
 
 
+Rows = Sequence[tuple[Sequence[int], Sequence[float]]]
+"""Of each sequence its tokens, and the log-probabilities of all but the first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scores:
     """Log-probabilities of all sequences end to end."""
@@ -72,9 +80,31 @@ class Scores:
 class Canary:
     """Remembers what each server and the trainer gave at the last exchange."""
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, limit: float, api: type[ServerApi]) -> None:
+        self.limit, self._api = limit, api
         self._before: dict[str, tuple[Scores, Scores]] = {}
+
+    def compare(self, rows: Mapping[str, Rows], score: Score, temperature: float, version: int) -> dict[str, float]:
+        """The numbers of this exchange, the worst of all servers; a ValueError if one has other weights.
+
+        `rows` are what servers have scored, by address. All ranks call it alike, since `score` is collective.
+        """
+        samples = [Sample(tokens=np.array(tokens)) for found in rows.values() for tokens, _ in found]
+        if not samples:
+            return {}
+        plain = score(samples, 1.0)
+        heated = plain if temperature == 1.0 else score(samples, temperature)
+        trainer = [
+            [*cold[1 : len(cold) - DRAWN], *hot[len(hot) - DRAWN :]] for cold, hot in zip(plain, heated, strict=True)
+        ]
+        numbers: dict[str, float] = {}
+        for url, found in rows.items():
+            own, trainer = trainer[: len(found)], trainer[len(found) :]
+            theirs = Scores.of([logprobs for _, logprobs in found], DRAWN)
+            for name, value in self.judge(url, theirs, Scores.of(own, DRAWN), version).items():
+                worse = min if name == "canary_followed" else max
+                numbers[name] = worse(numbers.get(name, value), value)
+        return numbers
 
     def judge(self, url: str, server: Scores, trainer: Scores, version: int) -> dict[str, float]:
         """The numbers of this exchange; a line if the weights are not those of the trainer."""
@@ -86,7 +116,7 @@ class Canary:
             "canary_drawn_difference": drawn_apart,
         }
         what = f"rollout.servers: {url} was given policy version {version}"
-        cure = "use padfree's transfer on a vLLM that can reload this model, or raise rollout.canary"
+        cure = self._api.cure_weights
         if not found["canary_difference"] <= self.limit:
             raise ValueError(
                 f"{what}, but its log-probabilities differ from the trainer's by {found['canary_difference']:.3g} a "
@@ -95,7 +125,7 @@ class Canary:
         if not drawn_apart <= self.limit:
             raise ValueError(
                 f"{what}, but the log-probabilities of drawn tokens differ by {drawn_apart:.3g} from the trainer's at "
-                f"the temperature of the run, over {self.limit:g}; start it with --logprobs-mode processed_logprobs"
+                f"the temperature of the run, over {self.limit:g}; {self._api.cure_temperature}"
             )
         followed = self._followed(url, server, trainer)
         if followed is not None:

@@ -1,0 +1,155 @@
+"""Servers that are spoken to in JSON over HTTP, and a line for everything that can be wrong with an answer.
+
+    HttpServer.call("GET", "/weight_info")     -> {"weight_version": "40"}
+    async with HttpServer.connected() as connection: ...     several calls on one connection
+
+A connection is opened with its first call and never opened again: all its calls are answered by one and the same
+process, because a connection does not outlive its server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import cache
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from padfree.rollout.engines.servers.api import FailedError, LateError, ServerApi
+
+_BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
+"""What a connection may raise that breaks off, or on which something else than HTTP is spoken."""
+
+
+class HttpServer(ServerApi):
+    """Every call opens a connection of its own, so that calls need nothing from each other."""
+
+    cure_route: ClassVar[str]  # for a server that has no such route
+
+    @asynccontextmanager
+    async def connected(self, timeout: float | None = None) -> AsyncIterator[Connection]:
+        connection = Connection(self, timeout or self.timeout)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, timeout: float | None = None, cure: str | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that a route answers with; `cure` is for a server that has no such route."""
+        async with self.connected(timeout) as connection:
+            return await connection.call(method, path, body, cure=cure or self.cure_route)
+
+    async def tell(self, path: str, body: Any, *, cure: str) -> None:
+        """Post to a route that answers with a sentence."""
+        async with self.connected() as connection:
+            await connection.answer("POST", path, body, cure=cure)
+
+
+class Connection:
+    """One connection to a server, for calls one after the other."""
+
+    def __init__(self, server: HttpServer, timeout: float) -> None:
+        self._server, self._timeout = server, timeout
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._prefix = urlsplit(server.url).path
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
+    async def call(self, method: str, path: str, body: Any = None, *, cure: str | None = None) -> dict[str, Any]:
+        content = await self.answer(method, path, body, cure=cure)
+        try:
+            answer = json.loads(content) if content else {}
+        except (ValueError, RecursionError):
+            raise self._server.lost(f"{path} answered what is no JSON ({content[:80]!r})") from None
+        if not isinstance(answer, dict):
+            raise self._server.lost(f"{path} answered {type(answer).__name__} in place of a JSON object")
+        return answer
+
+    async def answer(self, method: str, path: str, body: Any, *, cure: str | None) -> bytes:
+        """Without a `cure`, 404 is a refusal as any other."""
+        lost, url = self._server.lost, self._server.url
+        try:
+            async with asyncio.timeout(self._timeout):
+                status, content = await self._exchange(method, self._prefix + path, body)
+        except TimeoutError:
+            raise LateError(f"rollout.servers: {url} {path} did not answer within {self._timeout:g} s") from None
+        except _BROKEN as error:
+            line = " ".join(str(error).split())
+            if self._streams is None and f"[Errno {errno.ECONNREFUSED}]" in line:
+                raise lost("refused the connection") from None
+            raise lost(f"{path} broke off ({type(error).__name__}: {line})") from None
+        if status == 404 and cure is not None:
+            raise ValueError(f"rollout.servers: {url} has no route {path}; {cure}")
+        if status >= 500 or status in (408, 429):
+            raise FailedError(f"rollout.servers: {url} {path} answered {status} ({_message(content)})")
+        if status >= 400:
+            raise ValueError(
+                f"rollout.servers: {url} refused {path} ({status}: {_message(content)}); start it for the "
+                "model and the lengths of this run"
+            )
+        return content
+
+    async def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """A request and its answer: the status and the content."""
+        if self._streams is None:
+            context = _tls() if self._server.url.startswith("https:") else None
+            self._streams = await asyncio.open_connection(self._server.host, self._server.port, ssl=context)
+        reader, writer = self._streams
+        data = b"" if body is None else json.dumps(body).encode()
+        kind = "" if body is None else "Content-Type: application/json\r\n"
+        host = f"{self._server.host}:{self._server.port}"
+        head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{kind}Content-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await writer.drain()
+        status = 100
+        while status < 200:  # 1xx only says that the answer is still to come
+            status = int((await _line(reader)).split()[1])
+            headers: dict[str, str] = {}
+            while line := await _line(reader):
+                name, _, value = line.decode("latin-1").partition(":")
+                headers[name.lower()] = value.strip().lower()
+        if headers.get("transfer-encoding") == "chunked":
+            return status, await _chunks(reader)
+        if "content-length" in headers:
+            return status, await reader.readexactly(int(headers["content-length"]))
+        return status, b"" if status == 204 else await reader.read()  # until the server closes the connection
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the server closed the connection")
+    return line.strip()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    found = []
+    while size := int((await _line(reader)).split(b";")[0], 16):
+        found.append((await reader.readexactly(size + 2))[:size])
+    while await _line(reader):  # trailing headers
+        pass
+    return b"".join(found)
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _message(content: bytes) -> str:
+    """What an error answer says, short enough for a line."""
+    text = content.decode(errors="replace")
+    with suppress(ValueError, RecursionError):
+        answer = json.loads(text)
+        if isinstance(answer, dict):
+            error = answer.get("error", answer.get("detail", text))
+            text = str(error.get("message", error) if isinstance(error, dict) else error)
+    return " ".join(text.split())[:300]

@@ -1,0 +1,138 @@
+"""The start of a sampler on servers: are they the right ones for a run? Then its parts are put together.
+
+rank 0     starts servers (`rollout.launch`) or takes those that run (`rollout.servers`), and checks each of them
+all ranks  hear from rank 0 where the servers are and what they call the model, or why there are none
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from padfree.config import Config
+from padfree.distributed import Mesh
+from padfree.model.lora import adapted_modules
+from padfree.rollout.base import Score
+from padfree.rollout.engines.in_process.hf_cache import stop_tokens
+from padfree.rollout.engines.servers.api import Drawing, LateError, ServedModel, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
+from padfree.rollout.engines.servers.launch import Launcher, make_launcher
+from padfree.rollout.engines.servers.sampler import ServerSampler, agreed, end_servers
+from padfree.rollout.engines.servers.weight_sync import FilesWay, GroupWay, WeightStream, WeightSync
+from padfree.rollout.loop_thread import LoopThread
+
+
+def make_server_sampler(
+    api: type[ServerApi], config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
+) -> ServerSampler:
+    """A sampler on servers that run already (`rollout.servers`), or that are started now (`rollout.launch`)."""
+    rollout, first = config.rollout, mesh.loss.rank == 0
+    if rollout.launch.command and not _same_machine(mesh):
+        raise ValueError(
+            "rollout.launch.command: starts servers on one machine, the run is on several; start them yourself and "
+            "give rollout.servers"
+        )
+    served = served_model(config, trained, tokenizer)
+    loop = LoopThread("servers")
+    launcher: Launcher | None = None
+    try:
+        found: Any = None
+        if first:
+            try:
+                servers: Sequence[ServerApi] = [api(url, rollout.timeout) for url in rollout.servers]
+                if rollout.launch.command:
+                    logs = Path(config.run.folder) / "servers"
+                    launcher = make_launcher(api, rollout.launch, served, logs, rollout.timeout)
+                    servers = launcher.servers
+                    loop.run(launcher.start(rollout.timeout))
+                found = [server.url for server in servers], loop.run(check_servers(servers, served))
+            except ValueError as error:
+                found = str(error)
+        found = agreed(found, mesh)
+        if isinstance(found, str):
+            raise ValueError(found)
+        servers = [api(url, rollout.timeout) for url in found[0]]
+        folder = transfer_folder(config)
+        longest = min(config.batch.max_tokens, getattr(trained.config, "max_position_embeddings", None) or 1 << 30)
+        return ServerSampler(
+            servers=servers,
+            loop=loop,
+            mesh=mesh,
+            trained=trained,
+            sync=WeightSync(
+                servers=servers,
+                loop=loop,
+                first=first,
+                stream=WeightStream(trained, getattr(torch, config.model.dtype)),
+                way=GroupWay(mesh.device, rollout.timeout) if rollout.transfer == "group" else FilesWay(folder),
+                folder=folder,
+                base=config.model.path,
+                model=found[1],
+                adapters=bool(config.lora.rank) and api.takes_adapters,
+                launcher=launcher,
+            ),
+            launcher=launcher,
+            drawing=Drawing(served.temperature, tuple(stop_tokens(tokenizer, trained)), served.vocabulary),
+            canary=Canary(rollout.canary or LIMITS[config.model.dtype], api),
+            sequences=canary_sequences(tokenizer, vocabulary=served.vocabulary, longest=longest),
+            score=score,
+            salt=agreed(secrets.token_hex(8), mesh),
+            concurrency=rollout.batch,
+            timeout=rollout.timeout,
+        )
+    except BaseException:  # an interrupt while servers start, too: nobody would end them
+        end_servers(loop, launcher)
+        raise
+
+
+def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> ServedModel:
+    return ServedModel(
+        model=config.model,
+        lora_rank=config.lora.rank,
+        adapted=adapted_modules(trained),
+        vocabulary=int(trained.config.vocab_size),
+        temperature=config.loss.temperature,
+        text=TEXT,
+        tokens=[int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]],
+    )
+
+
+async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:
+    """What they call their model; a line if one is not there, or is a server of something else."""
+    try:
+        names = {await server.check(served) for server in servers}
+    except LateError as error:
+        raise ValueError(f"{error}; see that it is well, or raise rollout.timeout") from None
+    except ServerLostError as error:
+        raise ValueError(f"{error}; start it, or correct rollout.servers") from None
+    if len(names) > 1:
+        raise ValueError(f"rollout.servers: they call the model {' and '.join(sorted(names))}; {servers[0].cure_name}")
+    return names.pop()
+
+
+def transfer_folder(config: Config) -> Path:
+    """A folder of the run's own for weights: where it is said, or in memory for servers of this machine."""
+    mark = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
+    memory = Path("/dev/shm")
+    if config.rollout.transfer_folder is not None:
+        parent = Path(config.rollout.transfer_folder).resolve()
+    elif config.rollout.launch.command and memory.is_dir():
+        parent = memory
+    else:
+        parent = Path(config.run.folder).resolve()
+    return parent / f"padfree-weights-{mark}"
+
+
+def _same_machine(mesh: Mesh) -> bool:
+    """Whether all ranks run on one. Every rank calls it."""
+    names: list[Any] = [None] * mesh.loss.size
+    dist.all_gather_object(names, socket.gethostname(), group=mesh.loss.group)
+    return len(set(names)) == 1

@@ -1,0 +1,278 @@
+"""A small server engine: an HF model on the CPU that answers JSON lines over TCP. For tests, and to copy from.
+
+    python -m padfree.testing.line_server --model FOLDER --port 4000 --name policy
+
+    rollout.engine = "padfree.testing.line_server:make_line_sampler"
+    rollout.servers = ["tcp://127.0.0.1:4000"]
+
+A connection has one call: a line in, `{"call": "complete", "tokens": [7, 8], ...}`, and a line out, `{"ok": ...}`,
+`{"failed": "why"}` for an error of the server, or `{"refused": "why"}` for what it will not do later either. Every
+answer to `complete` names the version of the weights. Without a KV cache each token is a forward pass of the whole
+sequence, so this is for tiny models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from padfree.rollout.base import SamplingRequest
+from padfree.rollout.engines.servers.api import (
+    Completion,
+    Drawing,
+    FailedError,
+    LateError,
+    ServedModel,
+    ServerApi,
+    checked_tokens,
+)
+from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.start import make_server_sampler
+from padfree.rollout.noise import GREEDY
+
+LONGEST_LINE = 1 << 28
+"""Bytes."""
+
+
+def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
+    """For `rollout.engine`."""
+    return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
+
+
+class LineServer(ServerApi):
+    """The trainer's side."""
+
+    async def check(self, served: ServedModel) -> str:
+        about = await self.call("about")
+        with self.reading("about answered something else"):
+            name, vocabulary = str(about["name"]), int(about["vocabulary"])
+        if vocabulary != served.vocabulary:
+            raise ValueError(
+                f"rollout.servers: {self.url} has a vocabulary of {vocabulary}, the model of this run has "
+                f"{served.vocabulary} tokens; start it with the model of model.path"
+            )
+        await self.resume()  # a killed run may have left it paused
+        return name
+
+    async def version(self, *, timeout: float | None = None) -> str | None:
+        about = await self.call("about", timeout=timeout)
+        with self.reading("about answered without a version"):
+            return None if about["version"] is None else str(about["version"])
+
+    async def complete(
+        self, request: SamplingRequest, drawing: Drawing, *, model: str, version: int, salt: str
+    ) -> Completion:
+        found = await self.call(
+            "complete",
+            tokens=request.tokens.tolist(),
+            room=request.room,
+            seed=request.key,
+            temperature=0.0 if request.key == GREEDY else drawing.temperature,
+            stops=list(drawing.stops),
+            version=str(version),
+        )
+        with self.reading("complete answered without tokens"):
+            answered, reason = found["version"], str(found["reason"])
+            tokens, logprobs = checked_tokens(found["tokens"], found["logprobs"])
+        self.need_version(answered, version)
+        return Completion(tokens=tokens, logprobs=logprobs, reason=reason)
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, drawn: int, temperature: float, model: str, salt: str
+    ) -> list[tuple[list[int], list[float]]]:
+        rows = await self.call("score", sequences=list(map(list, sequences)), drawn=drawn, temperature=temperature)
+        with self.reading("score answered without log-probabilities"):
+            return [(list(tokens), [float(value) for value in logprobs]) for tokens, logprobs in rows]
+
+    async def pause(self) -> None:
+        await self.call("pause")
+
+    async def resume(self) -> None:
+        await self.call("resume")
+
+    async def workers(self) -> int:
+        return 1
+
+    async def join(self, told: Mapping[str, Any]) -> None:
+        await self.call("join", told=dict(told))
+
+    async def begin(self) -> None:
+        pass  # buckets are loaded as they come
+
+    async def bucket(self, form: BucketForm) -> None:
+        await self.call("bucket", form=form.told)
+
+    async def finish(self, version: int) -> None:
+        await self.call("finish", version=str(version))
+
+    @classmethod
+    def command(cls, words: Sequence[str], served: ServedModel, *, name: str, port: int) -> list[str]:
+        return [*words, "--model", served.path, "--dtype", served.model.dtype, "--name", name, "--port", str(port)]
+
+    async def call(self, name: str, *, timeout: float | None = None, **arguments: Any) -> Any:
+        """What the server answers to one call."""
+        seconds = timeout or self.timeout
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await asyncio.open_connection(self.host, self.port, limit=LONGEST_LINE)
+                try:
+                    writer.write(json.dumps({"call": name, **arguments}).encode() + b"\n")
+                    line = await reader.readline()
+                finally:
+                    writer.close()
+        except TimeoutError:
+            raise LateError(f"rollout.servers: {self.url} {name} did not answer within {seconds:g} s") from None
+        except ConnectionRefusedError:
+            raise self.lost("refused the connection") from None
+        except OSError as error:
+            raise self.lost(f"{name} broke off ({error})") from None
+        with self.reading(f"{name} answered what is no line of JSON"):
+            answer = dict(json.loads(line))
+        if "refused" in answer:
+            raise ValueError(f"rollout.servers: {self.url} refused {name} ({answer['refused']}); start it for this run")
+        if "ok" not in answer:
+            raise FailedError(f"rollout.servers: {self.url} failed at {name} ({answer.get('failed')})")
+        return answer["ok"]
+
+
+class RefusedError(Exception):
+    """Of the server: it would refuse the same call again."""
+
+
+class LineService:
+    """The server's side. Its coroutines are the calls."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model, self.name = model, name
+        self.version: str | None = None
+        self._receiver = Receiver(torch.device("cpu"))
+        self._targets = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._compute = asyncio.Lock()
+        self._running = asyncio.Event()  # not paused
+        self._running.set()
+        self._pauses = 0
+
+    async def listen(self, port: int = 0) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, "127.0.0.1", port, limit=LONGEST_LINE)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer: dict[str, Any]
+        try:
+            asked = json.loads(await reader.readline())
+            answer = {"ok": await getattr(self, "answer_" + asked.pop("call"))(**asked)}
+        except RefusedError as error:
+            answer = {"refused": str(error)}
+        except Exception as error:  # whoever asks must know
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        writer.write(json.dumps(answer).encode() + b"\n")
+        writer.close()
+
+    async def answer_about(self) -> dict[str, Any]:
+        return {"name": self.name, "vocabulary": self.model.config.vocab_size, "version": self.version}
+
+    async def answer_pause(self) -> None:
+        self._pauses += 1
+        self._running.clear()
+
+    async def answer_resume(self) -> None:
+        self._running.set()
+
+    async def answer_join(self, told: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._receiver.join, told, 1)
+
+    async def answer_bucket(self, form: dict[str, Any]) -> None:
+        async with self._compute:
+            self.version = None  # until all buckets are there
+            await asyncio.to_thread(self.load, BucketForm(**form))
+
+    @torch.no_grad()
+    def load(self, form: BucketForm) -> None:
+        for name, tensor in self._receiver.tensors(form):
+            target = self._targets[name]
+            if target.shape != tensor.shape:
+                raise RuntimeError(f"{name} is {list(tensor.shape)}, not {list(target.shape)}")
+            target.copy_(tensor)
+
+    async def answer_finish(self, version: str) -> None:
+        self.version = version
+
+    async def answer_score(
+        self, sequences: list[list[int]], drawn: int, temperature: float
+    ) -> list[tuple[list[int], list[float]]]:
+        found = []
+        for number, sequence in enumerate(sequences):
+            given = torch.log_softmax(await self._logits(sequence), -1)
+            scores = [given[place, token].item() for place, token in enumerate(sequence[1:])]
+            tokens, logprobs, _ = await self._draw(sequence, drawn, number, temperature, stops=[])
+            found.append(([*sequence, *tokens], [*scores, *logprobs]))
+        return found
+
+    async def answer_complete(
+        self, tokens: list[int], room: int, seed: int, temperature: float, stops: list[int], version: str
+    ) -> dict[str, Any]:
+        await self._running.wait()
+        found: tuple[list[int], list[float], str] = [], [], "length"
+        own = self.version
+        if own == version:
+            found = await self._draw(tokens, room, seed, temperature, stops)
+        return dict(zip(("tokens", "logprobs", "reason"), found, strict=True)) | {"version": own}
+
+    async def _draw(
+        self, prompt: list[int], room: int, seed: int, temperature: float, stops: list[int]
+    ) -> tuple[list[int], list[float], str]:
+        """Tokens, log-probabilities, and why they end."""
+        generator, pauses = torch.Generator().manual_seed(seed), self._pauses
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while len(tokens) < room:
+            logits = await self._logits([*prompt, *tokens])
+            if self._pauses != pauses:
+                return tokens, logprobs, "cut"
+            scores = torch.log_softmax(logits[-1] / (temperature or 1.0), -1)
+            drawn = torch.multinomial(scores.exp(), 1, generator=generator) if temperature else scores.argmax()
+            tokens.append(int(drawn))
+            logprobs.append(scores[tokens[-1]].item())
+            if tokens[-1] in stops:
+                return tokens, logprobs, "stop"
+        return tokens, logprobs, "length"
+
+    async def _logits(self, tokens: list[int]) -> Tensor:
+        """[n, V] float32"""
+        if max(tokens) >= self.model.config.vocab_size:
+            raise RefusedError(f"token {max(tokens)} is not in the vocabulary")
+        async with self._compute:
+            return await asyncio.to_thread(self._forward, torch.tensor([tokens]))
+
+    @torch.no_grad()
+    def _forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens).logits[0].float()
+        return logits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--dtype", default="float32")
+    settings = parser.parse_args()
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
+    model.eval()
+
+    async def serve() -> None:
+        async with await LineService(model, settings.name).listen(settings.port) as server:
+            await server.serve_forever()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()
