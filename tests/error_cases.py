@@ -35,8 +35,6 @@ import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
 from padfree.batch import LmHead, PackedBatch, Sample, Segments
-from padfree.cli.demo.folder import Demo
-from padfree.cli.demo.recipes import SIZES
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -64,9 +62,10 @@ from padfree.rollout import SamplingRequest
 from padfree.rollout.cached_model import CachedModel
 from padfree.rollout.decode import Decoder
 from padfree.rollout.weights import PolicyModel
+from padfree.testing.models import build, row, save_with_tokenizer
+from padfree.tools.demo import SIZES, Demo
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
-from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]

@@ -48,7 +48,7 @@ PRELOAD = [
     "padfree.rollout.in_process",
     "padfree.train.run",
     "tests.compiler_settings",
-    "tests.models",
+    "padfree.testing.models",
     "tests.train.loop_cases",
     "tests.first_models",
 ]

@@ -78,17 +78,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "check": {"batch", "config", "cp", "data", "distributed", "losses", "model", "packing", "sizes", "train"},
     "api": {"collector", "config", "record", "train"},
+    "testing": {"batch", "config", "packing"},
+    "tools": {"check", "config", "data", "model", "planner", "record", "report", "talk", "testing", "train"},
     "cli": {
         "check",
         "collector",
         "config",
-        "data",
         "estimate",
         "model",
         "packing",
         "page",
         "planner",
-        "record",
         "report",
         "stop_signals",
         "talk",
@@ -177,6 +177,12 @@ def test_imports_follow_the_table(path: Path) -> None:
         if stem == row or stem.startswith(row + "/"):
             for package in forbidden:
                 assert not [m for m in modules if names_package(m, package)], f"{stem} must not import {package}"
+
+
+def test_only_the_demo_imports_what_is_for_tests() -> None:
+    """Tests, benchmarks and documentation import `padfree.testing`; of padfree itself `padfree demo` alone."""
+    importers = {path for path in FILES if "testing" in parts_imported(path)}
+    assert importers == {SOURCE / "tools" / "demo.py"}
 
 
 def test_losses_never_wait_for_the_device() -> None:

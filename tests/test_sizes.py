@@ -18,7 +18,7 @@ from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
 from padfree.packing import CostModel
 from padfree.sizes import AttentionSizes, LatentSizes, ModelSizes
-from tests.models import ARCHITECTURES, WINDOW, build
+from padfree.testing.models import ARCHITECTURES, WINDOW, build
 
 DENSE: dict[str, Any] = {
     "hidden_size": 8,

@@ -13,7 +13,7 @@ import torch
 from padfree.batch import PackedBatch, Sample, Segments
 from padfree.check import CheckReport, CheckRow
 from padfree.packing.collate import collate
-from tests.models import build
+from padfree.testing.models import build
 
 VOCABULARY = 40
 LENGTHS = (7, 12, 1, 5, 9)

@@ -10,7 +10,7 @@ import torch
 
 from padfree.batch import Sample
 from padfree.check.compare import Extent, Gap, extent, gradient_gaps, logprob_gap, loss_gap, normaliser_gap, parts_of
-from tests.models import build
+from padfree.testing.models import build
 
 SAMPLES = [Sample(tokens=[1, 2, 3], uid="a"), Sample(tokens=[]), Sample(tokens=[4, 5], loss_mask=[0, 1])]
 

@@ -12,8 +12,8 @@ from padfree.check import check_loss, check_model
 from padfree.check import exact as exact_module
 from padfree.check.exact import float64_throughout, make_float64
 from padfree.check.one_at_a_time import one_at_a_time
+from padfree.testing.models import build
 from tests.check import cases
-from tests.models import build
 
 
 def test_nothing_on_float64_is_computed_in_float32() -> None:

@@ -14,9 +14,9 @@ from padfree.check import CheckReport, check_loss
 from padfree.check.plain_losses import CheckedLoss
 from padfree.cli.main import main
 from padfree.losses import LossInputs, LossOutput, ValueSettings, value_loss
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.microbatch import at_ends
 from tests.check import cases
-from tests.models import save_with_tokenizer
 
 LOSSES: tuple[CheckedLoss, ...] = ("dpo", "distill", "reward", "value")
 LENGTHS = (7, 12, 5, 9, 11, 6)

@@ -9,8 +9,8 @@ import torch
 
 from padfree.check.model_source import default_layers, first_layers, layer_number, model_source
 from padfree.model.load import load_model
+from padfree.testing.models import build
 from tests.check.cases import save_model
-from tests.models import build
 
 
 def test_stored_names_have_a_layer() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from padfree.check.one_at_a_time import one_at_a_time, padded_pairs
+from padfree.testing.models import build
 from tests.check.cases import make_samples
-from tests.models import build
 
 
 def test_one_at_a_time_is_the_loss_of_transformers() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from padfree.batch import IGNORE, Sample
 from padfree.check.padded import padded_loss, padded_rows
-from tests.models import build
+from padfree.testing.models import build
 
 
 def test_rows() -> None:

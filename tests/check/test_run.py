@@ -18,9 +18,9 @@ from padfree.batch import PackedBatch, Sample
 from padfree.check import CheckReport, check_loss, check_model, random_samples
 from padfree.check.packed import Variation
 from padfree.distributed import Mesh
+from padfree.testing.models import build
 from padfree.train.microbatch import RowSettings
 from tests.check import cases as cases
-from tests.models import build
 from tests.ranks import run_ranks
 
 ALONE, REVERSED = "every sample in a row alone", "a few rows, samples reversed"

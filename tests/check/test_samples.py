@@ -9,7 +9,7 @@ import pytest
 
 from padfree.check import chosen_samples, random_samples
 from padfree.check.samples import has_tokenizer, spread
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from padfree.batch import PackedBatch, Sample
 from padfree.cli.check import context_ranks
 from padfree.cli.main import main
 from padfree.packing.collate import collate
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 from tests.ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from padfree.cli.main import main
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from padfree.estimate.memory import estimate_memory, head_bytes, key_copies
 from padfree.head import fused_loss
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.optimizer import make_optimizer
-from tests.models import save_with_tokenizer
 from tests.train.cases import small_model
 
 

@@ -11,7 +11,7 @@ from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
 from padfree.packing import CostModel
 from padfree.sizes import ModelSizes
-from tests.models import build
+from padfree.testing.models import build
 
 NAMES = [
     "qwen3_next",

@@ -24,8 +24,8 @@ from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import ADAPTER, add_adapters, initial_values, is_adapter
 from padfree.model.mixers import installed
 from padfree.packing import pack
+from padfree.testing.models import build
 from padfree.train.parallelize import parallelize, transformations
-from tests.models import build
 from tests.ranks import run_ranks
 from tests.rounding import assert_same_but_for_rounding, in_float64
 

@@ -14,7 +14,7 @@ from padfree.packing import CostModel
 from padfree.planner import DeviceMemory, Shape, TimeModel
 from padfree.planner.scaling import REACHED, Links, Scaling, plan_scaling
 from padfree.planner.traffic import Placement, weights_traffic
-from tests.models import build, save_with_tokenizer
+from padfree.testing.models import build, save_with_tokenizer
 from tests.planner.test_traffic import settings
 
 LINKS = Links(inside=1e9, between=1e8, names=("a", "b"))

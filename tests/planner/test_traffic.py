@@ -9,7 +9,7 @@ from padfree.config import config_from_dict
 from padfree.packing import plan_step
 from padfree.planner.traffic import GATHER, METRICS, REDUCE, REPLICAS, Placement, Traffic, fsdp_units, step_traffic
 from padfree.sizes import ModelSizes
-from tests.models import build
+from padfree.testing.models import build
 
 
 def settings(**parallel: object) -> dict[str, object]:

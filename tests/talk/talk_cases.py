@@ -12,8 +12,8 @@ from padfree.data.chat import ChatRenderer
 from padfree.model.export import export_adapters
 from padfree.model.lora import add_adapters
 from padfree.talk.speaker import Speaker
-from tests.data.tiny_tokenizers import tiny_tokenizer
-from tests.models import build
+from padfree.testing.models import build
+from padfree.testing.tokenizers import tiny_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padfree.talk.text_stream import TextStream
-from tests.data.tiny_tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 
 TOKENIZERS = {kind: tiny_tokenizer(kind=kind) for kind in ("bytes", "metaspace")}
 TEXT = "naïve 東京 🙂 👩‍👩‍👧 z\u0301 Grüße\n"

@@ -24,6 +24,7 @@ from padfree.losses import SFTSettings, WeightMode
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.structure import skeleton
 from padfree.packing import CostModel, collate
+from padfree.testing.tokenizers import TEMPLATES
 from padfree.train import training_data
 from padfree.train.batches import distinct
 from padfree.train.decide import count_steps
@@ -44,7 +45,6 @@ from padfree.train.training_data import (
     make_batcher,
 )
 from tests.data.stores import conversation, write_store
-from tests.data.tiny_tokenizers import TEMPLATES
 from tests.models import build, save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.loop_cases import lines

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from padfree.rollout.vllm.canary import DRAWN, LENGTH, Canary, Scores, canary_sequences
-from tests.data.tiny_tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 from tests.rollout.rollout_cases import letters_tokenizer
 
 NUM = 240

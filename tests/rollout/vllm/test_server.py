@@ -21,8 +21,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
-from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
@@ -33,6 +31,7 @@ from padfree.rollout.vllm.http import Server, ServerLostError
 from padfree.rollout.vllm.launch import Launcher
 from padfree.rollout.vllm.sampler import VllmSampler
 from padfree.rollout.writer import RolloutWriter
+from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, train_tokenizer, write_model, write_rows
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks

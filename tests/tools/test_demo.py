@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from padfree.cli.demo import command, stages
-from padfree.cli.demo.folder import Demo
-from padfree.cli.demo.padded import SAME_LOSS
-from padfree.cli.demo.recipes import Sizes
 from padfree.cli.main import main
+from padfree.tools import demo as module
+from padfree.tools.demo import SAME_LOSS, Demo, DemoSizes, console
 
-TINY = Sizes(
+TINY = DemoSizes(
     rows=60,
     prompts=8,
     hidden=32,
@@ -34,7 +32,7 @@ TINY = Sizes(
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "SIZES", TINY)
+    monkeypatch.setattr(module, "SIZES", TINY)
 
 
 def test_a_demo_that_is_stopped_goes_on(
@@ -71,7 +69,7 @@ def test_a_demo_that_is_stopped_goes_on(
     shown = capsys.readouterr().out
     assert shown.count("done before") == 4
     found = json.loads((folder / "demo.json").read_text())
-    assert list(found) == list(stages.STAGES)
+    assert list(found) == list(module.STAGES)
     assert found["packed"]["difference"] <= SAME_LOSS["float32"]
     assert found["packed"]["faster"] > 0
     assert found["check"]["gradients"] < 1e-4
@@ -86,15 +84,13 @@ def test_a_demo_that_is_stopped_goes_on(
     assert str(folder / "report.html") in table
 
 
-def test_a_wrong_loss_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "demo"
-    made = Demo(folder, command.console(), TINY, resume=False)
-    made.keep("padded", {"losses": [5.0, 5.0, 5.0], "seconds": [1.0, 1.0, 1.0]})
-    (folder / "sft").mkdir()
-    lines = [json.dumps({"step": step, "loss": 5.0001, "seconds": 1.0}) + "\n" for step in range(4)]
-    (folder / "sft" / "metrics.jsonl").write_text("".join(lines))
+def test_a_wrong_loss_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [{"step": step, "loss": 5.0001, "seconds": 1.0} for step in range(4)]
+    monkeypatch.setattr(Demo, "train", lambda *_: steps)
+    made = Demo(tmp_path / "demo", console(), TINY, resume=False)
+    made.found["padded"] = {"losses": [5.0, 5.0, 5.0], "seconds": [1.0, 1.0, 1.0]}
     with pytest.raises(ValueError, match=r"demo: losses differ by 1\.0e-04 from the padded ones; "):
-        stages.compared(made)
+        module.train_packed(made)
 
 
 def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,9 +104,9 @@ def test_folders_that_are_refused_and_one_that_is_made_anew(tmp_path: Path, caps
     assert main(["demo", "--folder", str(tmp_path / "none"), "--resume"]) == 1
     assert "--resume: " in capsys.readouterr().err
     folder = tmp_path / "old"
-    Demo(folder, command.console(), TINY, resume=False).keep("data", {})
-    assert Demo(folder, command.console(), TINY, resume=True).found == {"data": {}}
-    assert Demo(folder, command.console(), TINY, resume=False).found == {}
+    Demo(folder, console(), TINY, resume=False).keep("data", {})
+    assert Demo(folder, console(), TINY, resume=True).found == {"data": {}}
+    assert Demo(folder, console(), TINY, resume=False).found == {}
 
 
 def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

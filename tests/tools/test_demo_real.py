@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from padfree.cli.demo import command
-from padfree.cli.demo.real import RealSizes, reward
 from padfree.cli.main import main
 from padfree.talk.find import find_model
+from padfree.tools import demo
+from padfree.tools.demo import RealSizes, reward
 from tests.talk.talk_cases import save_model
 
 TINY = RealSizes(held_out=3, samples=2, sft_steps=3, responses=4, group=2, rl_steps=2, max_new_tokens=6, shown=2)
@@ -19,7 +19,7 @@ TINY = RealSizes(held_out=3, samples=2, sft_steps=3, responses=4, group=2, rl_st
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "REAL_SIZES", TINY)
+    monkeypatch.setattr(demo, "REAL_SIZES", TINY)
 
 
 def write_rows(path: Path, count: int, prompt: str = "question", response: str = "answer") -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.data import number_after_hashes
+from padfree.testing.arithmetic import problems, train_tokenizer, write_model, write_rows
 
 
 def test_problems_are_verifiable_and_of_all_lengths() -> None:

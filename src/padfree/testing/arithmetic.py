@@ -1,4 +1,4 @@
-"""The demo's own data, tokenizer and model: small enough for two cores, and verifiable.
+"""A task that two CPU cores can learn: problems with answers that can be verified, a tokenizer, a model, two recipes.
 
     prompt     Ann has 3 apples in January.     worked     February +4: 3+4=7     half of the responses: right, and
                February +4.                                March -2: 7-2=5        as long as the problem
@@ -7,16 +7,23 @@
 
 A model that is fine-tuned on both learns to do both. What the reward (the number behind the hashes) then teaches it is
 to do the work.
+
+    write_task(folder, sizes)                   data/train.jsonl, data/prompts.jsonl, model/
+    train(sft_config(folder, sizes))            sft/
+    train(rl_config(folder, sizes))             rl/, beginning with the fine-tuned model
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from padfree.config import Config, config_from_dict
 
 NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Tom")
 THINGS = ("apples", "books", "coins", "pens", "stones")
@@ -26,6 +33,21 @@ MOST, MOST_AT_ONCE = 9, 3
 GUESSED = 0.5
 VOCABULARY = 200
 EOS = "<eos>"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much is made and trained."""
+
+    rows: int = 4000
+    prompts: int = 512
+    hidden: int = 64
+    samples: int = 40  # of a step of SFT
+    sft_steps: int = 200
+    responses: int = 128  # of a step of RL
+    group: int = 8
+    rl_steps: int = 20
+    max_new_tokens: int = 64
 
 
 def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, str]]:
@@ -57,11 +79,11 @@ def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str],
     return "\n".join([*sentences, "How many?\n"]), work, total
 
 
-def write_rows(path: Path, rows: Iterator[dict[str, str]]) -> list[dict[str, str]]:
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     """The rows as JSON Lines; returns them."""
     written = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written), encoding="utf-8")
     return written
 
 
@@ -110,3 +132,48 @@ def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, h
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[list[dict[str, str]], Any, int]:
+    """The data and the model of both recipes; returns the rows, the tokenizer and the number of parameters."""
+    rows = write_rows(folder / "data" / "train.jsonl", problems(sizes.rows, seed=0))
+    short = problems(sizes.prompts, seed=1, most_steps=3)
+    asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in short)
+    write_rows(folder / "data" / "prompts.jsonl", asked)
+    tokenizer = train_tokenizer(rows)
+    return rows, tokenizer, write_model(folder / "model", tokenizer, sizes.hidden, head=head)
+
+
+def sft_config(folder: Path, sizes: Sizes) -> Config:
+    """The settings of the fine-tuning run."""
+    return config_from_dict(
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"path": [str(folder / "data" / "train.jsonl")], "epochs": None},
+            "batch": {"samples": sizes.samples, "max_tokens": 8192},
+            "optimizer": {"lr": 8e-3, "eps": 1e-6},
+            "schedule": {"kind": "linear", "warmup": sizes.sft_steps // 20, "final": 0.1},
+            "checkpoint": {"every": 25},
+            "run": {"folder": str(folder / "sft"), "steps": sizes.sft_steps, "device": "cpu"},
+        }
+    )
+
+
+def rl_config(folder: Path, sizes: Sizes) -> Config:
+    """The settings of the run with rewards; it begins with the fine-tuned model."""
+    return config_from_dict(
+        {
+            "model": {"path": str(folder / "sft" / "model")},
+            "data": {"path": [str(folder / "data" / "prompts.jsonl")], "epochs": None},
+            "batch": {"samples": sizes.responses, "max_tokens": 8192},
+            "rollout": {
+                "reward": "number_after_hashes",
+                "group": sizes.group,
+                "max_new_tokens": sizes.max_new_tokens,
+            },
+            "loss": {"kind": "clip", "advantage": "grpo"},
+            "optimizer": {"lr": 1e-3},
+            "checkpoint": {"every": 5},
+            "run": {"folder": str(folder / "rl"), "steps": sizes.rl_steps, "device": "cpu"},
+        }
+    )
