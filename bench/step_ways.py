@@ -23,11 +23,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from padfree.batch import Sample
-from padfree.check.padded import padded_rows
 from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
 from padfree.packing import collate
+from padfree.tools.check.padded import padded_rows
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import parallelize, transformations

@@ -57,13 +57,13 @@ from padfree.model import attach
 from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
-from padfree.page import Page
 from padfree.rollout import SamplingRequest
 from padfree.rollout.cached_model import CachedModel
 from padfree.rollout.decode import Decoder
 from padfree.rollout.weights import PolicyModel
 from padfree.testing.models import build, row, save_with_tokenizer
 from padfree.tools.demo import SIZES, Demo
+from padfree.tools.page import Page
 from padfree.train.rl.advantages import with_advantages
 from padfree.train.schedule import learning_rate_factor
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES

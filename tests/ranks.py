@@ -43,7 +43,7 @@ PRELOAD = [
     "pytest",
     "transformers.generation.utils",
     "transformers.modeling_utils",
-    "padfree.check",
+    "padfree.tools.check",
     "padfree.cli.train",
     "padfree.rollout.in_process",
     "padfree.train.run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -57,11 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "stop_signals",
         "warning",
     },
-    "talk": {"config", "data", "model", "record", "rollout", "train"},
+    "tools/talk": {"config", "data", "model", "record", "rollout", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
-    "page": set(),
-    "report": {"config", "page", "record"},
-    "planner": {
+    "tools/page": set(),
+    "tools/report": {"config", "tools/page", "record"},
+    "tools/planner": {
         "arrays",
         "batch",
         "config",
@@ -72,26 +73,37 @@ MAY_IMPORT: dict[str, set[str]] = {
         "losses",
         "model",
         "packing",
-        "page",
+        "tools/page",
         "sizes",
         "train",
     },
-    "check": {"batch", "config", "cp", "data", "distributed", "losses", "model", "packing", "sizes", "train"},
+    "tools/check": {"batch", "config", "cp", "data", "distributed", "losses", "model", "packing", "sizes", "train"},
     "api": {"collector", "config", "record", "train"},
     "testing": {"batch", "config", "packing"},
-    "tools": {"check", "config", "data", "model", "planner", "record", "report", "talk", "testing", "train"},
+    "tools/demo": {
+        "tools/check",
+        "config",
+        "data",
+        "model",
+        "tools/planner",
+        "record",
+        "tools/report",
+        "tools/talk",
+        "testing",
+        "train",
+    },
     "cli": {
-        "check",
+        "tools/check",
         "collector",
         "config",
         "estimate",
         "model",
         "packing",
-        "page",
-        "planner",
-        "report",
+        "tools/page",
+        "tools/planner",
+        "tools/report",
         "stop_signals",
-        "talk",
+        "tools/talk",
         "train",
         "warning",
     },
@@ -125,7 +137,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return part(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def part(names: Sequence[str]) -> str:
+    """The first name of a module in padfree; each tool is a part of its own."""
+    return "/".join(names[:2]) if names[0] == "tools" else names[0]
 
 
 @cache
@@ -147,7 +164,7 @@ def names_package(module: str, package: str) -> bool:
 
 def parts_imported(path: Path) -> set[str]:
     """The parts of padfree that a file imports from, its own left out."""
-    return {module.split(".")[1] for module in imports(path) if module.startswith("padfree.")} - {part_of(path)}
+    return {part(module.split(".")[1:]) for module in imports(path) if module.startswith("padfree.")} - {part_of(path)}
 
 
 def test_every_permission_is_used() -> None:
@@ -166,7 +183,7 @@ def test_the_table_has_no_cycle() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_follow_the_table(path: Path) -> None:
     part = part_of(path)
-    if part in ("__init__", "__main__"):
+    if part in ("__init__", "__main__", "tools/__init__"):
         return
     assert part in MAY_IMPORT, f"{part} has no row in the import table"
     modules = imports(path)
@@ -183,6 +200,11 @@ def test_only_the_demo_imports_what_is_for_tests() -> None:
     """Tests, benchmarks and documentation import `padfree.testing`; of padfree itself `padfree demo` alone."""
     importers = {path for path in FILES if "testing" in parts_imported(path)}
     assert importers == {SOURCE / "tools" / "demo.py"}
+
+
+def test_the_command_line_alone_imports_tools() -> None:
+    tools = {part for part in MAY_IMPORT if part.startswith("tools/")}
+    assert {part for part, allowed in MAY_IMPORT.items() if allowed & tools} - tools == {"cli"}
 
 
 def test_losses_never_wait_for_the_device() -> None:

@@ -2,7 +2,7 @@
 
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
-FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`padfree.planner`) all read sizes here. A
+FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`tools.planner`) all read sizes here. A
 config is an object of transformers, another object with the same fields, or a dict; a multimodal one is read for its
 text part. A size that is missing, None or 0 counts as not given.
 """

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from padfree.cli.main import main
-from padfree.talk.find import find_model
 from padfree.tools import demo
 from padfree.tools.demo import RealSizes, reward
-from tests.talk.talk_cases import save_model
+from padfree.tools.talk.find import find_model
+from tests.tools.talk.talk_cases import save_model
 
 TINY = RealSizes(held_out=3, samples=2, sft_steps=3, responses=4, group=2, rl_steps=2, max_new_tokens=6, shown=2)
 

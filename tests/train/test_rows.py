@@ -254,10 +254,10 @@ def test_the_dry_run_counts_rows_samples_and_what_they_share(rows_run: Config, t
 
 
 def test_the_plan_counts_what_is_shared(rows_run: Config, tmp_path: Path) -> None:
-    from padfree.planner.epoch import Shape
-    from padfree.planner.run_plan import make_plan
-    from padfree.planner.steps import load_steps
-    from padfree.planner.time_model import choose_time_model
+    from padfree.tools.planner.epoch import Shape
+    from padfree.tools.planner.run_plan import make_plan
+    from padfree.tools.planner.steps import load_steps
+    from padfree.tools.planner.time_model import choose_time_model
 
     found = load_steps(rows_run)
     data = stored(tmp_path / "again", vocabulary=20)

@@ -20,7 +20,7 @@ from padfree.config.outputs import check_output
 from padfree.config.processes import processes_of
 
 if TYPE_CHECKING:
-    from padfree.check import CheckReport
+    from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
 LOSSES = ("nll", "dpo", "distill", "reward", "value")
@@ -72,7 +72,7 @@ def run(settings: argparse.Namespace) -> None:
     if target is not None and first:
         check_output(target, "--json")
     if target is not None and target.exists():
-        from padfree.check.report import is_report
+        from padfree.tools.check.report import is_report
 
         if not is_report(target):
             raise ValueError(f"--json: {target} is there and is no report of padfree check; give another file")
@@ -82,9 +82,9 @@ def run(settings: argparse.Namespace) -> None:
 
     import torch
 
-    from padfree.check import check_loss, check_model, chosen_samples
-    from padfree.check.samples import has_tokenizer
     from padfree.model.structure import skeleton
+    from padfree.tools.check import check_loss, check_model, chosen_samples
+    from padfree.tools.check.samples import has_tokenizer
 
     skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
 
@@ -174,7 +174,7 @@ def _progress(line: str) -> None:
 
 def show(report: CheckReport) -> None:
     """The table, and the verdict in the last line."""
-    from padfree.check.report import HEADER
+    from padfree.tools.check.report import HEADER
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -48,8 +48,8 @@ from padfree.config.rules import need
 from padfree.data.rewards import hashed_number, number_after_hashes
 from padfree.record.files import METRICS
 from padfree.record.run_folder import check_not_in_use
-from padfree.talk.find import find_model
 from padfree.testing.arithmetic import Sizes, rl_config, sft_config, write_model, write_rows, write_task
+from padfree.tools.talk.find import find_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -261,7 +261,7 @@ class Demo:
         return _metrics(config)
 
     def write_report(self, folder: Path, names: list[str]) -> Found:
-        from padfree.report import write_report
+        from padfree.tools.report import write_report
 
         with self.bar(None) as bar:
             bar(0, "plots")
@@ -303,8 +303,8 @@ def make_data(demo: Demo) -> Found:
 def make_plan(demo: Demo) -> Found:
     import torch
 
-    from padfree import planner
     from padfree.model.structure import skeleton
+    from padfree.tools import planner
     from padfree.train.settle import device_memory, settle
 
     here, config = torch.device("cpu"), sft_config(demo.folder, demo.sizes)
@@ -328,7 +328,7 @@ def make_plan(demo: Demo) -> Found:
 
 
 def check(demo: Demo) -> Found:
-    from padfree.check import check_model, chosen_samples
+    from padfree.tools.check import check_model, chosen_samples
 
     config = sft_config(demo.folder, demo.sizes)
     with demo.bar(None) as bar:
@@ -405,7 +405,7 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from padfree.check.padded import padded_loss
+    from padfree.tools.check.padded import padded_loss
     from padfree.train.optimizer import make_optimizer, set_learning_rate
     from padfree.train.schedule import learning_rate_factor
     from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
@@ -560,7 +560,7 @@ def _row(line: str, place: str) -> dict[str, str]:
 
 def measured(real: RealDemo, model: str) -> Found:
     """Held-out accuracy and reward of a model, and what it answers."""
-    from padfree.talk.speaker import open_speaker
+    from padfree.tools.talk.speaker import open_speaker
     from padfree.train.run import evaluate
 
     rows = [json.loads(line) for line in (real.folder / "test.jsonl").read_text(encoding="utf-8").splitlines()]
