@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from padfree.tools.page import COLOURS
-from padfree.tools.report.panels import GROUPS, figure, figures, panels, resumed_at, shortened
+from padfree.tools.report.panels import PARTS as SHOWN_PARTS
+from padfree.tools.report.panels import Panel, figure, figures, panels, resumed_at, shortened
 from padfree.tools.report.runs import Run, read_run
 from padfree.train.rl.batch_times import PARTS
 from tests.tools.report.run_folders import rl_step, timed_rl_step, write_lines, write_rl_run, write_sft_run
@@ -37,17 +38,47 @@ def test_every_metric_is_in_one_panel_or_constant(tmp_path: Path) -> None:
     assert sorted([*shown, *constant]) == sorted(names)
     assert constant == ["padding_share", "micro_batches", "samples"]
     assert titles(runs)["Learning"] == ["Loss", "Reward", "Gradient norm before clipping", "Learning rate"]
-    assert titles(runs)["Policy"] == ["KL to the reference", "Entropy", "Clipped tokens"]
-    known = [name for group in GROUPS.values() for panel in group for name in panel.metrics]
-    assert len(known) == len(set(known))
+    assert titles(runs)["Statistics of the loss"] == ["Clip fraction", "Entropy", "KL to the reference"]
 
 
-def test_unknown_metrics_have_figures_of_their_own(tmp_path: Path) -> None:
-    run = run_of(tmp_path, [{"loss/nll": step, "speed of light": -step} for step in range(3)])
-    assert titles([run]) == {"Statistics of the loss": ["nll"], "Other": ["speed of light"]}
-    (line,) = figure_of("speed of light", [run])["data"]
+def test_a_metric_that_nobody_knows_is_under_its_prefix(tmp_path: Path) -> None:
+    names = ("loss/nll", "eval/new_share", "weather/rain_max", "weather/rain", "response_cut", "speed of light")
+    run = run_of(
+        tmp_path, [{name: step * (name != "speed of light") - step / 2 for name in names} for step in range(3)]
+    )
+    assert titles([run]) == {
+        "Evaluation": ["Held-out new share"],
+        "Statistics of the loss": ["NLL"],
+        "Responses": ["Response cut"],
+        "Weather": ["Weather rain"],
+        "Other": ["Speed of light"],
+    }
+    (line,) = figure_of("Speed of light", [run])["data"]
     assert list(line["x"]) == [0, 1, 2]
-    assert line["y"] == [0, -1, -2]
+    assert line["y"] == [0, -0.5, -1]
+    assert [line["name"] for line in figure_of("Weather rain", [run])["data"]] == ["rain", "max"]
+    assert figure_of("Response cut", [run])["layout"]["yaxis"]["title"]["text"] == "share"
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "heading", "title", "unit", "lines"),
+    [
+        ("reward_min", ("reward", "eval/reward"), "Learning", "Reward", "reward", ["reward", "held-out", "min"]),
+        ("eval/pass@k", ("eval/pass@1",), "Evaluation", "Held-out pass", "share", ["1", "k"]),
+        ("groups_asked", ("groups_equal",), "Responses", "Groups", "groups", ["asked", "equal"]),
+        ("computed_tokens", ("tokens",), "Packing", "Tokens", "tokens", ["computed", "tokens"]),
+        ("loss/kl", (), "Statistics of the loss", "KL to the reference", "nats a token", ["KL"]),
+        ("critic/gradient_norm", (), "Critic", "Critic gradient norm", "norm", ["gradient norm"]),
+        ("version_age_max", ("version_age",), "Servers and queue", None, "optimizer steps", ["version age", "max"]),
+    ],
+)  # fmt: skip
+def test_names_say_where_metrics_are_drawn(
+    tmp_path: Path, name: str, beside: tuple[str, ...], heading: str, title: str | None, unit: str, lines: list[str]
+) -> None:
+    run = run_of(tmp_path, [dict.fromkeys((name, *beside), step) for step in range(3)])
+    ((found, (panel,)),) = panels([run])[0].items()
+    assert (found, panel.unit, sorted(panel.metrics.values())) == (heading, unit, sorted(lines))
+    assert panel.title == (title or "Age of the policy that wrote the tokens")
 
 
 def test_a_metric_that_changes_in_one_run_is_drawn_for_all(tmp_path: Path) -> None:
@@ -63,15 +94,15 @@ def test_colours_and_dashes_tell_runs_and_metrics_apart(tmp_path: Path) -> None:
     rows = [{"imbalance": 1 + step / 10, "imbalance_measured": 1 + step / 5, "loss": step} for step in range(4)]
     first, second = run_of(tmp_path / "a", rows, "<a>"), run_of(tmp_path / "b", rows[:2], "b")
     alone = figure_of("Imbalance of the data ranks", [first])
-    assert [line["name"] for line in alone["data"]] == ["planned", "measured"]
+    assert [line["name"] for line in alone["data"]] == ["imbalance", "measured"]
     assert [line["line"]["color"] for line in alone["data"]] == list(COLOURS[:2])
     assert alone["layout"]["showlegend"]
     assert not figure_of("Loss", [first])["layout"]["showlegend"]
     both = figure_of("Imbalance of the data ranks", [first, second])["data"]
     assert [line["name"] for line in both] == [
-        "&lt;a&gt; · planned",
+        "&lt;a&gt; · imbalance",
         "&lt;a&gt; · measured",
-        "b · planned",
+        "b · imbalance",
         "b · measured",
     ]
     assert [line["line"]["color"] for line in both] == [COLOURS[0]] * 2 + [COLOURS[1]] * 2
@@ -121,7 +152,7 @@ def test_resumes_and_stops_are_marked(tmp_path: Path) -> None:
     other = run_of(tmp_path / "other", [{"loss": step, "mfu": step} for step in range(3)], "b")
     assert len(figure_of("Loss", [other, run])["layout"]["shapes"]) == 2
     only = run_of(tmp_path / "only", [{"new metric": step} for step in range(3)], "c")
-    assert figure_of("new metric", [only, run])["layout"]["shapes"] == []
+    assert figure_of("New metric", [only, run])["layout"]["shapes"] == []
 
 
 def test_long_names_lose_their_middle() -> None:
@@ -132,12 +163,16 @@ def test_long_names_lose_their_middle() -> None:
 TIMES = "Where the time went"
 
 
+def times(run: Run) -> Panel:
+    return panels([run])[0][TIMES][0]
+
+
 def test_where_the_time_went_comes_first_and_is_stacked(tmp_path: Path, rng: np.random.Generator) -> None:
     run = run_of(tmp_path, [timed_rl_step(step, rng) for step in range(6)])
     assert next(iter(titles([run]))) == TIMES
     assert titles([run])[TIMES] == ["Seconds of each part of a step", "Tokens per second of the sampler"]
-    assert {f"seconds/{part}" for part in PARTS} == set(GROUPS[TIMES][0].metrics)
-    ((caption, drawn),) = figures(GROUPS[TIMES][0], [run])
+    assert set(PARTS) == set(SHOWN_PARTS)
+    ((caption, drawn),) = figures(times(run), [run])
     assert caption == "Seconds of each part of a step"
     assert drawn["layout"]["barmode"] == "stack"
     assert [(bars["type"], bars["name"]) for bars in drawn["data"]] == [
@@ -149,14 +184,14 @@ def test_where_the_time_went_comes_first_and_is_stacked(tmp_path: Path, rng: np.
     assert list(sampling["x"]) == list(old["x"]) == list(update["x"]) == list(range(6))
     assert (sampling["y"], old["y"], update["y"]) == ([20, 0, 22, 0, 24, 0], [1.5, 0] * 3, [2.0] * 6)
     assert len({bars["marker"]["color"] for bars in drawn["data"]}) == 3
-    assert list(figure(GROUPS[TIMES][1], [run])["data"][0]["x"]) == [0, 2, 4]
+    assert list(figure(panels([run])[0][TIMES][1], [run])["data"][0]["x"]) == [0, 2, 4]
 
 
 def test_a_part_has_its_colour_whatever_else_is_there(tmp_path: Path, rng: np.random.Generator) -> None:
     both = run_of(tmp_path / "a", [timed_rl_step(step, rng) for step in range(3)], "a")
     alone = run_of(tmp_path / "b", [{"seconds/update": 1.0}, {"seconds/update": None}], "b")
     without = run_of(tmp_path / "c", [rl_step(step, rng) for step in range(3)], "c")
-    (first, drawn), (second, other) = figures(GROUPS[TIMES][0], [both, alone, without])
+    (first, drawn), (second, other) = figures(times(both), [both, alone, without])
     assert (first, second) == ("Seconds of each part of a step: a", "Seconds of each part of a step: b")
     assert drawn["data"][-1]["marker"] == other["data"][0]["marker"]
     assert other["data"][0]["y"] == [1.0, 0.0]
@@ -165,7 +200,7 @@ def test_a_part_has_its_colour_whatever_else_is_there(tmp_path: Path, rng: np.ra
 
 def test_many_steps_are_means_that_keep_the_whole(tmp_path: Path, rng: np.random.Generator) -> None:
     run = run_of(tmp_path, [timed_rl_step(step, rng) for step in range(1001)])
-    ((_, drawn),) = figures(GROUPS[TIMES][0], [run])
+    ((_, drawn),) = figures(times(run), [run])
     stretches = [6] * 166 + [5]
     for bars, name in zip(drawn["data"], ("sampling", "old_logprobs", "update"), strict=True):
         assert len(bars["x"]) == len(bars["y"]) == len(stretches)

@@ -1,19 +1,29 @@
 """Which metrics are drawn together, under which title and heading, and the figures themselves.
 
+    a metric                       heading                  figure                   line
+    response_length_max            Responses                Response length          max
+    eval/reward                    Learning                 Reward                   held-out
+    loss/clip_fraction             Statistics of the loss   Clip fraction
+    environment/questions          Environment              Environment questions
+
+All of it follows from the metric's name, so that a new metric needs no entry here: the heading from its prefix (`FOUND`
+has those without a heading of their own), the title from its words, the unit from its last word.
+
     one run, one metric        one line, no legend
     one run, more metrics      a colour a metric
     more runs                  a colour a run; with more metrics a dash pattern a metric
-    a stacked panel            bars upon each other, a colour a metric; more runs: a figure a run
+    seconds/...                bars upon each other, a colour a metric; more runs: a figure a run
 
-A series of more than 200 values is drawn faint with its running mean above it. A metric that no panel names has one of
-its own, under "Statistics of the loss" (their names begin with `loss/`), "Evaluation" (`eval/`) or "Other". A metric
-that never changes in any run is a row of a table, unless its panel is `always` drawn.
+A series of more than 200 values is drawn faint with its running mean above it. A metric that never changes in any run
+is a row of a table, unless it is under a heading of `ALWAYS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -31,6 +41,76 @@ HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
 MOST_MARKS = 100  # resumes and stops in a figure
 
 
+FOUND: Mapping[str, Sequence[str]] = {
+    "Where the time went": ("seconds/*", "sampler_tokens_per_second"),
+    "Learning": ("loss", "reward*", "gradient_norm", "lr"),
+    "Evaluation": ("eval/*",),
+    "Statistics of the loss": ("loss/*",),
+    "Critic": ("critic/*",),
+    "Responses": ("response*", "overlong*", "groups*"),
+    "Servers and queue": ("version*", "queue*", "sampler*"),
+    "Speed and memory": ("tokens_per_second", "mfu", "tflops*", "seconds", "memory*"),
+    "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
+}
+"""By heading, in the order of the page: patterns of the metrics under it. The first that matches counts. A metric with
+another prefix is under that prefix, one without is under "Other"."""
+
+ALWAYS = ("Where the time went", "Learning", "Evaluation")
+TITLES = {
+    "mfu": "Model FLOP utilisation",
+    "fill": "Fill of the micro-batches",
+    "seconds": "Seconds per step",
+    "seconds/": "Seconds of each part of a step",
+    "memory_gib": "Peak memory",
+    "tflops_per_device": "TFLOP/s per device",
+    "gradient_norm": "Gradient norm before clipping",
+    "imbalance": "Imbalance of the data ranks",
+    "version_age": "Age of the policy that wrote the tokens",
+    "queue": "Groups ahead of training",
+    "loss/kl": "KL to the reference",
+    "loss/approx_kl": "KL to the old policy, approximate",
+    "loss/ratio": "Ratio to the old policy",
+    "loss/sampler_kl": "KL between trainer and sampler",
+    "loss/sampler_difference": "Log-probabilities of trainer and sampler, mean absolute difference",
+    "sampler_tokens_per_second": "Tokens per second of the sampler",
+}
+"""Titles that say more than the words of the name."""
+
+WORDS = {"lr": "learning rate", "kl": "KL", "nll": "NLL", "logprobs": "log-probabilities", "eval": "held-out"}
+UNITS = (
+    (r"kl|nll|entropy|sampler_difference", "nats a token"),
+    (r"share|fraction|accuracy|variance|cut|fill|mfu|pass", "share"),
+    (r"tokens|length|length_(min|max)", "tokens"),
+    (r"version_age", "optimizer steps"),
+    (r"(groups|queue).*", "groups"),
+    (r"tokens_per_second", "tokens/s"),
+    (r"seconds/?", "s"),
+    (r"gib", "GiB"),
+    (r"tflops_per_device", "TFLOP/s"),
+    (r"norm", "norm"),
+)
+"""How a figure's name ends, and the label of its axis; else its own words."""
+
+LOGARITHMIC = re.compile(r"norm|perplexity|canary")
+PARTS = (
+    "weight_exchange",
+    "waiting",
+    "sampling",
+    "rewards",
+    "reference",
+    "teacher",
+    "critic",
+    "old_logprobs",
+    "update",
+)
+"""Parts of a step, in the order in which they are stacked."""
+
+TOGETHER = re.compile(
+    r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
+)
+"""Metrics that are lines of one figure: `reward_min` of `reward`; `groups_asked` and `groups_equal` of `groups`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Panel:
     """A figure: metrics with what each is called in it. `unit` is the label of the axis."""
@@ -38,167 +118,80 @@ class Panel:
     title: str
     unit: str
     metrics: Mapping[str, str]
-    always: bool = False
     log: bool = False  # logarithmic where one value is far above the rest
     stacked: bool = False  # the metrics are parts of a whole
 
 
-GROUPS: Mapping[str, Sequence[Panel]] = {
-    "Where the time went": (
-        Panel(
-            "Seconds of each part of a step",
-            "s",
-            {
-                "seconds/weight_exchange": "weight exchange",
-                "seconds/waiting": "waiting",
-                "seconds/sampling": "sampling",
-                "seconds/rewards": "rewards",
-                "seconds/reference": "reference",
-                "seconds/teacher": "teacher",
-                "seconds/critic": "critic",
-                "seconds/old_logprobs": "old log-probabilities",
-                "seconds/update": "update",
-            },
-            always=True,
-            stacked=True,
-        ),
-        Panel(
-            "Tokens per second of the sampler",
-            "tokens/s",
-            {"sampler_tokens_per_second": "tokens/s"},
-            always=True,
-        ),
-    ),
-    "Learning": (
-        Panel("Loss", "loss", {"loss": "loss", "eval/loss": "held-out"}, always=True),
-        Panel(
-            "Reward",
-            "reward",
-            {"reward": "mean", "reward_min": "least", "reward_max": "greatest", "eval/reward": "held-out"},
-            always=True,
-        ),
-        Panel("Reward, standard deviation in the batch", "reward", {"reward_std": "standard deviation"}),
-        Panel("Gradient norm before clipping", "norm", {"gradient_norm": "norm"}, always=True, log=True),
-        Panel("Learning rate", "learning rate", {"lr": "learning rate"}),
-    ),
-    "Evaluation": (
-        Panel("Held-out perplexity", "perplexity", {"eval/perplexity": "perplexity"}, always=True, log=True),
-        Panel("Held-out accuracy", "share", {"eval/accuracy": "accuracy"}, always=True),
-        Panel(
-            "Right responses to held-out prompts",
-            "share",
-            {"eval/pass@1": "pass@1", "eval/pass@k": "pass@k"},
-            always=True,
-        ),
-        Panel("Length of held-out responses", "tokens", {"eval/response_length": "mean"}, always=True),
-    ),
-    "Policy": (
-        Panel("KL to the reference", "nats a token", {"loss/kl": "KL"}),
-        Panel("KL to the old policy, approximate", "nats a token", {"loss/approx_kl": "KL"}),
-        Panel("Entropy", "nats a token", {"loss/entropy": "entropy"}),
-        Panel("Clipped tokens", "share of tokens", {"loss/clip_fraction": "share"}),
-        Panel("Ratio to the old policy", "mean ratio", {"loss/ratio": "ratio"}),
-        Panel("Importance weight of the corrections", "mean weight", {"loss/importance_weight": "weight"}),
-        Panel("Tokens masked by the corrections", "share of tokens", {"loss/masked_fraction": "share"}),
-        Panel("KL between trainer and sampler", "nats a token", {"loss/sampler_kl": "KL"}),
-        Panel(
-            "Log-probabilities of trainer and sampler", "mean absolute difference", {"loss/sampler_difference": "nats"}
-        ),
-        Panel("Advantage", "mean over tokens", {"loss/advantage": "advantage"}),
-    ),
-    "Critic": (
-        Panel("Value loss", "loss", {"critic/loss": "loss"}, always=True),
-        Panel(
-            "Variance of the returns that the values explain",
-            "share",
-            {"critic/explained_variance": "share"},
-            always=True,
-        ),
-        Panel("Values and returns", "mean over tokens", {"critic/value": "value", "critic/return": "return"}),
-        Panel("Values held back by the clip", "share of tokens", {"critic/clip_fraction": "share"}),
-        Panel("Gradient norm of the critic", "norm", {"critic/gradient_norm": "norm"}, log=True),
-    ),
-    "Responses": (
-        Panel(
-            "Response length",
-            "tokens",
-            {"response_length": "mean", "response_length_min": "shortest", "response_length_max": "longest"},
-        ),
-        Panel("Responses cut before their end", "share of responses", {"response_cut": "share"}),
-        Panel(
-            "Responses near the end of their room",
-            "share of responses, reward",
-            {"overlong_share": "share", "overlong_penalty": "mean penalty"},
-        ),
-        Panel(
-            "Groups asked for",
-            "groups",
-            {"groups_asked": "all", "groups_equal": "equal rewards", "groups_surplus": "no room"},
-        ),
-    ),
-    "Servers and queue": (
-        Panel(
-            "Age of the policy that wrote the tokens",
-            "optimizer steps",
-            {"version_age": "mean", "version_age_max": "oldest"},
-        ),
-        Panel(
-            "Groups ahead of training",
-            "groups",
-            {"queue_finished": "finished", "queue_unfinished": "unfinished", "groups_dropped": "dropped"},
-        ),
-        Panel(
-            "Log-probabilities of trainer and server after an exchange",
-            "difference",
-            {"sampler/canary_difference": "mean", "sampler/canary_largest": "largest"},
-            log=True,
-        ),
-    ),
-    "Speed and memory": (
-        Panel("Tokens per second", "tokens/s", {"tokens_per_second": "tokens/s"}, always=True),
-        Panel("Model FLOP utilisation", "share of the peak", {"mfu": "MFU"}, always=True),
-        Panel("TFLOP/s per device", "TFLOP/s", {"tflops_per_device": "TFLOP/s"}),
-        Panel("Seconds per step", "s", {"seconds": "seconds"}),
-        Panel("Peak memory", "GiB", {"memory_gib": "peak"}),
-    ),
-    "Packing": (
-        Panel("Fill of the micro-batches", "share of batch.max_tokens", {"fill": "fill"}),
-        Panel(
-            "Imbalance of the data ranks",
-            "slowest rank / mean",
-            {"imbalance": "planned", "imbalance_measured": "measured"},
-        ),
-        Panel("Padding", "share of computed tokens", {"padding_share": "share"}),
-        Panel("Micro-batches per rank", "micro-batches", {"micro_batches": "micro-batches"}),
-        Panel("Tokens per step", "tokens", {"tokens": "all", "scored_tokens": "scored"}),
-        Panel("Samples per step", "samples", {"samples": "samples"}),
-    ),
-}
-
-
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
     """The panels to draw under each heading, and the names of the metrics that never change."""
-    names = sorted({name for run in runs for name in run.metrics})
-    known = {name for group in GROUPS.values() for panel in group for name in panel.metrics}
-    unknown = [name for name in names if name not in known]
-    statistics = [Panel(name.removeprefix("loss/"), "mean", {name: name}) for name in unknown if _is_statistic(name)]
-    held_out = [Panel(name.removeprefix("eval/"), "value", {name: name}) for name in unknown if _is_held_out(name)]
-    others = [Panel(name, "value", {name: name}) for name in unknown if not (_is_statistic(name) or _is_held_out(name))]
+    names = {name for run in runs for name in run.metrics}
+    lines: dict[str, dict[str, dict[str, str]]] = {}  # by heading and figure: metrics with their labels
+    for name in sorted(names, key=_order):
+        figure, label = _figure_of(name, names)
+        lines.setdefault(_heading(figure), {}).setdefault(figure, {})[name] = label
     found: dict[str, list[Panel]] = {}
     constant: list[str] = []
-    named = {**GROUPS, "Evaluation": (*GROUPS["Evaluation"], *held_out)}
-    for heading, group in [*named.items(), ("Statistics of the loss", statistics), ("Other", others)]:
-        for panel in group:
-            there = [name for name in panel.metrics if name in names]
-            if not there:
-                continue
-            if not panel.always and all(
-                _is_constant(run.metrics[name]) for run in runs for name in there if name in run.metrics
-            ):
-                constant += there
+    for heading, figures in lines.items():
+        for figure, metrics in figures.items():
+            series = [run.metrics[name] for run in runs for name in metrics if name in run.metrics]
+            if heading not in ALWAYS and all(map(_is_constant, series)):
+                constant += metrics
             else:
-                found.setdefault(heading, []).append(panel)
+                found.setdefault(heading, []).append(_panel(figure, metrics))
     return found, constant
+
+
+def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
+    unit = next((unit for end, unit in UNITS if re.search(rf"(^|_|/)({end})$", figure)), _words(figure))
+    log, stacked = bool(LOGARITHMIC.search(figure)), figure.endswith("/")
+    return Panel(_title(figure), unit, metrics, log=log, stacked=stacked)
+
+
+def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
+    """The figure that a metric is drawn in (the name of its first metric), and what its line there is called."""
+    prefix, _, rest = name.rpartition("/")
+    if prefix == "seconds":
+        return "seconds/", _words(name)
+    if prefix == "eval" and rest in names:
+        return rest, "held-out"
+    if name.endswith("_tokens"):
+        return "tokens", _words(name.removesuffix("_tokens"))
+    if (found := TOGETHER.fullmatch(name)) is None:
+        return name, _words(name)
+    return found[1] or found[3], _words(found[2] or found[4])
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    """The heading and the pattern that a metric is found by, as numbers; behind them what has a prefix of its own."""
+    for number, patterns in enumerate(FOUND.values()):
+        for index, pattern in enumerate(patterns):
+            if fnmatchcase(name, pattern):
+                return number, index, ""
+    return (len(FOUND), 0, name.partition("/")[0]) if "/" in name else (len(FOUND) + 1, 0, "")
+
+
+def _order(name: str) -> tuple[Any, ...]:
+    part = name.removeprefix("seconds/")
+    return (*_place(name), PARTS.index(part) if part in PARTS else len(PARTS), name)
+
+
+def _heading(figure: str) -> str:
+    number, _, prefix = _place(figure)
+    if number < len(FOUND):
+        return tuple(FOUND)[number]
+    return _title(prefix) if prefix else "Other"
+
+
+def _title(figure: str) -> str:
+    if figure in TITLES:
+        return TITLES[figure]
+    prefix, _, _ = figure.rpartition("/")
+    words = _words(figure) if prefix in ("", "loss") else f"{_words(prefix)} {_words(figure)}"
+    return words[:1].upper() + words[1:]
+
+
+def _words(name: str) -> str:
+    return " ".join(WORDS.get(word, word) for word in name.rpartition("/")[2].split("_"))
 
 
 def figures(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
@@ -249,9 +242,9 @@ def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
     steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))
     stretch = -(-len(steps) // MOST_BARS)
     traces = []
-    for index, (name, label) in enumerate(panel.metrics.items()):
-        if name not in used:
-            continue
+    for name in used:  # a part has the same colour on every page
+        part, label = name.removeprefix("seconds/"), panel.metrics[name]
+        index = PARTS.index(part) if part in PARTS else len(PARTS) + used.index(name)
         values = np.zeros(len(steps))
         values[np.searchsorted(steps, run.metrics[name].steps)] = np.nan_to_num(run.metrics[name].values)
         bars = {"type": "bar", "name": label, "x": stretch_means(steps, stretch)}
@@ -332,14 +325,6 @@ def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
             line = {"color": colour, "width": 1, "dash": dash}
             found.append({"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line})
     return found[-MOST_MARKS:]
-
-
-def _is_statistic(name: str) -> bool:
-    return name.startswith("loss/")
-
-
-def _is_held_out(name: str) -> bool:
-    return name.startswith("eval/")
 
 
 def _is_constant(series: Series) -> bool:
