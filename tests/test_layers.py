@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {"arrays", "batch", "config", "nodes", "sizes"},
     "distributed": {"config"},
     "stop_signals": set(),
-    "attention": {"arrays", "batch", "config", "nodes", "warning"},
+    "attention": {"arrays", "batch", "config", "nodes"},
     "cp": {"arrays", "attention", "batch", "config", "distributed", "nodes"},
     "model": {"attention", "batch", "config", "cp", "distributed", "warning"},
     "layers": {"config", "warning"},
