@@ -10,9 +10,8 @@ import argparse
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
@@ -83,7 +82,7 @@ def run(settings: argparse.Namespace) -> None:
     import torch
 
     from padfree.model.structure import skeleton
-    from padfree.tools.check import check_loss, check_model, chosen_samples
+    from padfree.tools.check import check_model, chosen_samples
     from padfree.tools.check.samples import has_tokenizer
 
     skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
@@ -101,10 +100,10 @@ def run(settings: argparse.Namespace) -> None:
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")
-    check: Any = check_model if settings.loss == "nll" else partial(check_loss, loss=settings.loss)
-    report = check(
+    report = check_model(
         settings.model,
-        samples=samples,
+        samples,
+        loss=settings.loss,
         origin=origin,
         dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
         backend=settings.backend,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from padfree.testing.models import build
-from padfree.tools.check import check_loss, check_model
+from padfree.tools.check import check_model
 from padfree.tools.check import exact as exact_module
 from padfree.tools.check.exact import float64_throughout, make_float64
 from padfree.tools.check.one_at_a_time import one_at_a_time
@@ -76,6 +76,6 @@ def test_a_model_that_does_not_run_in_float64_is_checked_in_its_own_dtype(monkey
 
 
 def test_the_losses_of_pairs_have_the_same_reference() -> None:
-    report = check_loss(build("qwen3", **cases.SIZES).config, "dpo", 4, device="cpu")
+    report = check_model(build("qwen3", **cases.SIZES).config, loss="dpo", samples=4, device="cpu")
     assert report.passed
     assert report.reference == "transformers in float64, the dpo loss of one pair at a time, eager attention"

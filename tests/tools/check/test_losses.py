@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from padfree.cli.main import main
 from padfree.losses import LossInputs, LossOutput, ValueSettings, value_loss
 from padfree.testing.models import save_with_tokenizer
-from padfree.tools.check import CheckReport, check_loss
+from padfree.tools.check import CheckReport, check_model
 from padfree.tools.check.plain_losses import CheckedLoss
 from padfree.train.microbatch import at_ends
 from tests.tools.check import cases
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_right_loss_passes(loss: CheckedLoss, folder: Path) -> None:
-    report = check_loss(folder, loss, cases.make_samples(LENGTHS), device="cpu")
+    report = check_model(folder, loss=loss, samples=cases.make_samples(LENGTHS), device="cpu")
     assert report.passed, report.verdict
     assert {row.check for row in report.rows} == {
         "packed",
@@ -47,13 +47,13 @@ def test_a_right_loss_passes(loss: CheckedLoss, folder: Path) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_positions_that_count_on_are_found(loss: CheckedLoss, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("padfree.train.microbatch.collate", cases.no_position_reset)
-    report = check_loss(folder, loss, cases.make_samples(LENGTHS), device="cpu")
+    report = check_model(folder, loss=loss, samples=cases.make_samples(LENGTHS), device="cpu")
     assert ("packed", "gradients") in cases.failures(report)
 
 
 def test_mistakes_of_each_loss_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(loss: CheckedLoss) -> set[tuple[str, str]]:
-        report: CheckReport = check_loss(folder, loss, cases.make_samples(LENGTHS), device="cpu")
+        report: CheckReport = check_model(folder, loss=loss, samples=cases.make_samples(LENGTHS), device="cpu")
         return cases.failures(report)
 
     def shifted(packed: Any, pad_token: int | None) -> Any:
@@ -110,5 +110,5 @@ def test_a_reward_model_with_its_own_head(tmp_path: Path) -> None:
     base = cases.save_model(tmp_path / "base", "qwen3")
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     model.save_pretrained(tmp_path / "reward")
-    report = check_loss(tmp_path / "reward", "reward", cases.make_samples(LENGTHS), device="cpu")
+    report = check_model(tmp_path / "reward", loss="reward", samples=cases.make_samples(LENGTHS), device="cpu")
     assert report.passed, report.verdict

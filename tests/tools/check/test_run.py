@@ -17,7 +17,7 @@ from transformers import RwkvConfig
 from padfree.batch import PackedBatch, Sample
 from padfree.distributed import Mesh
 from padfree.testing.models import build
-from padfree.tools.check import CheckReport, check_loss, check_model, random_samples
+from padfree.tools.check import CheckReport, check_model, random_samples
 from padfree.tools.check.packed import Variation
 from padfree.train.microbatch import RowSettings
 from tests.ranks import run_ranks
@@ -185,8 +185,8 @@ def check_on_ranks(rank: int, world: int, folder: Path) -> dict[str, CheckReport
     reports = {
         "cp": check_model(folder, samples, context=2, **options),
         "dp": check_model(folder, samples, **options),
-        "pairs, cp": check_loss(folder, "reward", pairs, context=2, **options),
-        "pairs, dp": check_loss(folder, "reward", pairs, **options),
+        "pairs, cp": check_model(folder, loss="reward", samples=pairs, context=2, **options),
+        "pairs, dp": check_model(folder, loss="reward", samples=pairs, **options),
     }
     parallelize = importlib.import_module("padfree.train.parallelize")
     shard_model = parallelize.shard_model

@@ -12,12 +12,10 @@ compare         largest differences, and what they are measured by
 report          rows, verdict
 run             check_model: all of the above
 plain_losses    the losses of pairs, teachers, reward models and critics, one at a time
-losses          check_loss: these, packed
 """
 
-from padfree.tools.check.losses import check_loss
 from padfree.tools.check.report import CheckReport, CheckRow, Skipped
 from padfree.tools.check.run import check_model
 from padfree.tools.check.samples import chosen_samples, random_samples
 
-__all__ = ["CheckReport", "CheckRow", "Skipped", "check_loss", "check_model", "chosen_samples", "random_samples"]
+__all__ = ["CheckReport", "CheckRow", "Skipped", "check_model", "chosen_samples", "random_samples"]

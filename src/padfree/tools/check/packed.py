@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, Sample
 from padfree.config.choices import LayoutKind, ModelHead
+from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
@@ -36,10 +37,13 @@ from padfree.model.load import clean_name, load_model
 from padfree.packing.collate import prefixes_of
 from padfree.tools.check.compare import Extent, extent
 from padfree.tools.check.model_source import ModelSource
+from padfree.tools.check.plain_losses import DPO, SCALAR, VALUE, CheckedLoss, make_teacher
+from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.microbatch import MicroBatch, RowSettings
 from padfree.train.optimizer import make_optimizer
 from padfree.train.parallelize import inside, parallelize, transformations
+from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 
 Logprobs = list[NDArray[np.float32]]
@@ -102,34 +106,38 @@ class PackedPath:
         source: ModelSource,
         mesh: Mesh,
         *,
+        loss: CheckedLoss = "nll",
         dtype: torch.dtype,
         backend: str = "auto",
         seed: int = 0,
         trust_remote_code: bool = False,
-        head: ModelHead = "tokens",
     ) -> None:
-        steps = transformations(mesh, attention=backend, dtype=dtype)
-        model = load_model(
-            source.source,
-            device=mesh.device,
-            shard=lambda model: parallelize(model, steps),
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            head=head,
-        )
+        def load(head: ModelHead, *, frozen: bool = False) -> PreTrainedModel:
+            steps = transformations(mesh, attention=backend, dtype=dtype, frozen=frozen)
+            return load_model(
+                source.source,
+                device=mesh.device,
+                shard=lambda model: parallelize(model, steps),
+                seed=seed,
+                trust_remote_code=trust_remote_code,
+                head=head,
+            )
+
+        scalar = loss in SCALAR
+        model = load("scalar" if scalar else "tokens")
         model.train(False)  # without dropout, of which no two runs have the same
-        self.mesh, self.model, self.scorer = mesh, model, self._scorer(model, mesh)
-        self.engine = self._engine(self.scorer)
-
-    def _scorer(self, model: PreTrainedModel, mesh: Mesh) -> Scorer:
-        return Scorer(model, mesh, max_tokens=1, overlong="alone")
-
-    def _engine(self, scorer: Scorer) -> Engine:
-        return Engine(scorer, make_optimizer(scorer.model, lr=0.0), LossSettings(loss=SFTSettings()))
+        teacher = load("tokens", frozen=True) if loss == "distill" else None
+        if teacher is not None:
+            make_teacher(teacher)
+        self.mesh, self.model, self.checked = mesh, model, loss
+        self.scorer = (ScalarScorer if scalar else Scorer)(model, mesh, max_tokens=1, overlong="alone")
+        self.engine = _engine(loss, self.scorer, teacher)
 
     def lay_out(self, variation: Variation) -> None:
         """Divide samples like this from now on."""
         self.scorer.max_tokens, self.scorer.rows = variation.max_tokens, variation.rows
+        if self.checked == "reward":
+            self.scorer.rows = replace(self.scorer.rows, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """[n] of each sample, of every token but the first, whatever is trained; on every rank."""
@@ -196,6 +204,20 @@ class PackedPath:
             method=settings.method,
         )
         return replace(batch, packed=packed, local=local, num_labels=int((local.labels != IGNORE).sum()))
+
+
+def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
+    """As training builds it."""
+    optimizer = make_optimizer(scorer.model, lr=0.0)
+    if loss == "reward":
+        rewards = RewardModelSettings()
+        return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardRowLoss(rewards))
+    if loss == "value":
+        return Engine(scorer, optimizer, LossSettings(loss=VALUE), ValueRowLoss(VALUE))
+    if teacher is not None:
+        settings = DistillSettings()
+        return Engine(scorer, optimizer, LossSettings(loss=settings), DistillationRowLoss(settings, teacher))
+    return Engine(scorer, optimizer, LossSettings(loss=DPO if loss == "dpo" else SFTSettings()))
 
 
 def _all_scored(samples: Sequence[Sample]) -> list[Sample]:

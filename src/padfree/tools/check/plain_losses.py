@@ -1,6 +1,7 @@
-"""The losses of pairs, teachers, reward models and critics by plain transformers code, one pair or sample at a time.
+"""The losses of training by plain transformers code, one pair or sample at a time.
 
     kind      what is minimised                                              beside the model
+    nll       cross entropy, mean over trained tokens (`one_at_a_time`)
     dpo       sigmoid loss of pairs, means over pairs                        log-probabilities of a reference
     distill   forward KL from a teacher, mean over trained tokens            the model with other norms and biases
     reward    Bradley-Terry loss of pairs, means over pairs                  a scalar head
@@ -26,11 +27,12 @@ from transformers import PreTrainedModel
 
 from padfree.batch import Sample
 from padfree.losses import DPOSettings, ValueSettings
+from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
-from padfree.tools.check.one_at_a_time import Outcome, _take
+from padfree.tools.check.one_at_a_time import Outcome, _take, one_at_a_time, padded_pairs
 from padfree.tools.check.padded import padded_rows
 
-CheckedLoss = Literal["dpo", "distill", "reward", "value"]
+CheckedLoss = Literal["nll", "dpo", "distill", "reward", "value"]
 OF_PAIRS = ("dpo", "reward")
 SCALAR = ("reward", "value")
 DPO, VALUE = DPOSettings(), ValueSettings(clip=0.2)
@@ -60,6 +62,16 @@ def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | 
     return found
 
 
+@torch.no_grad()
+def make_teacher(model: PreTrainedModel) -> None:
+    """Another model of the same sizes: norms and biases times numbers between a half and one and a half."""
+    for number, (_, tensor) in enumerate(sorted(named_tensors(model).items())):
+        if tensor.ndim == 1 and tensor.is_floating_point():
+            factors = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))
+            local: Tensor = local_part(tensor)
+            local.mul_(factors[local_region(tensor)].to(local))
+
+
 def plain_loss(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -69,6 +81,8 @@ def plain_loss(
     padded: bool = False,
 ) -> Outcome:
     """Loss and gradients; `padded`: two samples in a call, with HF's eager attention."""
+    if loss == "nll":
+        return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
     models = [one for one in (model, teacher) if one is not None]
     own = [str(one.config._attn_implementation) for one in models]
     if padded:
