@@ -103,9 +103,9 @@ def default_layers(config: PreTrainedConfig) -> int:
     lists = [value for value in config.to_dict().values() if _is_per_layer(value, total)]
     kinds = [repr([value[layer] for value in lists]) for layer in range(total)]
     last_new = max(kinds.index(kind) for kind in kinds)
-    dense = ModelSizes.of(config).dense_first
-    sparse = dense if dense < total else 0
-    return min(total, max(FEW_LAYERS, last_new + 1, sparse + 1))
+    sparse = ModelSizes.of(config).sparse
+    first = sparse.index(True) if any(sparse) else 0
+    return min(total, max(FEW_LAYERS, last_new + 1, first + 1))
 
 
 def first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -141,11 +140,15 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
     """How many layers the measured models have: all, or one period and a few behind what comes before them."""
     sizes = ModelSizes.of(model_config)
-    layers, kinds = sizes.layers, sizes.layer_types
-    period = next(p for p in range(1, layers + 1) if kinds[p:] == kinds[: layers - p])
-    period = math.lcm(period, sizes.sparse_every)
-    before = max(sizes.dense_first, *(layer + 1 for layer in sizes.dense_named), 0)
-    shallow = before + period
+    layers = sizes.layers
+    kinds = list(zip(sizes.layer_types or [""] * layers, sizes.sparse, strict=True))
+    shallow, period = next(
+        (before + period, period)
+        for together in range(1, layers + 1)
+        for period in range(1, together + 1)
+        for before in [together - period]
+        if kinds[before + period :] == kinds[before : layers - period]
+    )
     deep = shallow + -(-3 // period) * period  # three layers apart at least: noise matters less
     if 2 * deep > layers:
         deep = shallow + period
