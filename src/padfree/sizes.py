@@ -74,7 +74,7 @@ class ModelSizes:
     def of(config: Any) -> ModelSizes:
         """Refuses a config that has not even the sizes of a decoder."""
         if not isinstance(config, PreTrainedConfig):
-            config = _from_dict(config if isinstance(config, Mapping) else vars(config))
+            config = _from_dict(_fields(config))
         config = language_config(config) or config
         return _counted(_Key(config))
 
@@ -110,9 +110,12 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
+def _fields(config: Any) -> Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+
+
 def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
-    text = values.get("text_config") or values
-    fields = text if isinstance(text, Mapping) else vars(text)
+    fields = _fields(values.get("text_config") or values)
     other: Mapping[str, str] = {}
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
@@ -236,7 +239,7 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
     """(last name, module, in, out) of the linear layers in a module, in their order."""
-    found = []
+    found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():
         last = name.rpartition(".")[2]
         if isinstance(each, nn.Linear):

@@ -380,7 +380,8 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
         model = model_class(model_class.config_class(**values))
         randomise(model)
     assert isinstance(model, PreTrainedModel)
-    return model.train()
+    model.train()
+    return model
 
 
 def randomise(model: nn.Module) -> None:
@@ -415,7 +416,8 @@ def save_with_tokenizer(folder: Path, *, writes_back: bool = False, **changes: A
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     if writes_back:
         tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": len(vocabulary), "tie_word_embeddings": True}
     build("qwen3", **{**sizes, **changes}).save_pretrained(folder)
     return folder

@@ -73,7 +73,8 @@ def _backend(kind: str) -> str:
 
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
     """A fresh tokenizer; `template` is a name in TEMPLATES, `kind` one of bytes, trimmed, bos, metaspace."""
-    tokenizer = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=Tokenizer.from_str(_backend(kind)),
         **{"eos_token": "<|im_end|>", "bos_token": "<s>", "pad_token": "<pad>", **changes},
     )
@@ -86,11 +87,11 @@ def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **change
 class CharacterTokenizer(PreTrainedTokenizer):
     """One token a character, in Python: the kind of tokenizer that knows no offsets."""
 
-    vocab_files_names: ClassVar[dict[str, str]] = {}
+    vocab_files_names: ClassVar[dict[str, str]] = {}  # type: ignore[misc]
 
     def __init__(self, letters: str = string.printable, **changes: Any) -> None:
         self.letters = letters
-        super().__init__(letters=letters, **{"eos_token": "<|im_end|>", **changes})
+        super().__init__(letters=letters, **{"eos_token": "<|im_end|>", **changes})  # type: ignore[no-untyped-call]
 
     @property
     def vocab_size(self) -> int:

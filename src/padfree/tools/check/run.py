@@ -194,7 +194,9 @@ def _reference(
         """The model, and a teacher if the loss has one; every rank loads both."""
 
         def loaded(head: ModelHead) -> PreTrainedModel:
-            return load_model(source.source, head=head, dtype=kind, device=mesh.device, **options).train(False)
+            model = load_model(source.source, head=head, dtype=kind, device=mesh.device, **options)
+            model.train(False)
+            return model
 
         teachers[:] = [loaded("tokens")] if loss == "distill" else []
         for teacher in teachers:
