@@ -272,7 +272,7 @@ def kernels_section() -> list[Row]:
         inputs = Inputs(mix, lengths)
         truth = float32_results(inputs)
         timed: dict[str, float] = {}
-        for name in ("fa4", "fa3", "torch", "fa2", "flex"):
+        for name in ("fa4", "torch", "flex"):
             reason = refusal(name)
             if reason is None:
                 row = kernel_row(name, inputs, packed_backend(inputs, name), inputs.tensors, truth)

@@ -27,6 +27,7 @@ from padfree.packing.context_sizes import context_sizes
 
 LONGEST, MEDIAN, SIGMA = 131_072, 2_500, 1.3
 QWEN3_8B = {
+    "model_type": "qwen3",
     "hidden_size": 4096,
     "intermediate_size": 12288,
     "num_hidden_layers": 36,

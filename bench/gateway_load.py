@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import config_from_dict
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
+from padfree.testing.arithmetic import problems, train_tokenizer, write_model, write_rows
 from padfree.train.run import train
 
 ADDRESS = "PADFREE_BENCH_ADDRESS"

@@ -55,7 +55,8 @@ Lengths = NDArray[np.int64]
 GSM8K = Path(__file__).resolve().parents[1] / "../shared/data/gsm8k"
 CAPACITY = 8192
 PACK = 16384
-QWEN3_4B = {
+QWEN3_4B: dict[str, Any] = {
+    "model_type": "qwen3",
     "hidden_size": 2560,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,

@@ -19,10 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
-from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, CriticConfig
-from padfree.report.build import write_report
+from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, train_tokenizer, write_model, write_rows
+from padfree.tools.report.build import write_report
 from padfree.train.run import train
 
 CRITIC = CriticConfig(lr=3e-3, lam=1.0)

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import config_from_dict
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
+from padfree.testing.arithmetic import problems, train_tokenizer, write_model, write_rows
 from padfree.train.run import train
 
 SECONDS, LANES = 1.0, 8

@@ -23,7 +23,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from padfree.batch import Sample
-from padfree.check.padded import padded_rows
 from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
@@ -31,6 +30,7 @@ from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.packing import collate
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tools.check.padded import padded_rows
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.scorer import Scorer
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
-from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, LaunchConfig
+from padfree.testing.arithmetic import Sizes, rl_config, sft_config, write_task
 from padfree.train.run import train
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -46,12 +45,7 @@ def fine_tuned(folder: Path, sizes: Sizes) -> None:
     """The demo's data, and a model that has learned to answer as they do, most of the time wrongly."""
     if (folder / "sft" / "model").exists():
         return
-    data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    rows = write_rows(data / "train.jsonl", problems(sizes.rows, seed=0))
-    asked = ({"prompt": row["prompt"], "answer": row["answer"]} for row in problems(sizes.prompts, 1, most_steps=3))
-    write_rows(data / "prompts.jsonl", asked)
-    write_model(folder / "model", train_tokenizer(rows), HIDDEN, head=HEAD)
+    write_task(folder, replace(sizes, hidden=HIDDEN), head=HEAD)
     config = sft_config(folder, sizes)
     train(replace(config, optimizer=replace(config.optimizer, lr=4e-3)))
 

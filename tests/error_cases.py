@@ -35,8 +35,6 @@ import padfree
 from padfree import losses
 from padfree.attention import varlen_attention
 from padfree.batch import LmHead, PackedBatch, Sample, Segments
-from padfree.cli.demo.folder import Demo
-from padfree.cli.demo.recipes import SIZES
 from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
@@ -60,11 +58,13 @@ from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.optim.schedule import learning_rate_factor
 from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
-from padfree.page import Page
 from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.weights import PolicyModel
+from padfree.testing.models import build, row, save_with_tokenizer
+from padfree.tools.demo import SIZES, Demo
+from padfree.tools.page import Page
 from padfree.train.rl.advantages import with_advantages
 from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from padfree.model import attach
-from tests.models import build
+from padfree.testing.models import build
 
 get_checkpoint_conversion_mapping("qwen3")  # it makes a table of all architectures first, of 800 regular expressions
 for name in ("llama", "qwen3"):

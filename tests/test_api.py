@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import padfree
 import padfree.train.run  # sets an environment variable for flash-attn-4, once in a process
 from padfree.cli.main import main
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 CPU = {"device": "cpu"}

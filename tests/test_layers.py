@@ -19,7 +19,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lazy": set(),
     "version": set(),
     "arrays": set(),
-    "sizes": set(),
     "nodes": {"arrays"},
     "batch": {"arrays", "config", "nodes"},
     "config/rules": set(),
@@ -29,9 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packing": {"arrays", "batch", "config", "nodes", "sizes"},
     "distributed": {"config"},
     "stop_signals": set(),
-    "attention": {"arrays", "batch", "config", "nodes", "warning"},
+    "attention": {"arrays", "batch", "config", "nodes"},
     "cp": {"arrays", "attention", "batch", "config", "distributed", "nodes"},
     "model": {"attention", "batch", "config", "cp", "distributed", "version", "warning"},
+    "sizes": {"model"},
     "layers": {"config", "warning"},
     "head": {"arrays", "batch", "config"},
     "losses": {"arrays", "batch", "config"},
@@ -65,12 +65,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "version",
         "warning",
     },
-    "testing": {"rollout"},
-    "talk": {"config", "data", "model", "record", "rollout", "train"},
+    "tools/talk": {"config", "data", "model", "record", "rollout", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
-    "page": set(),
-    "report": {"config", "page", "record"},
-    "planner": {
+    "tools/page": set(),
+    "tools/report": {"config", "tools/page", "record"},
+    "tools/planner": {
         "arrays",
         "batch",
         "config",
@@ -82,12 +81,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model",
         "optim",
         "packing",
-        "page",
+        "tools/page",
         "sharding",
         "sizes",
         "train",
     },
-    "check": {
+    "tools/check": {
         "batch",
         "config",
         "cp",
@@ -102,21 +101,32 @@ MAY_IMPORT: dict[str, set[str]] = {
         "train",
     },
     "api": {"collector", "config", "record", "train"},
-    "cli": {
-        "check",
-        "collector",
+    "testing": {"batch", "config", "packing", "rollout"},
+    "tools/demo": {
+        "tools/check",
         "config",
         "data",
+        "model",
+        "tools/planner",
+        "record",
+        "tools/report",
+        "tools/talk",
+        "testing",
+        "train",
+    },
+    "cli": {
+        "tools/check",
+        "collector",
+        "config",
         "estimate",
         "model",
         "optim",
         "packing",
-        "page",
-        "planner",
-        "record",
-        "report",
+        "tools/page",
+        "tools/planner",
+        "tools/report",
         "stop_signals",
-        "talk",
+        "tools/talk",
         "train",
         "warning",
     },
@@ -133,7 +143,6 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
     "collector": {"torch"},
     "stop_signals": {"torch"},
     "lazy": {"torch"},
-    "sizes": {"torch", "transformers"},
     "config": {"torch"},
     "optim/settings": {"torch"},
     "data": {"torch.distributed"},
@@ -155,8 +164,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    stem = str(path.relative_to(SOURCE).with_suffix(""))
-    return stem if stem in MAY_IMPORT else stem.partition("/")[0]
+    names = path.relative_to(SOURCE).with_suffix("").parts
+    alone = "/".join(names[:2])
+    return alone if alone in MAY_IMPORT else names[0]
 
 
 def module_name(path: Path) -> str:
@@ -186,9 +196,9 @@ def parts_imported(path: Path) -> set[str]:
     found = set()
     for module in imports(path):
         if module.startswith("padfree."):
-            part, _, rest = module.removeprefix("padfree.").partition(".")
-            alone = f"{part}/{rest.partition('.')[0]}"
-            found.add(alone if alone in MAY_IMPORT.get(own, ()) else part)
+            names = module.split(".")[1:]
+            alone = "/".join(names[:2])
+            found.add(alone if names[0] == "tools" or alone in MAY_IMPORT.get(own, ()) else names[0])
     return found - {own}
 
 
@@ -225,7 +235,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_follow_the_table(path: Path) -> None:
     part = part_of(path)
-    if part in ("__init__", "__main__"):
+    if part in ("__init__", "__main__", "tools/__init__"):
         return
     assert part in MAY_IMPORT, f"{part} has no row in the import table"
     modules = imports(path)
@@ -236,6 +246,17 @@ def test_imports_follow_the_table(path: Path) -> None:
         if stem == row or stem.startswith(row + "/"):
             for package in forbidden:
                 assert not [m for m in modules if names_package(m, package)], f"{stem} must not import {package}"
+
+
+def test_only_the_demo_imports_what_is_for_tests() -> None:
+    """Tests, benchmarks and documentation import `padfree.testing`; of padfree itself `padfree demo` alone."""
+    importers = {path for path in FILES if "testing" in parts_imported(path)}
+    assert importers == {SOURCE / "tools" / "demo.py"}
+
+
+def test_the_command_line_alone_imports_tools() -> None:
+    tools = {part for part in MAY_IMPORT if part.startswith("tools/")}
+    assert {part for part, allowed in MAY_IMPORT.items() if allowed & tools} - tools == {"cli"}
 
 
 def test_losses_never_wait_for_the_device() -> None:

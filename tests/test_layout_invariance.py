@@ -59,7 +59,7 @@ from padfree.losses import (
 )
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing.collate import collate
-from tests.models import build
+from padfree.testing.models import build
 from tests.ranks import run_ranks
 
 CLIP = ClipSettings(low=0.1, high=0.2)

@@ -20,7 +20,7 @@ from padfree.batch import PackedBatch, Sample, Segments
 from padfree.cp import shard, work
 from padfree.model import attach, hidden_states
 from padfree.packing import collate
-from tests.models import build
+from padfree.testing.models import build
 
 TOKENS, WORLD, WINDOW = 1 << 20, 8, 64
 POSITIONS = (0, 1, 63, 64, 65, 40_959, 40_960, 131_072, 524_287, 524_288, TOKENS - 2, TOKENS - 1)

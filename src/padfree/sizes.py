@@ -1,45 +1,36 @@
-"""Sizes of a Hugging Face causal language model, read from its config under whatever names it has for them.
+"""Sizes of a Hugging Face causal language model, counted on the modules that transformers makes of its config.
 
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
-FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`padfree.planner`) all read sizes here. A
-config is an object of transformers, another object with the same fields, or a dict; a multimodal one is read for its
-text part. A size that is missing, None or 0 counts as not given.
+FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`tools.planner`) all read sizes here. The
+model is built on the meta device, without numbers: a second for 80 layers, once for a config. So a new architecture
+needs no entry here; from the config come only the numbers that no module has a shape for (heads, windows, how many
+experts a token meets).
+
+A config is an object of transformers, another object with the same fields, or a dict; the latter two must have a
+`model_type` and the sizes of a decoder, and what else they lack is transformers' default. A multimodal config counts
+for its text part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-MIXER_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
-ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
-MLP_TYPES = ("mlp", "moe")
-"""Kinds of layers as HF configs name them; a hybrid one has a mixer and attention."""
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-GATED_ATTENTION = ("afmoe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Model types whose attention has a gate for its output, as wide as the queries. Their configs do not say so."""
+from padfree.model.mixers import kind_of
+from padfree.model.structure import layers_of
+from padfree.model.wrapper import language_config
 
-UNGATED_MLP = (
-    "apertus", "arcee", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "nemotron_h", "opt", "persimmon",
-    "phi", "starcoder2",
-)  # fmt: skip
-"""Model types whose MLPs are two matrices. Nor do these configs say so."""
-
-WITHOUT_MLP = ("falcon_mamba", "mamba", "mamba2")
-"""Model types whose layers are mixers and nothing else."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatentSizes:
-    """Multi-head latent attention: queries, keys and values come out of low-rank projections."""
-
-    query_rank: int  # 0: queries are projected at once
-    key_value_rank: int
-    rope: int  # of a head
-    nope: int
-    value: int
+NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +47,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """Widths and counts."""
+    """Widths and counts. Where layers differ, a width is the largest."""
 
     hidden: int
     layers: int
@@ -64,87 +55,28 @@ class ModelSizes:
     heads: int
     attention: AttentionSizes  # of layers that attend to everything before
     windowed_attention: AttentionSizes  # of those with a window, whose heads are narrower in few models
-    latent: LatentSizes | None
+    latent: bool  # queries, keys and values come out of low-rank projections
     mlp: int
-    mlp_matrices: int  # gate, up and down; two without a gate
     experts: int  # of a layer; 0: it is no mixture
     experts_per_token: int
     expert_mlp: int
     shared_mlp: int  # experts that every token meets
-    sparse_layers: int  # those with experts
+    sparse: tuple[bool, ...]  # which layers have experts
     window: int
     windowed_layers: int
     full_layers: int
     layer_types: tuple[str, ...]  # empty: the config names none
     mixer_layers: int  # those that carry a state along the sequence instead of attending, or besides
-    attention_layers: int  # those with attention
-    mlp_layers: int  # those with an MLP or experts
-    mixer_weights: int  # of the linear layers of one mixer
-    mixer_flops: int  # of one token in one mixer, forward, besides those
-    other_weights: int  # of linear layers besides the usual ones, in all layers; below 0 where some lack usual ones
-    dense_first: int  # layers before the first with experts
-    dense_named: tuple[int, ...]  # layers without experts
-    sparse_every: int  # each so many layers one has experts
+    weights: float  # that one token meets in matmuls, the head included
+    state_flops: int  # of one token in all mixers, forward, besides their weights
 
     @staticmethod
     def of(config: Any) -> ModelSizes:
         """Refuses a config that has not even the sizes of a decoder."""
-        read = _Reader(config)
-        hidden, layers = read("hidden_size", "n_embd"), read("num_hidden_layers", "n_layer")
-        heads = read("num_attention_heads", "n_head")
-        types = tuple(read.get("layer_types") or read.get("layers_block_type") or ())
-        latent = _latent(read)
-        slides = [kind == "sliding_attention" for kind in types]
-        attention = _attention(read, hidden, heads, latent, [not each for each in slides])
-        windowed_attention = _attention(read, hidden, heads, latent, slides)
-        experts = read("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
-        mlp = _mlp(read, hidden, experts)
-        expert_mlp = read("moe_intermediate_size", "intermediate_size", default=mlp)
-        sparse = _sparse(read, layers)
-        explicit = any(read.get(name) is not None for name in ("mlp_layer_types", "moe_layers"))
-        dense_first = read("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0)
-        window = read("sliding_window", default=0)
-        windowed, full = _layer_kinds(types, layers, window > 0 and read.get("use_sliding_window") is not False)
-        chunk = read("attention_chunk_size", default=0)
-        if types.count("chunked_attention"):
-            window, windowed = chunk // 2, windowed + types.count("chunked_attention")  # a chunk's mean of keys
-        mixers = sum(kind in MIXER_TYPES for kind in types)
-        attending = sum(kind in ATTENTION_TYPES for kind in types) if types else layers
-        bare = sum(kind in MLP_TYPES for kind in types)  # layers that are nothing else, where layers are one thing each
-        mixer_weights, mixer_flops = _mixer(read, hidden, attention.query) if mixers else (0, 0)
-        sparse_layers = (types.count("moe") if bare else sum(sparse)) if experts else 0
-        sizes = ModelSizes(
-            hidden=hidden,
-            layers=layers,
-            vocabulary=read("vocab_size"),
-            heads=heads,
-            attention=attention,
-            windowed_attention=windowed_attention,
-            latent=latent,
-            mlp=mlp,
-            mlp_matrices=2 if read.get("model_type") in UNGATED_MLP or read.get("n_embd") is not None else 3,
-            experts=experts,
-            experts_per_token=read(
-                "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", default=None if experts else 0
-            ),
-            expert_mlp=expert_mlp,
-            shared_mlp=_shared_mlp(read, expert_mlp, mlp) if experts else 0,
-            sparse_layers=sparse_layers,
-            window=window,
-            windowed_layers=windowed,
-            full_layers=full,
-            layer_types=types,
-            mixer_layers=mixers,
-            attention_layers=attending,
-            mlp_layers=0 if read.get("model_type") in WITHOUT_MLP else bare or layers,
-            mixer_weights=mixer_weights,
-            mixer_flops=mixer_flops,
-            other_weights=0,
-            dense_first=next((layer for layer in range(layers) if sparse[layer]), 0) if explicit else dense_first,
-            dense_named=() if explicit else tuple(read.get("mlp_only_layers") or ()),
-            sparse_every=read(*_SPARSE_EVERY, default=1),
-        )
-        return replace(sizes, other_weights=_other_weights(read, sizes))
+        if not isinstance(config, PreTrainedConfig):
+            config = _from_dict(_fields(config))
+        config = language_config(config) or config
+        return _counted(_Key(config))
 
     @property
     def head(self) -> int:
@@ -168,172 +100,191 @@ class ModelSizes:
         return max(self.attention.output, self.windowed_attention.output)
 
 
-def _attention(
-    read: _Reader, hidden: int, heads: int, latent: LatentSizes | None, among: Sequence[bool]
-) -> AttentionSizes:
-    """Of the layers `among` all, where the config gives sizes for each layer."""
-    if latent is None:
-        head = read("head_dim", default=hidden // heads, among=among)
-        query = output = heads * head
-        key = value = read("num_key_value_heads", default=heads, among=among) * head
-    else:  # every head has keys and values of its own
-        head = latent.rope + latent.nope
-        query = key = heads * head
-        value = output = heads * latent.value
-    gate = query if read.get("model_type") in GATED_ATTENTION else 0
-    return AttentionSizes(head=head, query=query, gate=gate, key=key, value=value, output=output)
+def attends(layer: nn.Module) -> bool:
+    """Whether a layer of a model without weights has attention, in or beside its mixers."""
+    return bool(_attentions(layer))
 
 
-_SPARSE_EVERY = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step", "expert_layer_period")
+def mixers_of(layer: nn.Module) -> list[nn.Module]:
+    """The mixers of a layer of a model without weights: the probe has not seen it, their parameters tell."""
+    return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
-def _sparse(read: _Reader, layers: int) -> list[bool]:
-    """Which layers have experts, if the model has any."""
-    if kinds := read.get("mlp_layer_types"):
-        return [kind == "sparse" for kind in kinds]
-    if (named := read.get("moe_layers")) is not None:
-        return [layer in named for layer in range(layers)]
-    if period := read("expert_layer_period", default=0):
-        return [layer % period == read("expert_layer_offset", default=0) for layer in range(layers)]
-    first = read("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0)
-    dense, every = read.get("mlp_only_layers") or (), read(*_SPARSE_EVERY, default=1)
-    return [layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)]
+def _fields(config: Any) -> Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
 
-_SHARED_MLP = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
+    fields = _fields(values.get("text_config") or values)
+    other: Mapping[str, str] = {}
+    for name in NEEDED:
+        if not fields.get(name) and not fields.get(other.get(name, name)):
+            raise ValueError(f"config: no {name}; give a causal language model's config or CostModel(linear=...)")
+        if fields["model_type"] not in CONFIG_MAPPING:
+            raise ValueError(f"config: model_type {fields['model_type']!r}; give one that transformers has")
+        other = CONFIG_MAPPING[fields["model_type"]].attribute_map
+    config: PreTrainedConfig = AutoConfig.for_model(**fields)
+    return config
 
 
-def _mlp(read: _Reader, hidden: int, experts: int) -> int:
-    """The width of layers without experts."""
-    if not experts and read.get("shared_intermediate_size"):  # Granite 4: what is left where there are none
-        return read("shared_intermediate_size")
-    # Llama 4 gives its dense layers a width of their own.
-    width = read("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
-    if read.get("block_auto_adjust_ff_dim"):  # LFM2
-        width = int(2 * width / 3)
-        if (factor := read.get("block_ffn_dim_multiplier")) is not None:
-            multiple = read("block_multiple_of")
-            width = -(-int(factor * width) // multiple) * multiple
-    return width
+class _Key:
+    """A config as the key of a cache: by its values."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config, self._text = config, f"{type(config)}{config.to_json_string(use_diff=False)}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
 
-def _shared_mlp(read: _Reader, expert_mlp: int, mlp: int) -> int:
-    """What every token meets beside the experts."""
-    if read.get("intermediate_size_mlp") is not None:  # Llama 4 has one expert for all
-        return expert_mlp
-    if read.get("enable_moe_block") or read.get("model_type") == "hunyuan_v1_moe":  # experts beside the usual MLP
-        return mlp
-    shared = read("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", default=0)
-    return read(*_SHARED_MLP, default=expert_mlp * shared)
+@lru_cache(maxsize=64)
+def _counted(key: _Key) -> ModelSizes:
+    config = key.config
+    from_hub = type(config).__module__.startswith("transformers_modules.")  # its code has run already
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=from_hub)  # type: ignore[no-untyped-call]
+    return count(model)
 
 
-def _other_weights(read: _Reader, sizes: ModelSizes) -> int:
-    """Gates of shared experts; embeddings of each layer, streams and keys of other layers, of Gemma 3n and 4."""
-    hidden = sizes.hidden
-    found = 2 * sizes.layers * hidden * read("laurel_rank", default=0)
-    if streams := read("altup_num_inputs", default=0):
-        found += sizes.layers * streams * (streams**2 + streams + hidden) + 2 * (streams - 1) * hidden**2
-    if read.get("model_type") == "bailing_hybrid":  # a gate for each head
-        found += sizes.attention_layers * hidden * sizes.heads
-    found += sizes.sparse_layers * hidden if read.get("shared_expert_intermediate_size") else 0
-    found += 3 * sizes.layers * hidden * read("hidden_size_per_layer_input", default=0)
-    without_keys = sizes.layers - read("num_kv_shared_layers", default=0)
-    for layer, kind in enumerate(sizes.layer_types):
-        attention = sizes.windowed_attention if kind == "sliding_attention" else sizes.attention
-        if layer >= without_keys:
-            found -= hidden * (attention.key + attention.value)
-            if read.get("use_double_wide_mlp"):
-                found += sizes.mlp_matrices * hidden * sizes.mlp
-        elif read.get("attention_k_eq_v") and kind != "sliding_attention":
-            found -= hidden * attention.value
-    return found
-
-
-def _mixer(read: _Reader, hidden: int, query: int) -> tuple[int, int]:
-    """Weights of the linear layers of one mixer, and a token's other FLOPs in it, by the fields that its kind has."""
-    kernel = read("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_L_cache", default=4)
-    if read.get("linear_num_value_heads") is not None:  # gated delta net: q, k, v, the gate, and two numbers a head
-        heads, d_k, d_v = (read(f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
-        keys, values = read("linear_num_key_heads") * d_k, heads * d_v
-        weights = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
-        return weights, 6 * heads * d_k * d_v + 2 * kernel * (2 * keys + values)
-    if read.get("linear_num_heads") is not None:  # the same with gates of low rank, or not
-        heads, dim = read("linear_num_heads"), read("linear_head_dim")
-        width = heads * dim
-        gates = 2 * hidden * width if read.get("model_type") == "bailing_hybrid" else 2 * dim * (hidden + width)
-        weights = 4 * hidden * width + gates + hidden * heads
-        return weights, 6 * width * dim + 2 * kernel * 3 * width
-    state = read("mamba_d_state", "ssm_state_size", "state_size", default=0)
-    heads = read("mamba_n_heads", "mamba_num_heads", default=0)
-    if not heads and read.get("mamba_headdim") is not None:
-        heads = read("n_mamba_heads", default=0)
-    if state and heads:  # Mamba-2
-        width = read("mamba_d_ssm", default=0) or heads * read("mamba_d_head", "mamba_head_dim", "mamba_headdim")
-        group = 2 * read("mamba_n_groups", "n_groups", "mamba_ngroups", default=1) * state
-        return hidden * (2 * width + group + heads) + width * hidden, 6 * width * state + 2 * kernel * (width + group)
-    if state:  # Mamba
-        width = read("mamba_expand", "expand", default=2) * hidden
-        if read.get("model_type") in WITHOUT_MLP:
-            width = read("intermediate_size", default=width)
-        rank = read("mamba_dt_rank", "time_step_rank", default=-(-hidden // 16))
-        weights = 3 * hidden * width + width * (2 * rank + 2 * state)
-        return weights, 7 * width * state + 2 * kernel * width
-    if read.get("conv_L_cache") is not None:  # a short convolution between two gates
-        return 4 * hidden * hidden, 2 * (kernel + 1) * hidden
-    block = read("block_size", default=0)  # lightning attention: q, k, v, gate and output
-    return 5 * hidden * query, query * (4 * block + 4 * query // max(1, read("num_attention_heads")))
-
-
-class _Reader:
-    """Whole numbers of a config, each under the first of its names that is given."""
-
-    def __init__(self, config: Any) -> None:
-        text = getattr(config, "get_text_config", None)
-        self._config = text() if callable(text) else self._field(config, "text_config") or config
-
-    @staticmethod
-    def _field(config: Any, name: str) -> Any:
-        if isinstance(config, Mapping):
-            return config.get(name)
-        if name in (getattr(config, "per_layer_attributes", None) or ()):
-            return tuple(getattr(layer, name) for layer in config.per_layer_config)
-        return getattr(config, name, None)
-
-    def get(self, name: str) -> Any:
-        return self._field(self._config, name)
-
-    def __call__(self, *names: str, default: int | None = None, among: Sequence[bool] = ()) -> int:
-        """Of a list with an entry for each layer, the largest, `among` these layers if any of them is.
-
-        Without a `default` one of the names must be given.
-        """
-        for name in names:
-            if value := self.get(name):
-                if not isinstance(value, list | tuple):
-                    return int(value)
-                chosen = [each for each, counts in zip(value, among, strict=True) if counts] if any(among) else []
-                return int(max(chosen or value))
-        if default is None:
-            raise ValueError(f"config: no {names[0]}; give a causal language model's config or CostModel(linear=...)")
-        return default
-
-
-def _latent(read: _Reader) -> LatentSizes | None:
-    if not read.get("kv_lora_rank"):
-        return None
-    return LatentSizes(
-        query_rank=read("q_lora_rank", default=0),
-        key_value_rank=read("kv_lora_rank"),
-        rope=read("qk_rope_head_dim"),
-        nope=read("qk_nope_head_dim"),
-        value=read("v_head_dim"),
+def count(model: PreTrainedModel) -> ModelSizes:
+    """Of a model that has no adapters and is not sharded."""
+    config, layers = model.config.get_text_config(), list(layers_of(model))
+    heads, hidden = int(getattr(config, "num_attention_heads", 0)), int(config.hidden_size)
+    types = tuple(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    slides = [kind == "sliding_attention" for kind in types] or [False] * len(layers)
+    window, windowed, full = _windows(config, types, len(layers))
+    found = [(_attention(config, layer), slide) for layer, slide in zip(layers, slides, strict=True)]
+    attention = _widest([sizes for sizes, slide in found if sizes and not slide] or [each for each, _ in found if each])
+    windowed_attention = _widest([sizes for sizes, slide in found if sizes and slide]) if any(slides) else attention
+    experts = [_experts(layer, hidden) for layer in layers]
+    sparse = tuple(number > 0 for number, _ in experts)
+    per_token = next((int(k) for name in EXPERTS_PER_TOKEN if (k := getattr(config, name, None))), 0)
+    mlps = [_mlp(layer, hidden) for layer in layers]
+    mixers = [mixer for layer in layers for mixer in mixers_of(layer)]
+    number = max(number for number, _ in experts)
+    return ModelSizes(
+        hidden=hidden,
+        layers=len(layers),
+        vocabulary=int(config.vocab_size),
+        heads=heads,
+        attention=attention,
+        windowed_attention=windowed_attention,
+        latent=bool(getattr(config, "kv_lora_rank", None)),
+        mlp=max((width for width, mixture in zip(mlps, sparse, strict=True) if not mixture), default=0) or max(mlps),
+        experts=number,
+        experts_per_token=per_token if number else 0,
+        expert_mlp=max(width for _, width in experts),
+        shared_mlp=max((width for width, mixture in zip(mlps, sparse, strict=True) if mixture), default=0),
+        sparse=sparse,
+        window=window,
+        windowed_layers=windowed,
+        full_layers=full,
+        layer_types=types,
+        mixer_layers=len(mixers),
+        weights=_met_weights(model, per_token / number if number else 0.0),
+        state_flops=sum(kind_of(mixer).state_flops(mixer) for mixer in mixers),
     )
 
 
-def _layer_kinds(types: tuple[str, ...], layers: int, all_windowed: bool) -> tuple[int, int]:
-    """How many layers attend in a sliding window, and how many to everything before."""
-    if types:
-        full = sum(kind in ATTENTION_TYPES for kind in types)
-        windowed = types.count("sliding_attention")
-        return windowed, full - windowed - types.count("chunked_attention")
-    return (layers, 0) if all_windowed else (0, layers)
+def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> tuple[int, int, int]:
+    """The window, and how many layers attend in one and to everything before."""
+    window = int(getattr(config, "sliding_window", None) or 0)
+    chunked = types.count("chunked_attention")
+    if chunked:
+        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # a chunk's mean of keys
+    if not types:
+        everywhere = window > 0 and getattr(config, "use_sliding_window", None) is not False
+        return window, layers if everywhere else 0, 0 if everywhere else layers
+    full = sum(kind in ("full_attention", "attention", "hybrid") for kind in types)
+    return window, types.count("sliding_attention") + chunked, full
+
+
+def _attentions(layer: nn.Module) -> list[nn.Module]:
+    """Modules with attention that are not inside a mixer."""
+    inside = {part for mixer in mixers_of(layer) for part in mixer.modules()}
+    return [each for each in layer.modules() if type(each).__name__.endswith("Attention") and each not in inside]
+
+
+def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
+    """Widths of what a layer's projections write and read; of fused ones keys and values are what is left."""
+    modules = [each for each in _attentions(layer) if _linear(each)]
+    if not modules:
+        return None
+    module, heads, hidden = modules[-1], int(config.num_attention_heads), int(config.hidden_size)
+    projections = _linear(module)
+    back = [each for each in projections if each[3] == hidden and each[0][0] not in "qkvg"]
+    (_, out, output, _) = (back or projections)[-1]
+    inputs = [each for each in projections if each[1] is not out]
+    if getattr(config, "kv_lora_rank", None):  # every head has keys and values of its own
+        head = int(config.qk_rope_head_dim) + int(config.qk_nope_head_dim)
+        return AttentionSizes(head=head, query=heads * head, gate=0, key=heads * head, value=output, output=output)
+    written = sum(width for _, _, _, width in inputs)
+    keys = [width for name, _, _, width in inputs if name in ("k_proj", "key")]
+    key = keys[0] if keys else (written - output) // 2
+    head = int(getattr(module, "head_dim", None) or output // heads)
+    gate = output if written >= 2 * output + 2 * key and key else 0
+    return AttentionSizes(head=head, query=output, gate=gate, key=key, value=key, output=output)
+
+
+def _widest(found: list[AttentionSizes]) -> AttentionSizes:
+    """Of several layers; a layer that reads another's keys has none of its own."""
+    return max(found, key=lambda sizes: (sizes.query, sizes.key), default=_NOTHING)
+
+
+_NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
+
+
+def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
+    """(last name, module, in, out) of the linear layers in a module, in their order."""
+    found: list[tuple[str, nn.Module, int, int]] = []
+    for name, each in module.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(each, nn.Linear):
+            found.append((last, each, each.in_features, each.out_features))
+        elif isinstance(each, Conv1D):
+            found.append((last, each, int(each.nx), int(each.nf)))
+    return found
+
+
+def _mlp(layer: nn.Module, hidden: int) -> int:
+    """The width of a layer's MLP, or of the experts that every token meets: of what is projected back to `hidden`."""
+    outside = {part for each in (*_attentions(layer), *mixers_of(layer)) for part in each.modules()}
+    outside |= {part for name, each in layer.named_modules() if _is_experts(name) for part in each.modules()}
+    last: dict[str, int] = {}  # of each module with linear layers, the last that writes `hidden`
+    for name, each in layer.named_modules():
+        for _, linear, read, written in _linear(each) if isinstance(each, nn.Linear | Conv1D) else ():
+            if written == hidden and linear not in outside:
+                last[name.rpartition(".")[0]] = read
+    return max(last.values(), default=0)
+
+
+def _is_experts(name: str) -> bool:
+    return name.rpartition(".")[2] == "experts"
+
+
+def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
+    """How many experts a layer has, and the width of one: of its smallest matrix."""
+    for name, module in layer.named_modules():
+        if _is_experts(name):
+            matrices = [each for each in module.parameters() if each.ndim >= 2]
+            whole = [each for each in matrices if each.ndim == 3]
+            number = whole[0].shape[0] if whole else len(list(module.children()))
+            smallest = min(each.numel() for each in whole) // number if whole else min(e.numel() for e in matrices)
+            return number, smallest // hidden
+    return 0, 0
+
+
+def _met_weights(model: PreTrainedModel, met: float) -> float:
+    """The weights of all matmuls of one token, counted from the modules; of experts the share that it meets."""
+    found = 0.0
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear | Conv1D):
+            found += module.weight.numel() * (met if re.search(r"experts\.\d", name) else 1)
+        elif _is_experts(name):
+            found += met * sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 3)
+        elif re.search(r"(router|gate)$", name):  # those that are no linear layers
+            found += sum(each.numel() for each in module.parameters(recurse=False) if each.ndim == 2)
+    return found

@@ -24,7 +24,7 @@ from tests.attention.cases import (
     run,
 )
 
-CUDA_BACKENDS = ("torch", "fa4", "fa3", "fa2", "flex")
+CUDA_BACKENDS = ("torch", "fa4", "flex")
 CUDA_CASES = [
     *(Case(mask=mask, head_dim=128) for mask in MASKS),
     *(

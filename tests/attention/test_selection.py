@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,13 @@ from padfree.attention import (
 )
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
-from padfree.warning import PadfreeWarning
+from padfree.cp import shard
+from padfree.model import attach, hidden_states
+from padfree.testing.models import build, row
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+ALL = ("fa4", "flex")
 
 
 @pytest.fixture
@@ -37,29 +39,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     def pretend(*packages: str, major: int = 9) -> None:
         selection._choose.cache_clear()
         monkeypatch.setattr(selection, "_compute_capability", lambda device: (major, 0) if device == CUDA else (0, 0))
-        for name in ("fa4", "fa3", "fa2", "flex"):
+        for name in ALL:
             monkeypatch.setattr(BACKENDS[name], "is_installed", lambda there=name in packages: there)
 
     yield pretend
     selection._choose.cache_clear()
 
 
-ALL = ("fa4", "fa3", "fa2", "flex")
-
-
 @pytest.mark.parametrize(
     ("packages", "major", "request_", "chosen"),
     [
         (ALL, 9, {}, "fa4"),
-        (("fa3", "fa2", "flex"), 9, {}, "torch"),  # fa3 and fa2 are untested
-        (("fa2", "flex"), 9, {}, "torch"),
+        (("flex",), 9, {}, "torch"),
         ((), 9, {}, "torch"),
         (ALL, 10, {}, "fa4"),
-        (ALL, 8, {}, "torch"),  # fa4 has no backward before Hopper, fa3 is for Hopper only
+        (ALL, 8, {}, "torch"),  # fa4 has no backward before Hopper
         (ALL, 12, {}, "torch"),
         (ALL, 7, {}, "flex"),
         (ALL, 9, {"softcap": True}, "fa4"),
-        (("fa3", "fa2", "flex"), 9, {"softcap": True}, "flex"),
         (("flex",), 9, {"softcap": True}, "flex"),
         (ALL, 9, {"dtype": FP32}, "flex"),
         ((), 9, {"dtype": FP64}, "reference"),
@@ -91,7 +88,7 @@ def test_everything_on_the_cpu_goes_to_the_cpu_kernels(dtype: torch.dtype, softc
 @pytest.mark.parametrize(
     ("requested", "device", "request_", "message"),
     [
-        ("fa5", CPU, {}, "backend: 'fa5' is unknown; use 'auto' or one of fa4, fa3, torch"),
+        ("fa5", CPU, {}, "backend: 'fa5' is unknown; use 'auto' or one of fa4, torch"),
         ("flex", CPU, {}, "'flex' cannot serve: it runs on cuda, not on cpu; use 'auto' or 'cpu' or 'reference'"),
         ("torch", CPU, {}, "it runs on cuda, not on cpu"),
         ("cpu", CUDA, {}, "it runs on cpu, not on cuda"),
@@ -139,26 +136,6 @@ def test_a_device_that_is_not_there() -> None:
         choose_backend(CUDA, BF16, 128)
 
 
-@pytest.mark.parametrize("name", ["fa3", "fa2"])
-def test_an_untested_backend_is_used_by_name_and_says_so_once(machine: object, name: str) -> None:
-    machine("fa3", "fa2")
-    selection._warn_untested.cache_clear()
-    with pytest.warns(PadfreeWarning, match=f"backend '{name}' is untested.*padfree check"):
-        assert choose_backend(CUDA, BF16, 128, requested=name) == name
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert choose_backend(CUDA, BF16, 64, requested=name) == name, "another call, and no second warning"
-
-
-def test_untested_backends_are_no_cure(machine: object) -> None:
-    machine("fa3", "fa2", "flex")
-    with pytest.raises(ValueError, match="it has no softcap; use 'auto' or 'flex' or 'reference'"):
-        choose_backend(CUDA, BF16, 128, softcap=True, requested="torch")
-    machine("fa3", "fa2", major=9)
-    with pytest.raises(ValueError, match="fa3: it can serve but is untested, and is used only by name"):
-        choose_backend(CUDA, BF16, 128, softcap=True)
-
-
 class Halved(AttentionBackend):
     """A backend of a user: the reference, with half of its output."""
 
@@ -189,6 +166,41 @@ def test_a_backend_of_ones_own() -> None:
     finally:
         BACKENDS.pop("halved", None)
         selection._choose.cache_clear()
+
+
+class Own(AttentionBackend):
+    """A backend of a user with its own backward, which `auto` leaves alone."""
+
+    name = "own"
+    capabilities = Capabilities(devices=("cpu",), dtypes=(FP64,), auto_dtypes=(), lengths_on_host=True)
+
+    def __init__(self) -> None:
+        self.calls = [0, 0]
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        self.calls[0] += 1
+        return reference.BACKEND.forward(*args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls[1] += 1
+        return reference.BACKEND.backward(*args)
+
+
+def test_a_registered_backend_serves_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of every layer go to it, and nothing but them: gradients are those of the reference."""
+    own, batch = Own(), shard(row([5, 1, 9], pad=1))
+    monkeypatch.setitem(BACKENDS, "own", own)
+    del BACKENDS["own"]  # and afterwards by monkeypatch
+    register_backend(own)
+    assert choose_backend(CPU, FP64, 16) == "cpu"
+    gradients = []
+    for backend in ("own", "reference"):
+        model = attach(build("qwen3").double(), backend=backend)
+        own.calls = [0, 0]  # those of the probe
+        hidden_states(model, batch).square().sum().backward()
+        gradients.append(torch.cat([each.grad.flatten() for each in model.model.parameters()]))
+        assert own.calls == ([2, 2] if backend == "own" else [0, 0]), "two layers"
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def test_the_table_in_the_documentation_is_what_the_backends_say() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from padfree.cli.main import main
-from tests.talk.talk_cases import save_model
+from tests.tools.talk.talk_cases import save_model
 
 PATIENCE = 120.0
 

@@ -15,7 +15,7 @@ from padfree.batch import PackedBatch, Sample
 from padfree.cli.check import context_ranks
 from padfree.cli.main import main
 from padfree.packing.collate import collate
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 from tests.ranks import run_ranks
 
 
@@ -127,7 +127,7 @@ def test_a_report_that_cannot_be_written_is_said_before_the_check(
     def checked(*arguments: object, **options: object) -> None:
         raise AssertionError("the check has begun")
 
-    monkeypatch.setattr("padfree.check.check_model", checked)
+    monkeypatch.setattr("padfree.tools.check.check_model", checked)
     (tmp_path / "file").write_text("")
     assert main(["check", "--model", model, "--json", str(tmp_path / "file" / "report.json")]) == 1
     assert capsys.readouterr().err.startswith(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from padfree.cli.main import main
-from tests.data.tiny_tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 
 CHAT = [
     {"role": "user", "content": "Hello there"},

@@ -12,7 +12,7 @@ import pytest
 
 from padfree.cli.main import main
 from padfree.cli.speaking import CONTROLS
-from tests.talk.talk_cases import save_adapters, save_model
+from tests.tools.talk.talk_cases import save_adapters, save_model
 
 
 @pytest.fixture(scope="module")

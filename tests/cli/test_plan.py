@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from padfree.cli.main import main
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_suggestion_is_planned_where_nothing_else_was_said(capsys: pytest.Capt
 
 def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # what is measured is tested elsewhere; here a token takes a millisecond
-    module = importlib.import_module("padfree.planner.calibrate")
+    module = importlib.import_module("padfree.tools.planner.calibrate")
     monkeypatch.setattr(module, "_runner", lambda *arguments: lambda lengths: 1e-3 * sum(lengths))
     assert main(["plan", "--calibrate", "--model", "model"]) == 0
     shown = capsys.readouterr().out

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from padfree.cli.main import main
 from padfree.cli.progress import Bars, progress
 from padfree.config import config_from_dict, load_config
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from padfree.compat.hf import PackedCollator
 from padfree.model import attach
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 IGNORE = -100
 FEATURES = [

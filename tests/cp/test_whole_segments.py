@@ -13,7 +13,7 @@ import torch.distributed as dist
 from padfree.batch import LayoutKind, Segments
 from padfree.cp import from_whole_segments, make_layout, mixer_bytes, shard, to_whole_segments, whole_segments
 from padfree.cp.whole_segments import assign_segments, plan_moves
-from tests.models import row
+from padfree.testing.models import row
 from tests.ranks import run_ranks
 
 LENGTHS = [9, 3, 1, 12, 7, 10]

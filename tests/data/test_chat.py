@@ -15,7 +15,7 @@ from padfree.data.chat import ChatRenderer, RenderedSample
 from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.encode import Encoded, Encoder, Passage
 from padfree.data.records import RowError
-from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be short."},

@@ -13,7 +13,7 @@ from padfree.config.choices import LossOn, Turns
 from padfree.data.chat import ChatRenderer, RenderedSample
 from padfree.data.conversation import read_conversation
 from padfree.data.records import RowError
-from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.records import RowError
-from tests.data.tiny_tokenizers import CharacterTokenizer, tiny_tokenizer
+from padfree.testing.tokenizers import CharacterTokenizer, tiny_tokenizer
 
 BYTES = tiny_tokenizer()
 EOS = 3

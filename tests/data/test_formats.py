@@ -14,7 +14,7 @@ from padfree.data import RolloutDataSettings, SFTDataSettings, TokenizedDataset,
 from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
 from padfree.rollout import read_prompts
-from tests.data.tiny_tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 
 CHAT = tiny_tokenizer("chatml")
 BASE = tiny_tokenizer(kind="bos")

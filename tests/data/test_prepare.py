@@ -19,7 +19,7 @@ from padfree.batch import Sample
 from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft, sources
 from padfree.data.store import ArrayWriter
 from padfree.packing import collate
-from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from tests.ranks import rank_server
 
 CHAT = tiny_tokenizer("chatml")
@@ -316,7 +316,7 @@ def test_a_script_that_processes_cannot_import_is_an_error_and_not_a_wait(tmp_pa
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Hello"}) + "\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "from tests.data.tiny_tokenizers import tiny_tokenizer\n"
+        "from padfree.testing.tokenizers import tiny_tokenizer\n"
         "from padfree.data import load_sft\n"
         "load_sft('a.jsonl', tiny_tokenizer(), cache='cache', num_workers=1)\n"
     )

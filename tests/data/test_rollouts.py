@@ -13,7 +13,7 @@ import pytest
 
 from padfree.batch import Sample, common_fields
 from padfree.data import RolloutData, RolloutDataSettings, SkippedRow, read_rollouts
-from tests.data.tiny_tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 
 CHAT = tiny_tokenizer("chatml")
 BASE = tiny_tokenizer(kind="bos")

@@ -24,7 +24,7 @@ from padfree.data.store import (
     read_skipped,
     tokenizer_digest,
 )
-from tests.data.tiny_tokenizers import CharacterTokenizer, tiny_tokenizer
+from padfree.testing.tokenizers import CharacterTokenizer, tiny_tokenizer
 
 
 def test_an_array_grows_and_keeps_its_header(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from padfree.data.chat import ChatRenderer
 from padfree.data.conversation import Conversation
 from padfree.data.records import RowError
 from padfree.data.template import compiled, rendered
-from tests.data.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 
 DAY = datetime.date(2020, 2, 3)
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -16,8 +16,8 @@ from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import SAVED_MATMULS, recompute_layers
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
+from padfree.testing.models import ARCHITECTURES, build, row
 from tests.estimate.test_memory import num_bytes
-from tests.models import ARCHITECTURES, build, row
 
 TOKENS = (130, 126)
 

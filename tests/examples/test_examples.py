@@ -12,9 +12,9 @@ import pytest
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.rollout.environment import rehearse
-from tests.models import save_with_tokenizer
+from padfree.testing.arithmetic import problems, train_tokenizer, write_model, write_rows
+from padfree.testing.models import save_with_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TRAINED = ("--lr", "1e-2", "--epochs", "4", "--samples", "8")

@@ -1,4 +1,4 @@
-"""What a GPU does, on the CPU: its path through the head.
+"""What a GPU does, on the CPU: its path through the head. And how results are compared.
 
 CUDA multiplies bfloat16 into float32, which the CPU cannot do; the matmuls here give the CPU what CUDA gets.
 """
@@ -30,3 +30,13 @@ def imitate_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (tiles, chunks):
         monkeypatch.setattr(module, "matmul", cuda_matmul)
         monkeypatch.setattr(module, "rounded_matmul", cuda_rounded_matmul)
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol: float) -> None:
+    """`atol` is a share of the largest number of each tensor, or of 1."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
+        torch.testing.assert_close(
+            actual[name], tensor, atol=atol * scale, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from padfree.batch import LmHead
 from padfree.head import fused_loss, score
+from tests.head.cases import assert_same
 
 BACKENDS = [
     pytest.param("chunked", "cpu", id="chunked-cpu"),
@@ -65,15 +66,6 @@ def run(inputs: list[Tensor], backend: str, *, scale: float = 1.0, **options: An
     if fused.entropy is not None:
         results["entropy"] = fused.entropy
     return {name: tensor.detach().cpu() for name, tensor in results.items()}
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
-        torch.testing.assert_close(
-            actual[name], tensor, atol=atol * scale, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)

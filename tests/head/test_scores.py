@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from padfree.head import score
+from tests.head.cases import assert_same
 
 BACKENDS = [
     pytest.param("chunked", "cpu", id="chunked-cpu"),
@@ -64,15 +65,6 @@ def run(case: Case, backend: str, **options: Any) -> dict[str, Tensor]:
     if bias is not None:
         results["grad_bias"] = bias.grad
     return {name: tensor.detach().cpu() for name, tensor in results.items()}
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        scale = max(1.0, float(tensor.abs().max())) if tensor.numel() else 1.0
-        torch.testing.assert_close(
-            actual[name], tensor, atol=atol * scale, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)

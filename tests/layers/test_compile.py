@@ -24,10 +24,10 @@ from padfree.layers.offload import ActivationOffload
 from padfree.layers.passes import PASSES
 from padfree.layers.recompute import Kept
 from padfree.model.structure import layers_of
+from padfree.testing.models import build, row
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine
 from tests.layers.graph_cases import passes_alone
-from tests.models import build, row
 from tests.train.cases import LOSSES, make_engine, make_samples
 
 BACKEND = "aot_eager_decomp_partition"

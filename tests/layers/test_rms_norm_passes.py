@@ -21,8 +21,8 @@ from padfree.layers.passes.qk_norm_rope import qk_norm_rope_pass
 from padfree.layers.passes.rms_norm import rms_norm_backward_pass, rms_norm_pass
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
+from padfree.testing.models import build, row
 from tests.layers.graph_cases import graphs_after, passes_alone
-from tests.models import build, row
 
 BACKEND = "aot_eager_decomp_partition"
 BACKWARD = torch.ops.padfree.rms_norm_backward.default

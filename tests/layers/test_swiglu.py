@@ -16,9 +16,9 @@ from padfree.layers.passes.swiglu import swiglu_overwrite_pass, swiglu_pass
 from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
+from padfree.testing.models import build, row
 from tests.interpreter import DEVICE, needs_kernels
 from tests.layers.graph_cases import calls, graphs_after
-from tests.models import build, row
 
 OPS = torch.ops.padfree
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from padfree.batch import AttnContext, PackedBatch
 from padfree.cp import shard
 from padfree.model import TESTED, attach, interface
-from tests.models import ARCHITECTURES, MIXERS, VOCABULARY, build, row
+from padfree.testing.models import ARCHITECTURES, MIXERS, VOCABULARY, build, row
 from tests.rounding import assert_same_but_for_rounding, in_float64, largest_difference, noise_of
 
 LENGTHS = [19, 1, 12, 7]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from padfree.batch import LayoutKind, PackedBatch
 from padfree.cp import gather_tokens, shard
 from padfree.model import attach
-from tests.models import EXPERTS, VOCABULARY, build, row
+from padfree.testing.models import EXPERTS, VOCABULARY, build, row
 from tests.ranks import run_ranks
 from tests.rounding import FACTOR, assert_same_but_for_rounding, in_float64, largest_difference, noise_of
 

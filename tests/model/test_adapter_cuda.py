@@ -18,7 +18,7 @@ from padfree.attention import choose_backend
 from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.model import attach
-from tests.models import EXPERTS, VOCABULARY, build, row
+from padfree.testing.models import EXPERTS, VOCABULARY, build, row
 
 pytestmark = pytest.mark.gpu
 

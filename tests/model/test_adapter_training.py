@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from padfree.batch import PackedBatch
 from padfree.cp import gather_tokens, shard
 from padfree.model import attach
-from tests.models import build, row
+from padfree.testing.models import build, row
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5

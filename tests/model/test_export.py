@@ -15,7 +15,7 @@ from padfree.model import export
 from padfree.model.adapter import attach
 from padfree.model.export import export_model
 from padfree.model.load import load_model
-from tests.models import build
+from padfree.testing.models import build
 from tests.ranks import run_ranks
 
 

@@ -18,10 +18,10 @@ from padfree.model.mixers import fast_way, fla_kernels
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.convolution import convolution
 from padfree.model.structure import layers_of
+from padfree.testing.models import build, row
 from padfree.warning import PadfreeWarning
 from tests.model.plain_kernels import delta_rule, plain_kernels, ways
 from tests.model.test_mixers import LENGTHS, run
-from tests.models import build, row
 from tests.rounding import largest_difference
 
 FAST = ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bamba", "nemotron_h", "falcon_h1", "zamba2"]

@@ -21,9 +21,9 @@ from padfree.model import attach
 from padfree.model.mixers import fast_way, fla_kernels
 from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.structure import layers_of
+from padfree.testing.models import build, row
 from padfree.warning import PadfreeWarning
 from tests.model.plain_kernels import ways
-from tests.models import build, row
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from padfree.model.load import load_model, named_tensors, region_of
-from tests.models import ARCHITECTURES, build
+from padfree.testing.models import ARCHITECTURES, build
 from tests.ranks import run_ranks
 
 

@@ -22,8 +22,8 @@ from padfree.model import attach, probe
 from padfree.model.mixers import installed
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.structure import layers_of
+from padfree.testing.models import MIXERS, VOCABULARY, build, row
 from tests.model.plain_kernels import plain_kernels, ways
-from tests.models import MIXERS, VOCABULARY, build, row
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from padfree.cp import shard
 from padfree.model import attach, hidden_states, lm_head_of
-from tests.models import ARCHITECTURES, build, row
+from padfree.testing.models import ARCHITECTURES, build, row
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

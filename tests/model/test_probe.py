@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from padfree.cp import shard
 from padfree.model import attach, probe
 from padfree.model.probe import Verdict
-from tests.models import build, row
+from padfree.testing.models import build, row
 
 
 class ShiftingLayer(LlamaDecoderLayer):

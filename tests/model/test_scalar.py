@@ -18,7 +18,7 @@ from padfree.model.load import load_model
 from padfree.model.scalar import scalar_head_of, scalar_scores
 from padfree.model.structure import skeleton
 from padfree.packing import collate
-from tests.models import build
+from padfree.testing.models import build
 
 TOKENS = (np.array([3, 4, 5]), np.array([7, 8, 9, 10, 2]), np.array([6]))
 

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from padfree.model.shrink import NUM_HEADS, WINDOW, shrink
-from tests.models import ARCHITECTURES, build
+from padfree.testing.models import ARCHITECTURES, build
 
 
 def test_one_layer_of_each_kind_and_a_short_window_are_kept() -> None:

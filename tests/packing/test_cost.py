@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Mix
 from padfree.packing.cost import CostModel
 
 DENSE = {
+    "model_type": "mistral",
+    "sliding_window": None,
     "hidden_size": 8,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -35,10 +37,7 @@ def test_from_config_by_hand() -> None:
     assert CostModel.from_config(DENSE) == expected
     assert CostModel.from_config(SimpleNamespace(**DENSE)) == expected
     assert CostModel.from_config({"text_config": DENSE}) == expected
-    without = {name: value for name, value in DENSE.items() if name not in ("head_dim", "num_key_value_heads")}
-    assert CostModel.from_config({**without, "head_dim": None}) == CostModel.from_config(
-        {**without, "head_dim": 4, "num_key_value_heads": 2}
-    )
+    assert CostModel.from_config({**DENSE, "head_dim": None}) == expected, "transformers derives it"
 
 
 def test_windowed_and_linear_layers() -> None:
@@ -47,10 +46,8 @@ def test_windowed_and_linear_layers() -> None:
     windowed = CostModel.from_config({**DENSE, "sliding_window": 5})
     assert windowed == CostModel(linear=full.linear + 2 * 5 * pair, quadratic=0.0)
     assert full.quadratic == 2 * pair / 2  # half of n² pairs
-    assert CostModel.from_config({**DENSE, "sliding_window": 5, "use_sliding_window": False}) == full
-    mixed = CostModel.from_config(
-        {**DENSE, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-    )
+    ministral = {**DENSE, "model_type": "ministral", "sliding_window": 5}
+    mixed = CostModel.from_config({**ministral, "layer_types": ["sliding_attention", "full_attention"]})
     assert mixed.quadratic == full.quadratic / 2
     assert mixed.linear == (full.linear + windowed.linear) / 2
 
@@ -102,6 +99,9 @@ def test_weights_are_those_of_the_real_model(config: Any, unused: float) -> None
 def test_latent_attention() -> None:
     config = {
         **DENSE,
+        "model_type": "deepseek_v3",
+        "n_group": 1,
+        "topk_group": 1,
         "kv_lora_rank": 6,
         "q_lora_rank": 5,
         "qk_rope_head_dim": 2,
@@ -157,7 +157,7 @@ def test_fit_gives_no_negative_coefficient() -> None:
     [
         (lambda: CostModel(linear=-1.0), "linear: -1.0"),
         (lambda: CostModel(linear=1.0, quadratic=float("nan")), "quadratic: nan"),
-        (lambda: CostModel.from_config({"hidden_size": 8}), "config: no num_hidden_layers"),
+        (lambda: CostModel.from_config({"model_type": "llama", "hidden_size": 8}), "config: no num_hidden_layers"),
         (lambda: CostModel.fit([1, 2], [1.0]), "seconds: shape"),
         (lambda: CostModel.fit([1, 2], [1.0, 0.0]), "seconds: 0.0 to 1.0"),
         (lambda: CostModel.fit([], []), "seconds: shape"),

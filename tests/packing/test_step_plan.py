@@ -10,6 +10,7 @@ from padfree.packing.cost import CostModel
 from padfree.packing.step_plan import StepPlan, plan_step
 
 QWEN3_4B = {
+    "model_type": "qwen3",
     "hidden_size": 2560,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,

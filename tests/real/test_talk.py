@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.cli.main import main
-from padfree.talk.conversation import Conversation
-from padfree.talk.find import find_model
-from padfree.talk.speaker import Speaker, open_speaker
+from padfree.tools.talk.conversation import Conversation
+from padfree.tools.talk.find import find_model
+from padfree.tools.talk.speaker import Speaker, open_speaker
 
 REAL = os.environ.get("PADFREE_REAL")
 pytestmark = pytest.mark.skipif(REAL is None, reason="PADFREE_REAL, the folder of real models, is not set")
@@ -94,7 +94,7 @@ def test_second_turns_of_real_templates(name: str) -> None:
         render, prompt = Speaker.render, Speaker.prompt
 
         def answer(self, prompts: Any, **_: Any) -> Any:
-            from padfree.talk.speaker import Answer
+            from padfree.tools.talk.speaker import Answer
 
             self.prompt_ids = prompts[0]
             tokens = np.array([*self.ids, tokenizer.eos_token_id])

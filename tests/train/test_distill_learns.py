@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
 from padfree.config import config_from_dict
 from padfree.data import SFTDataSettings, load_sft
 from padfree.distributed import distributed, make_mesh
 from padfree.model.load import load_model
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.testing.arithmetic import problems, train_tokenizer, write_model, write_rows
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 

@@ -18,8 +18,8 @@ from padfree.checkpoint.checkpointer import latest_in
 from padfree.cli.main import main
 from padfree.cli.train import description
 from padfree.config import Config, config_from_dict
-from padfree.planner.steps import load_steps
 from padfree.record.files import CHECKPOINTS
+from padfree.tools.planner.steps import load_steps
 from padfree.train.decide import count_steps, decide
 from padfree.train.rows import source_shares
 from padfree.train.run import train

@@ -18,7 +18,6 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.check.padded import padded_rows
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.data import load_pairs
@@ -29,6 +28,7 @@ from padfree.model.lora import add_adapters, is_adapter
 from padfree.packing import collate
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
+from padfree.tools.check.padded import padded_rows
 from padfree.train.loop import Loop
 from padfree.train.microbatch import at_ends
 from padfree.train.run import evaluate, train

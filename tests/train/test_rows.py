@@ -27,6 +27,7 @@ from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.packing import CostModel, collate
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.testing.tokenizers import TEMPLATES
 from padfree.train import training_data
 from padfree.train.batches import distinct
 from padfree.train.decide import count_steps
@@ -45,7 +46,6 @@ from padfree.train.training_data import (
     make_batcher,
 )
 from tests.data.stores import conversation, write_store
-from tests.data.tiny_tokenizers import TEMPLATES
 from tests.models import build, save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.loop_cases import lines
@@ -255,10 +255,10 @@ def test_the_dry_run_counts_rows_samples_and_what_they_share(rows_run: Config, t
 
 
 def test_the_plan_counts_what_is_shared(rows_run: Config, tmp_path: Path) -> None:
-    from padfree.planner.epoch import Shape
-    from padfree.planner.run_plan import make_plan
-    from padfree.planner.steps import load_steps
-    from padfree.planner.time_model import choose_time_model
+    from padfree.tools.planner.epoch import Shape
+    from padfree.tools.planner.run_plan import make_plan
+    from padfree.tools.planner.steps import load_steps
+    from padfree.tools.planner.time_model import choose_time_model
 
     found = load_steps(rows_run)
     data = stored(tmp_path / "again", vocabulary=20)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from padfree.cli.demo.data import train_tokenizer, write_model
 from padfree.config import Config
+from padfree.testing.arithmetic import train_tokenizer, write_model
 from padfree.train.run import train
 from tests.ranks import run_ranks
 from tests.train.loop_cases import TIMES

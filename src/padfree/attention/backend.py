@@ -67,8 +67,7 @@ class Capabilities:
     majors: range = range(100)  # of the compute capabilities of CUDA devices
     lengths_on_host: bool = False  # it reads the offsets of the segments, and not only cu_seqlens on the device
     package: str = ""  # what must be installed, and how
-    tested: bool = True  # the project has run it; `auto` chooses no other
-    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # the types for which `auto` may choose it
+    auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # the types for which `auto` may choose it; (): only by name
 
     def unsupported_reason(self, needs: Needs) -> str | None:
         """Why a call cannot be served, or None."""

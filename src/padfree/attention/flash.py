@@ -1,4 +1,4 @@
-"""What the flash kernels (`torch`, `fa4`, `fa3`, `fa2`) have in common: how they want their arguments.
+"""What the flash kernels (`torch`, `fa4`) have in common: how they want their arguments.
 
 They take [T, H, d] with a contiguous last dimension and give lse as [H, T]; ours is its transpose, a view. They count
 a window by the keys to the left, and they differ in what they return for queries that see no key.

@@ -1,28 +1,23 @@
 """Which backend a call gets.
 
 `BACKENDS` is in the order of speed. `auto` takes the first that can serve: the reference for float64 on CUDA and for
-nothing else, and never one that the project has not run. A named one that cannot serve is refused, with the reason and
-with those that can.
+nothing else. A named one that cannot serve is refused, with the reason and with those that can.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 
 import torch
 
-from padfree.attention import cpu, flash2, flash3, flash4, flex, reference, torch_varlen
+from padfree.attention import cpu, flash4, flex, reference, torch_varlen
 from padfree.attention.backend import AttentionBackend, Needs, span
-from padfree.warning import PadfreeWarning
 
 BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend
     for backend in (
         flash4.BACKEND,
-        flash3.BACKEND,
         torch_varlen.BACKEND,
-        flash2.BACKEND,
         flex.BACKEND,
         cpu.BACKEND,
         reference.BACKEND,
@@ -89,24 +84,14 @@ def _choose(
     if requested not in BACKENDS:
         raise ValueError(f"backend: {requested!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
     if reasons[requested] is not None:
-        able = [name for name, reason in reasons.items() if reason is None and BACKENDS[name].capabilities.tested]
+        able = [name for name, reason in reasons.items() if reason is None]
         raise ValueError(f"backend: {requested!r} cannot serve: {reasons[requested]}; use 'auto' or {_either(able)}")
-    if not BACKENDS[requested].capabilities.tested:
-        _warn_untested(requested)
     return requested
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
     """Why `auto` does not choose a backend that could serve."""
-    if not backend.capabilities.tested:
-        return "it can serve but is untested, and is used only by name"
     return None if dtype in backend.capabilities.auto_dtypes else f"only by name for {dtype}"
-
-
-@functools.cache
-def _warn_untested(name: str) -> None:
-    message = f"backend {name!r} is untested: padfree was never run with it; compare it with `padfree check` first"
-    warnings.warn(message, PadfreeWarning, stacklevel=2)
 
 
 def _either(names: list[str]) -> str:
@@ -130,8 +115,8 @@ def capability_table() -> str:
         first, last = can.majors[0], can.majors[-1]
         upwards = f"CUDA {first}.0 and newer" if first else "CUDA"
         cuda = upwards if last == 99 else f"CUDA {first}.x" if first == last else f"CUDA {first}.0 to {last}.x"
-        auto = "never: untested" if not can.tested else "yes"
-        if can.tested and not set(can.dtypes) <= set(can.auto_dtypes):
+        auto = "yes"
+        if not set(can.dtypes) <= set(can.auto_dtypes):
             auto = ", ".join(_short(dtype) for dtype in can.auto_dtypes)
         rows.append(
             [

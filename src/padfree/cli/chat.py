@@ -17,7 +17,7 @@ from padfree.cli.main import COMMANDS
 from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
 
 if TYPE_CHECKING:
-    from padfree.talk.conversation import Conversation
+    from padfree.tools.talk.conversation import Conversation
 
 HELP = """\
 /reset          forget the conversation
@@ -51,7 +51,7 @@ def run(settings: argparse.Namespace) -> None:
                 f"MODEL: {settings.model} was trained on prompts without a chat template; talk to it with padfree "
                 "generate, or give --chat-template"
             )
-        from padfree.talk.conversation import Conversation
+        from padfree.tools.talk.conversation import Conversation
 
         conversation = Conversation(speaker, settings.system)
         chat = _Chat(conversation, output, settings)
@@ -125,7 +125,7 @@ class _Chat:
             raise ValueError(f"{text.split()[0]}: no such command; /help lists them, // begins a message with /")
 
     def _ask(self, text: str) -> None:
-        from padfree.talk.speaker import StopAnswer
+        from padfree.tools.talk.speaker import StopAnswer
 
         def show(_: int, piece: str) -> None:
             if not self._json:

@@ -10,9 +10,8 @@ import argparse
 import json
 import re
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
@@ -20,7 +19,7 @@ from padfree.config.outputs import check_output
 from padfree.config.processes import processes_of
 
 if TYPE_CHECKING:
-    from padfree.check import CheckReport
+    from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
 LOSSES = ("nll", "dpo", "distill", "reward", "value")
@@ -72,7 +71,7 @@ def run(settings: argparse.Namespace) -> None:
     if target is not None and first:
         check_output(target, "--json")
     if target is not None and target.exists():
-        from padfree.check.report import is_report
+        from padfree.tools.check.report import is_report
 
         if not is_report(target):
             raise ValueError(f"--json: {target} is there and is no report of padfree check; give another file")
@@ -82,9 +81,9 @@ def run(settings: argparse.Namespace) -> None:
 
     import torch
 
-    from padfree.check import check_loss, check_model, chosen_samples
-    from padfree.check.samples import has_tokenizer
     from padfree.model.structure import skeleton
+    from padfree.tools.check import check_model, chosen_samples
+    from padfree.tools.check.samples import has_tokenizer
 
     skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
 
@@ -101,10 +100,10 @@ def run(settings: argparse.Namespace) -> None:
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")
-    check: Any = check_model if settings.loss == "nll" else partial(check_loss, loss=settings.loss)
-    report = check(
+    report = check_model(
         settings.model,
-        samples=samples,
+        samples,
+        loss=settings.loss,
         origin=origin,
         dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
         backend=settings.backend,
@@ -174,7 +173,7 @@ def _progress(line: str) -> None:
 
 def show(report: CheckReport) -> None:
     """The table, and the verdict in the last line."""
-    from padfree.check.report import HEADER
+    from padfree.tools.check.report import HEADER
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from padfree.cli.main import COMMANDS
 from padfree.config import load_config
 
 if TYPE_CHECKING:
-    from padfree.page import Page
+    from padfree.tools.page import Page
     from padfree.train.data_view import ShownRow, ShownSample
 
 COLOURS = "\033[30;42m", "\033[0m"
@@ -63,7 +63,7 @@ def run(settings: argparse.Namespace) -> None:
         for line in (*about, "", *lines(rows, coloured=sys.stdout.isatty())):
             print(line)
         return
-    from padfree.page import Page
+    from padfree.tools.page import Page
 
     page = Page(f"Data of {Path(settings.recipe).name}", about[-1])
     for note in about[:-1]:

@@ -18,7 +18,7 @@ from padfree.cli.main import COMMANDS
 from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
 
 if TYPE_CHECKING:
-    from padfree.talk.speaker import Answer, Speaker
+    from padfree.tools.talk.speaker import Answer, Speaker
 
 STDIN = "-"
 
@@ -69,7 +69,7 @@ def _stream(speaker: Speaker, ids: Sequence[int], max_new_tokens: int, output: O
 
 
 def _answers(speaker: Speaker, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Answer]:
-    from padfree.talk.speaker import BATCH
+    from padfree.tools.talk.speaker import BATCH
 
     for first in range(0, len(prompts), BATCH):
         yield from speaker.answer(prompts[first : first + BATCH], max_new_tokens=max_new_tokens, first=first)

@@ -27,7 +27,7 @@ COMMANDS = {
     "chat": ("padfree.cli.chat", "chat with a model, turn by turn"),
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
     "data": ("padfree.cli.data", "show rows of the data as the model sees them"),
-    "demo": ("padfree.cli.demo", "plan, check, fine-tune and reinforce a tiny model, on a CPU"),
+    "demo": ("padfree.tools.demo", "plan, check, fine-tune and reinforce a tiny model, on a CPU"),
     "eval": ("padfree.cli.eval", "measure a model on held-out data, as a recipe's [eval] says"),
     "generate": ("padfree.cli.generate", "let a model answer prompts"),
     "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),

@@ -23,8 +23,8 @@ from padfree.config.hub import check_name, check_names
 from padfree.config.outputs import check_output
 
 if TYPE_CHECKING:
-    from padfree.planner import RunPlan, Suggestion
-    from padfree.planner.scaling import Scaling
+    from padfree.tools.planner import RunPlan, Suggestion
+    from padfree.tools.planner.scaling import Scaling
 
 USAGE = "padfree plan [recipe.toml] [section.name=value ...] [options]"
 SAMPLES, MEMORY, FIRST_CAP = 64, 80.0, 8192
@@ -112,7 +112,7 @@ def _check(settings: argparse.Namespace) -> None:
     if settings.lengths is not None and (settings.data or settings.rollouts):
         raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
     if settings.html is not None:
-        from padfree.page.page import refuse_foreign
+        from padfree.tools.page.page import refuse_foreign
 
         check_output(settings.html, "--html", makes_folder=True)
         refuse_foreign(Path(settings.html), "--html")
@@ -221,7 +221,7 @@ def _sees_gpu(config: Config) -> bool:
 
 def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     from padfree.model.structure import skeleton
-    from padfree.planner import calibrate
+    from padfree.tools.planner import calibrate
 
     model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head)
     with _bar("measuring") as progress:
@@ -244,7 +244,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
     from padfree.model.structure import skeleton
-    from padfree.planner import DeviceMemory, Shape, choose_time_model, load_steps, make_plan, suggest
+    from padfree.tools.planner import DeviceMemory, Shape, choose_time_model, load_steps, make_plan, suggest
 
     if config.parallel.context == "auto":
         raise ValueError(
@@ -288,8 +288,8 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     if settings.hosts is None:
         return None
     from padfree.model.structure import skeleton
-    from padfree.planner import DeviceMemory
-    from padfree.planner.scaling import Links, plan_scaling
+    from padfree.tools.planner import DeviceMemory
+    from padfree.tools.planner.scaling import Links, plan_scaling
 
     if config.model.path == NO_MODEL:
         raise ValueError(f"--hosts: {settings.hosts} without a model; give --model, bytes depend on it")
@@ -331,7 +331,7 @@ def _write_page(
     config: Config,
     settings: argparse.Namespace,
 ) -> None:
-    from padfree.planner import write_page
+    from padfree.tools.planner import write_page
 
     names = ", ".join(config.data.paths)
     title = f"Plan for {names}" if config.model.path == NO_MODEL else f"Plan for {config.model.path} on {names}"

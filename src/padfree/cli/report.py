@@ -21,7 +21,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(settings: argparse.Namespace) -> None:
-    from padfree.report import default_output, write_report
+    from padfree.tools.report import default_output, write_report
 
     names = None if settings.names is None else [name.strip() for name in settings.names.split(",")]
     output = settings.output or default_output(settings.runs)

@@ -7,10 +7,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from padfree.talk.find import find_model
+from padfree.tools.talk.find import find_model
 
 if TYPE_CHECKING:
-    from padfree.talk.speaker import Speaker
+    from padfree.tools.talk.speaker import Speaker
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -51,7 +51,7 @@ def speaker_of(settings: argparse.Namespace) -> Speaker:
 
     from transformers.utils import logging as untyped
 
-    from padfree.talk.speaker import open_speaker
+    from padfree.tools.talk.speaker import open_speaker
 
     logging: Any = untyped
     logging.disable_progress_bar()

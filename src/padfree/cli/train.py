@@ -240,7 +240,7 @@ def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
     """Which rank is on which host, and what they send each other in the first steps."""
-    from padfree.planner.traffic import Placement, shown_bytes, step_traffic
+    from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
     backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"
     placement = Placement(

@@ -157,7 +157,7 @@ class BandCorrection(Correction):
     high: float
 
     def __post_init__(self) -> None:
-        numbers = all(isinstance(bound, (int, float)) for bound in (self.low, self.high))
+        numbers = all(type(bound) in (int, float) for bound in (self.low, self.high))  # no bool
         right = numbers and 0 <= self.low <= 1 <= self.high and self.low < self.high
         bounds = [self.low, self.high]
         need(right, f"loss.{self.kind}", bounds, "give 0 <= low <= 1 <= high, and low < high")

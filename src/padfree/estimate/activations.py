@@ -26,7 +26,7 @@ from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
-from padfree.sizes import AttentionSizes, ModelSizes
+from padfree.sizes import AttentionSizes, ModelSizes, attends, mixers_of
 
 FLOAT32 = 4
 
@@ -94,17 +94,12 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
     """The same of a compiled layer: the compiler keeps the inputs of matmuls and computes the rest again."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
-    if any("experts" in name for name, _ in layer.named_modules()) or _mixers(layer):
+    if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
         return written_out  # a mixer cuts the graph
     heads = _attention_of(sizes, layer)
     attention = 2 * (heads.query + heads.key + heads.gate) + heads.value + heads.output
     kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
     return min(kept, written_out)
-
-
-def _mixers(layer: nn.Module) -> list[nn.Module]:
-    """The mixers of a layer of a model without weights: the probe has not seen it, their parameters tell."""
-    return [module for module in layer.modules() if kind_of(module).name != "other"]
 
 
 def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
@@ -116,15 +111,9 @@ def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
     return sizes.attention
 
 
-def attends(layer: nn.Module) -> bool:
-    """Whether a layer of a model without weights has attention, in or beside its mixers."""
-    inside = {part for mixer in _mixers(layer) for part in mixer.modules()}
-    return any(type(module).__name__.endswith("Attention") for module in layer.modules() if module not in inside)
-
-
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
     """Attention, mixers, both, or neither."""
-    kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in _mixers(layer))
+    kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers_of(layer))
     if attends(layer):
         heads = _attention_of(sizes, layer)
         gated = heads.gate + heads.output if heads.gate else 0

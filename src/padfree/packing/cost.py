@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_number, number_array
-from padfree.sizes import AttentionSizes, ModelSizes
 
 Floats = NDArray[np.float64]
 
@@ -59,24 +58,21 @@ class CostModel:
     def from_config(config: Any) -> CostModel:
         """FLOPs of forward and backward of an HF causal language model, from its config (object or dict).
 
-        Counted: the projections of attention (multi-head, grouped, or DeepSeek's latent form), the MLP (three matrices;
-        two where the config speaks GPT-2's language), of a mixture the router, the shared experts and the experts one
-        token meets, the output head, and causal attention itself. A layer with a sliding window is counted as if
-        every token saw a full window: linear, a little too much for samples shorter than the window. A mixer (gated
-        delta net, Mamba, short convolution, lightning attention) costs its linear layers and its state, every token
-        the same.
+        Counted: the weights of all matmuls that one token meets (of a mixture the router, the shared experts and the
+        experts that it is sent to), the output head, and causal attention itself. A layer with a sliding window is
+        counted as if every token saw a full window: linear, a little too much for samples shorter than the window. A
+        mixer (gated delta net, Mamba, short convolution, lightning attention) costs its linear layers and its state,
+        every token the same.
         """
+        from padfree.sizes import ModelSizes  # it builds the model, without numbers
+
         sizes = ModelSizes.of(config)
         full, windowed = sizes.attention, sizes.windowed_attention
-        weights = sizes.full_layers * _attention_weights(sizes, full) + sizes.mixer_layers * sizes.mixer_weights
-        weights += sizes.windowed_layers * _attention_weights(sizes, windowed) + sizes.other_weights
-        weights += _mlp_weights(sizes) + sizes.hidden * sizes.vocabulary
-        in_windows = sizes.windowed_layers * sizes.window * _per_pair(windowed)
-        mixers = sizes.mixer_layers * sizes.mixer_flops
+        in_windows = sizes.windowed_layers * sizes.window * (windowed.query + windowed.output)
         # a weight is one multiplication and one addition per token; causal attention has n² / 2 pairs
         return CostModel(
-            linear=FORWARD_AND_BACKWARD * (2.0 * (weights + in_windows) + mixers),
-            quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * _per_pair(full),
+            linear=FORWARD_AND_BACKWARD * (2.0 * (sizes.weights + in_windows) + sizes.state_flops),
+            quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * (full.query + full.output),
         )
 
     @staticmethod
@@ -104,30 +100,6 @@ class CostModel:
         if not isinstance(values, dict) or not {"linear"} <= set(values) <= set(names):
             raise ValueError(f"{path}: not a cost model; write it with CostModel.to_json ({', '.join(names)})")
         return CostModel(**values)
-
-
-def _per_pair(attention: AttentionSizes) -> int:
-    """Numbers multiplied for a (query, key) pair in one layer."""
-    return attention.query + attention.output
-
-
-def _attention_weights(sizes: ModelSizes, attention: AttentionSizes) -> int:
-    """Weights of the projections of one layer."""
-    hidden, latent = sizes.hidden, sizes.latent
-    if latent is None:
-        return hidden * (attention.query + attention.gate + attention.key + attention.value + attention.output)
-    query = attention.query * (latent.query_rank or hidden) + hidden * latent.query_rank
-    key_value = hidden * (latent.key_value_rank + latent.rope)
-    key_value += latent.key_value_rank * sizes.heads * (latent.nope + latent.value)
-    return query + key_value + attention.output * hidden
-
-
-def _mlp_weights(sizes: ModelSizes) -> int:
-    """Weights of the MLPs of all layers that one token meets."""
-    matrix = sizes.mlp_matrices * sizes.hidden
-    met = sizes.expert_mlp * sizes.experts_per_token + sizes.shared_mlp
-    mixture = matrix * met + sizes.hidden * sizes.experts  # and the router
-    return sizes.sparse_layers * mixture + (sizes.mlp_layers - sizes.sparse_layers) * matrix * sizes.mlp
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:

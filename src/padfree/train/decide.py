@@ -253,7 +253,7 @@ def _renamed(error: ValueError, name: str, setting: str) -> str:
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
     """Refuse a backend that cannot serve this model on this device, where the device is here to be asked."""
     sizes = ModelSizes.of(model.config)
-    if sizes.latent is not None or (device_type == "cuda" and not torch.cuda.is_available()):
+    if sizes.latent or not sizes.query or (device_type == "cuda" and not torch.cuda.is_available()):
         return
     try:
         choose_backend(device_type, getattr(torch, config.model.dtype), sizes.head, requested=config.model.attention)

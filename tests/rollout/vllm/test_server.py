@@ -23,8 +23,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.cli.demo.data import problems, train_tokenizer, write_model, write_rows
-from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
@@ -37,6 +35,7 @@ from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.start import check_servers, served_model
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
+from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, train_tokenizer, write_model, write_rows
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks

@@ -33,7 +33,7 @@ KEY = "rollouts"
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
     """The samples of each update with the `number`-th batch: in their own order, or shuffled for mini-batches.
 
-    Every pass over the batch has an order of its own. The plan of a run (`padfree.planner`) asks here, too.
+    Every pass over the batch has an order of its own. The plan of a run (`padfree.tools.planner`) asks here, too.
     """
     parts: list[Indices] = []
     for epoch in range(epochs):

@@ -1,5 +1,0 @@
-"""`padfree report`: run folders to one page of plots and tables."""
-
-from padfree.report.build import default_output, write_report
-
-__all__ = ["default_output", "write_report"]

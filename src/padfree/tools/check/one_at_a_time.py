@@ -1,0 +1,87 @@
+"""The definition of right: plain transformers code, one sample at a time.
+
+    one at a time   [1, n]      HF's own attention, logits [n, V], cross entropy, backward; gradients added in float32
+    padded pairs    [2, L]      the same mathematics with an attention mask and HF's eager attention
+
+The first runs in float64 where it can (`exact.py`), the second in the dtype that is checked. So their difference is
+rounding: the noise that any correct way of computing may show in this dtype, on this device, for this model.
+
+Every gradient is added to the sums and freed as soon as it is computed, so that besides the sums no more than one
+parameter's gradient is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from padfree.batch import IGNORE, Sample
+from padfree.tools.check.padded import padded_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcome:
+    """What one way of computing gives."""
+
+    logprobs: list[NDArray[np.float32]]  # [n] per sample: of every token but the first, which has 0
+    loss: float  # mean over the trained tokens
+    gradients: dict[str, Tensor]  # float32 or float64, on the CPU; a parameter that got none is not in it
+
+
+def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
+    """With the attention that the model has been loaded with."""
+    return _outcome(model, [[index] for index in range(len(samples))], samples)
+
+
+def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
+    """Neighbours together, the shorter one padded behind, with HF's eager attention."""
+    own = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    outcome = _outcome(model, [[i, i + 1][: len(samples) - i] for i in range(0, len(samples), 2)], samples)
+    model.set_attn_implementation(own)
+    return outcome
+
+
+def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Outcome:
+    count = sum(sample.num_labels for sample in samples)
+    logprobs = [np.zeros(len(sample), dtype=np.float32) for sample in samples]
+    gradients: dict[str, Tensor] = {}
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(_take, gradients, name))  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+    ]
+    loss = 0.0
+    for batch in batches:
+        chosen = [index for index in batch if len(samples[index]) > 1]  # others predict nothing
+        if not chosen:
+            continue
+        input_ids, attention_mask, scored = padded_rows([samples[index] for index in chosen], model.device)
+        mask = attention_mask if len(chosen) > 1 else None
+        logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+        labels = input_ids[:, 1:].where(attention_mask[:, 1:].bool(), IGNORE)
+        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+        total = (losses * scored[:, 1:]).sum() / count
+        total.backward()  # type: ignore[no-untyped-call]
+        loss += float(total.detach().double())
+        for row, index in zip((-losses.detach()).cpu().numpy(), chosen, strict=True):
+            with np.errstate(over="ignore"):  # of float64
+                logprobs[index][1:] = row[: len(samples[index]) - 1]
+    for hook in hooks:
+        hook.remove()
+    return Outcome(
+        logprobs=logprobs, loss=loss, gradients={name: gradient.cpu() for name, gradient in gradients.items()}
+    )
+
+
+def _take(sums: dict[str, Tensor], name: str, parameter: nn.Parameter | Tensor) -> None:
+    assert parameter.grad is not None
+    gradient = parameter.grad.float()
+    sums[name] = sums[name].add_(gradient) if name in sums else gradient
+    parameter.grad = None

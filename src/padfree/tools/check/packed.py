@@ -1,0 +1,236 @@
+"""The path of training, from samples to gradients, and the ways it can be varied without changing anything.
+
+samples -> plan -> rows -> attached model -> fused loss -> backward -> sums over ranks       padfree.train.Engine
+samples -> plan -> rows -> attached model -> score -> log-probabilities                      padfree.train.Scorer
+
+variation                      what is different
+every sample in a row alone    micro-batches of one sample
+a few rows                     micro-batches of about a third of the tokens
+reversed                       the order of the samples
+pad                            a tail of random tokens behind every row
+shared prefixes                what samples begin with is computed once (where they do begin alike)
+ring, headtail, ...            how context ranks divide a row and attend to it (more than one context rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from padfree.batch import IGNORE, Sample
+from padfree.config.choices import LayoutKind, ModelHead
+from padfree.config.loss_settings import DistillSettings, RewardModelSettings
+from padfree.cp import gather_tokens, shard
+from padfree.distributed import Mesh
+from padfree.losses import SFTSettings
+from padfree.model.load import clean_name, load_model
+from padfree.optim.optimizer import make_optimizer
+from padfree.optim.settings import OptimizerConfig
+from padfree.packing.collate import prefixes_of
+from padfree.sharding.parallelize import inside, parallelize, transformations
+from padfree.tools.check.compare import Extent, extent
+from padfree.tools.check.model_source import ModelSource
+from padfree.tools.check.plain_losses import DPO, SCALAR, VALUE, CheckedLoss, make_teacher
+from padfree.train.distillation import DistillationRowLoss
+from padfree.train.engine import Engine, LossSettings, PreparedStep
+from padfree.train.microbatch import MicroBatch, RowSettings
+from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
+from padfree.train.scorer import Scorer
+
+Logprobs = list[NDArray[np.float32]]
+
+PAD = 7
+"""Tokens of the tail on each context rank: not a round number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variation:
+    """A way to lay the samples out that must not matter."""
+
+    name: str
+    max_tokens: int  # of a row on one device
+    rows: RowSettings = field(default_factory=RowSettings)
+    reverse: bool = False
+    may_be_refused: bool = False  # not every model, backend and number of ranks can do it
+
+
+def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
+    """Other micro-batches, another order, and what several context ranks can do."""
+    total = sum(len(sample) for sample in samples)
+    found = [
+        Variation(name="every sample in a row alone", max_tokens=1),
+        Variation(name="a few rows, samples reversed", max_tokens=-(-total // (3 * context)), reverse=True),
+    ]
+    if prefixes_of(samples, True).is_shared:
+        found.append(
+            Variation(
+                name="shared prefixes",
+                max_tokens=total,
+                rows=RowSettings(share_prefixes=True),
+                may_be_refused=True,
+            )
+        )
+    if context > 1:
+        kinds: tuple[tuple[LayoutKind, str], ...] = (
+            ("contiguous", "allgather"),
+            ("headtail", "allgather"),
+            ("balanced", "ring"),
+            ("contiguous", "ulysses"),
+        )
+        found += [
+            Variation(
+                name=f"{kind} {method}",
+                max_tokens=total,
+                rows=RowSettings(layout=kind, method=method),
+                may_be_refused=True,
+            )
+            for kind, method in kinds
+        ]
+    return found
+
+
+class PackedPath:
+    """An engine as training builds it, and what it gives for a list of samples."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        mesh: Mesh,
+        *,
+        loss: CheckedLoss = "nll",
+        dtype: torch.dtype,
+        backend: str = "auto",
+        seed: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        def load(head: ModelHead, *, frozen: bool = False) -> PreTrainedModel:
+            steps = transformations(mesh, attention=backend, dtype=dtype, frozen=frozen)
+            return load_model(
+                source.source,
+                device=mesh.device,
+                shard=lambda model: parallelize(model, steps),
+                seed=seed,
+                trust_remote_code=trust_remote_code,
+                head=head,
+            )
+
+        scalar = loss in SCALAR
+        model = load("scalar" if scalar else "tokens")
+        model.train(False)  # without dropout, of which no two runs have the same
+        teacher = load("tokens", frozen=True) if loss == "distill" else None
+        if teacher is not None:
+            make_teacher(teacher)
+        self.mesh, self.model, self.checked = mesh, model, loss
+        self.scorer = (ScalarScorer if scalar else Scorer)(model, mesh, max_tokens=1, overlong="alone")
+        self.engine = _engine(loss, self.scorer, teacher)
+
+    def lay_out(self, variation: Variation) -> None:
+        """Divide samples like this from now on."""
+        self.scorer.max_tokens, self.scorer.rows = variation.max_tokens, variation.rows
+        if self.checked == "reward":
+            self.scorer.rows = replace(self.scorer.rows, ends=True, pad_token=self.model.config.pad_token_id)
+
+    def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
+        """[n] of each sample, of every token but the first, whatever is trained; on every rank."""
+        return self.scorer.logprobs(_all_scored(samples))
+
+    def loss(self, samples: Sequence[Sample]) -> float:
+        """The loss of all of them; its gradient is in the parameters."""
+        return self._loss(self.engine.prepare(samples))
+
+    def _loss(self, prepared: PreparedStep) -> float:
+        loss = self.engine.gradients(prepared).loss
+        dist.all_reduce(loss, group=self.mesh.loss.group)
+        return float(loss)
+
+    def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
+        """The parameters' gradients beside these, on rank 0; the others take part in gathering them and get nothing."""
+        found: dict[str, Extent] = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            if self.mesh.loss.rank == 0:
+                found[clean_name(name)] = extent(gradient, reference.get(clean_name(name)))
+        self.engine.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    # With a pad behind every row
+
+    def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
+        """As `logprobs`, with a pad of the tokens `fill(length)`."""
+        starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
+        found = torch.zeros(int(starts[-1]), device=self.mesh.device)
+        scores = partial(self.scorer._scores, self.scorer.temperature)
+        with torch.no_grad():
+            for batch, indices in self._padded(_all_scored(samples), fill).rows:
+                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
+                if batch.is_filler or self.mesh.context.rank:
+                    continue
+                for index, values in zip(indices, batch.packed.unpack(row), strict=True):
+                    found[starts[index] + 1 : starts[index + 1]] = values[:-1]
+        dist.all_reduce(found, group=self.mesh.loss.group)
+        host = found.cpu().numpy()
+        return [host[start:end] for start, end in pairwise(starts)]
+
+    def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
+        """As `loss`, with a pad."""
+        return self._loss(self._padded(samples, fill))
+
+    def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:
+        prepared = self.engine.prepare(samples)
+        return replace(prepared, rows=[(self._with_pad(batch, fill), indices) for batch, indices in prepared.rows])
+
+    def _with_pad(self, batch: MicroBatch, fill: Callable[[int], Tensor]) -> MicroBatch:
+        context, settings = self.mesh.context, self.scorer.rows
+        packed = batch.packed.padded_to(batch.packed.num_tokens + PAD * context.size)
+        real = packed.num_tokens - packed.pad_length
+        packed = replace(packed, input_ids=torch.cat([packed.input_ids[:real], fill(packed.num_tokens - real)]))
+        local = shard(
+            packed.to(self.mesh.device),
+            world=context.size,
+            rank=context.rank,
+            group=context.group if context.size > 1 else None,
+            kind=settings.layout,
+            method=settings.method,
+        )
+        return replace(batch, packed=packed, local=local, num_labels=int((local.labels != IGNORE).sum()))
+
+
+def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
+    """As training builds it."""
+    optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
+    if loss == "reward":
+        rewards = RewardModelSettings()
+        return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardRowLoss(rewards))
+    if loss == "value":
+        return Engine(scorer, optimizer, LossSettings(loss=VALUE), ValueRowLoss(VALUE))
+    if teacher is not None:
+        settings = DistillSettings()
+        return Engine(scorer, optimizer, LossSettings(loss=settings), DistillationRowLoss(settings, teacher))
+    return Engine(scorer, optimizer, LossSettings(loss=DPO if loss == "dpo" else SFTSettings()))
+
+
+def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
+    return [replace(sample, loss_mask=None) for sample in samples]
+
+
+def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
+    """Every second sample, from `first` on, with every token replaced by another."""
+    rng = np.random.default_rng(first)
+    return [
+        replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)
+        if index % 2 == first % 2
+        else sample
+        for index, sample in enumerate(samples)
+    ]

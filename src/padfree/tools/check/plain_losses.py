@@ -1,0 +1,182 @@
+"""The losses of training by plain transformers code, one pair or sample at a time.
+
+    kind      what is minimised                                              beside the model
+    nll       cross entropy, mean over trained tokens (`one_at_a_time`)
+    dpo       sigmoid loss of pairs, means over pairs                        log-probabilities of a reference
+    distill   forward KL from a teacher, mean over trained tokens            the model with other norms and biases
+    reward    Bradley-Terry loss of pairs, means over pairs                  a scalar head
+    value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
+
+What a run would compute beforehand is drawn here, from the number of the sample: reference log-probabilities near the
+model's own, returns, old values. One at a time each sample is a call of the model; for the noise the samples of a pair,
+or neighbours, are padded rows of one call with eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel
+
+from padfree.batch import Sample
+from padfree.losses import DPOSettings, ValueSettings
+from padfree.model.load import local_part, local_region, named_tensors
+from padfree.model.outputs import base_of
+from padfree.tools.check.one_at_a_time import Outcome, _take, one_at_a_time, padded_pairs
+from padfree.tools.check.padded import padded_rows
+
+CheckedLoss = Literal["nll", "dpo", "distill", "reward", "value"]
+OF_PAIRS = ("dpo", "reward")
+SCALAR = ("reward", "value")
+DPO, VALUE = DPOSettings(), ValueSettings(clip=0.2)
+
+
+def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
+    """Neighbours as pairs, the first of two the chosen answer; one that is left over is left out."""
+    return [
+        replace(sample, group=index // 2, reward=float(1 - index % 2), uid=index)
+        for index, sample in enumerate(samples[: len(samples) // 2 * 2])
+    ]
+
+
+def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
+    """The samples with what the loss needs of them; `own` [n] each are the model's log-probabilities, for DPO."""
+    found = []
+    for index, sample in enumerate(samples):
+        rng = np.random.default_rng(index)
+        drawn = rng.normal(size=(2, len(sample))).astype(np.float32)
+        if loss == "dpo":
+            assert own is not None
+            noise = drawn[0] / np.sqrt(max(sample.num_labels, 1)).astype(np.float32)
+            sample = replace(sample, ref_logprobs=np.asarray(own[index]) + 2.0 * noise)
+        elif loss == "value":
+            sample = replace(sample, returns=drawn[0], values=0.2 * drawn[1])
+        found.append(sample)
+    return found
+
+
+@torch.no_grad()
+def make_teacher(model: PreTrainedModel) -> None:
+    """Another model of the same sizes: norms and biases times numbers between a half and one and a half."""
+    for number, (_, tensor) in enumerate(sorted(named_tensors(model).items())):
+        if tensor.ndim == 1 and tensor.is_floating_point():
+            factors = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))
+            local: Tensor = local_part(tensor)
+            local.mul_(factors[local_region(tensor)].to(local))
+
+
+def plain_loss(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    loss: CheckedLoss,
+    *,
+    teacher: PreTrainedModel | None = None,
+    padded: bool = False,
+) -> Outcome:
+    """Loss and gradients; `padded`: two samples in a call, with HF's eager attention."""
+    if loss == "nll":
+        return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
+    models = [one for one in (model, teacher) if one is not None]
+    own = [str(one.config._attn_implementation) for one in models]
+    if padded:
+        for one in models:
+            one.set_attn_implementation("eager")
+    gradients: dict[str, Tensor] = {}
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(_take, gradients, name))  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+    ]
+    together = padded or loss in OF_PAIRS
+    units = [list(samples[i : i + 2]) for i in range(0, len(samples), 2)] if together else [[one] for one in samples]
+    count = len(samples) // 2 if loss in OF_PAIRS else sum(sample.num_labels for sample in samples)
+    total = 0.0
+    for unit in units:
+        outputs = _outputs(model, unit, loss, padded)
+        taught: list[Tensor] = []
+        if teacher is not None:
+            with torch.no_grad():
+                taught = _outputs(teacher, unit, loss, padded)
+        value = _unit_loss(loss, unit, outputs, taught) / count
+        if value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
+        total += float(value.detach().double())
+    for hook in hooks:
+        hook.remove()
+    for one, implementation in zip(models, own, strict=True):
+        one.set_attn_implementation(implementation)
+    return Outcome(logprobs=[], loss=total, gradients={name: each.cpu() for name, each in gradients.items()})
+
+
+def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:
+    """[n, V] logits of each sample, or with a scalar head [n] numbers; of a reward model [1], by its own forward."""
+    calls = [list(samples)] if padded else [[sample] for sample in samples]
+    found: list[Tensor] = []
+    for call in calls:
+        rows = padded_rows(call, model.device)
+        mask = rows.attention_mask if len(call) > 1 else None
+        inputs: dict[str, Any] = {"input_ids": rows.input_ids, "attention_mask": mask, "use_cache": False}
+        if loss == "reward" and not padded:
+            found.append(model(**inputs).logits[:, 0].float())
+            continue
+        if loss in SCALAR:
+            hidden = base_of(model)(**inputs).last_hidden_state
+            values = model.get_submodule("score")(hidden).float()[..., 0]
+        else:
+            values = model(**inputs).logits.float()
+        found += [row[: len(sample)] for row, sample in zip(values, call, strict=True)]
+    if loss == "reward" and padded:
+        pad = model.config.pad_token_id
+        found = [values[_end(sample, pad)][None] for values, sample in zip(found, samples, strict=True)]
+    return found
+
+
+def _end(sample: Sample, pad_token: int | None) -> int:
+    """The last token that is no padding token."""
+    real = [place for place, token in enumerate(sample.tokens.tolist()) if token != pad_token]
+    return real[-1] if real else 0
+
+
+def _unit_loss(
+    loss: CheckedLoss, unit: Sequence[Sample], outputs: Sequence[Tensor], taught: Sequence[Tensor]
+) -> Tensor:
+    """The sum over the pairs, or the trained tokens, of these samples."""
+    if loss == "reward":
+        (chosen,), (rejected,) = outputs
+        return -logsigmoid(chosen - rejected)
+    if loss == "dpo":
+        chosen, rejected = (_moved(sample, logits) for sample, logits in zip(unit, outputs, strict=True))
+        return -logsigmoid(DPO.beta * (chosen - rejected))
+    total = outputs[0].new_zeros(())
+    for index, sample in enumerate(unit):
+        places = _places(sample, outputs[index])
+        if loss == "value":
+            values = outputs[index][places - 1]
+            returns, old = (
+                torch.from_numpy(np.asarray(getattr(sample, name))).to(values)[places] for name in ("returns", "values")
+            )
+            assert VALUE.clip is not None
+            held = old + (values - old).clamp(-VALUE.clip, VALUE.clip)
+            total = total + 0.5 * torch.maximum((values - returns).square(), (held - returns).square()).sum()
+        else:
+            student, teacher = (each[index][places - 1].log_softmax(-1) for each in (outputs, taught))
+            total = total + (teacher.exp() * (teacher - student)).sum()
+    return total
+
+
+def _moved(sample: Sample, logits: Tensor) -> Tensor:
+    """The sum over an answer's tokens of log-probability less that of the reference."""
+    places = _places(sample, logits)
+    tokens = torch.from_numpy(np.asarray(sample.tokens, np.int64)).to(logits.device)
+    reference = torch.from_numpy(np.asarray(sample.ref_logprobs)).to(logits)
+    return (logits.log_softmax(-1)[places - 1, tokens[places]] - reference[places]).sum()
+
+
+def _places(sample: Sample, values: Tensor) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(sample.scored)).to(values.device)

@@ -1,0 +1,177 @@
+"""What a check found: one row per comparison, and a verdict.
+
+    what                       difference     noise   allowed       largest at
+    log-probabilities             4.8e-07   7.2e-07   2.0e-05  ok   token 30 of sample 5
+    gradients of layer 1          1.9e-06   1.1e-06   1.0e-04  ok   model.layers.1.mlp.up_proj.weight
+
+A row passes if its difference is at most `tolerance`, or at most `FACTOR` times the noise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from padfree.tools.check.compare import FACTOR
+
+MAIN = "packed"
+"""The check of the packed path as a whole; the others vary it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckRow:
+    """One comparison."""
+
+    check: str  # packed, leak, pad, or the name of a layout
+    quantity: str  # log-probabilities, loss, normaliser, gradients
+    part: str | None = None  # of the model, for gradients
+    difference: float
+    noise: float | None  # None: no noise excuses a difference
+    tolerance: float
+    where: str = ""  # the largest difference is
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that passes. Noise that is not finite excuses nothing."""
+        noise = self.noise if self.noise is not None and math.isfinite(self.noise) else 0.0
+        return max(self.tolerance, FACTOR * noise)
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.limit
+
+    @property
+    def excess(self) -> float:
+        """The difference in units of the limit."""
+        return self.difference / self.limit if self.limit else (math.inf if self.difference else 0.0)
+
+    @property
+    def title(self) -> str:
+        quantity = self.quantity if self.part is None else f"{self.quantity} of {self.part}"
+        return quantity if self.check == MAIN else f"{self.check}: {quantity}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """A variation that could not be run, and why."""
+
+    check: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckReport:
+    """All rows of a check; the same on every process."""
+
+    model: str
+    num_layers: int
+    total_layers: int
+    random_weights: bool
+    dtype: str
+    device: str
+    backend: str
+    data_ranks: int
+    context_ranks: int
+    samples: str  # where they are from
+    lengths: tuple[int, ...]
+    num_labels: int
+    reference: str
+    noise: str
+    rows: tuple[CheckRow, ...]
+    skipped: tuple[Skipped, ...] = ()
+    remark: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    @property
+    def failed(self) -> tuple[CheckRow, ...]:
+        return tuple(row for row in self.rows if not row.passed)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.passed:
+            return "passed: packed training computes what one sample at a time computes"
+        found = {
+            check: list(dict.fromkeys(row.quantity for row in rows))
+            for check, rows in groupby(self.failed, key=lambda row: row.check)
+        }
+        listed = [
+            ", ".join(quantities) if check == MAIN else f"{check} ({', '.join(quantities)})"
+            for check, quantities in found.items()
+        ]
+        return f"FAILED: {'; '.join(listed)}" + (f" ({self.remark})" if self.remark else "")
+
+    def heading(self) -> list[str]:
+        """What was compared, in a few lines."""
+        layers = "all" if self.num_layers == self.total_layers else f"the first {self.num_layers}"
+        ranks = (self.data_ranks, self.context_ranks)
+        spread = "one process" if ranks == (1, 1) else f"{ranks[0]} data x {ranks[1]} context ranks, FSDP2"
+        weights = ", random weights" if self.random_weights else ""
+        return [
+            f"model       {self.model}, {layers} of its {self.total_layers} layers{weights}",
+            f"samples     {len(self.lengths)} {self.samples}, {min(self.lengths)} to {max(self.lengths)} tokens, "
+            f"{sum(self.lengths)} in all, {self.num_labels} trained",
+            f"packed      {self.dtype} on {self.device}, attention {self.backend}, {spread}",
+            f"reference   {self.reference}",
+            f"allowed     the tolerance of {self.dtype}, or {FACTOR:.0f} times the noise: {self.noise}",
+        ]
+
+    def shown_rows(self) -> list[CheckRow]:
+        """Every row of the packed path; of each variation the one nearest to its limit, or all that failed."""
+        shown: list[CheckRow] = []
+        for check, group in groupby(self.rows, key=lambda row: row.check):
+            rows = list(group)
+            failed = [row for row in rows if not row.passed]
+            shown += rows if check == MAIN else failed or [max(rows, key=lambda row: row.excess)]
+        return shown
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table as text, without a header."""
+        return [
+            (
+                row.title,
+                _number(row.difference),
+                "-" if row.noise is None else _number(row.noise),
+                _number(row.limit),
+                "ok" if row.passed else "FAILED",
+                row.where if row.difference else "",
+            )
+            for row in self.shown_rows()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON; a difference that is not finite is None."""
+        rows = [
+            {
+                **asdict(row),
+                "difference": row.difference if math.isfinite(row.difference) else None,
+                "noise": row.noise if row.noise is None or math.isfinite(row.noise) else None,
+                "limit": row.limit,
+                "passed": row.passed,
+            }
+            for row in self.rows
+        ]
+        return {**asdict(self), "rows": rows, "passed": self.passed, "verdict": self.verdict}
+
+
+HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file holds a report as JSON, which another one may replace."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"verdict", "rows", "passed"} <= found.keys()

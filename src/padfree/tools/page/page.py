@@ -1,0 +1,195 @@
+"""A page that is put together from above to below and written as one HTML file.
+
+    page = Page("A run", "100 steps")
+    page.add_figure("Loss", {"data": [{"y": [2.0, 1.5]}], "layout": {"xaxis": {"title": {"text": "step"}}}})
+    page.add_table("Settings", ["name", "value"], [["lr", 1e-5]])
+    page.write("run.html")
+
+The HTML is `templates/page.html`, with `page.css` and `page.js` beside it. The file has everything in it, plotly's own
+script too, and its security policy forbids it every request. All text is escaped. Plotly reads a little HTML in the
+texts of a figure (`<br>`, `<b>`): a name that is not ours goes there through `plain`. Figures that follow each other
+stand two in a row on a wide screen; a `wide` one has the row for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from padfree.tools.page.theme import FONTS, THEMES, template
+
+Cell = str | int | float
+
+EMPTY = ("", "–")
+"""What stands in a column of numbers where there is none."""
+
+TEMPLATES = Environment(
+    loader=PackageLoader("padfree.tools.page"),
+    autoescape=select_autoescape(("html",)),  # <style> and <script> know no escapes
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+BEGINNING = TEMPLATES.get_template("beginning.html").render()
+"""By which a page is known."""
+
+
+def refuse_foreign(path: Path, setting: str = "output") -> None:
+    """Refuse to write where something lies that is no page of padfree."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(len(BEGINNING))
+    except OSError:
+        return  # nothing is there, or writing will say what is wrong with it
+    if head and head != BEGINNING:
+        raise ValueError(f"{setting}: {path} is there and is no page of padfree; give another file name, or remove it")
+
+
+class Page:
+    """Texts, tables and figures in the order in which they are added."""
+
+    def __init__(self, title: str, subtitle: str = "") -> None:
+        self.title, self.subtitle = title, subtitle
+        self._blocks: list[dict[str, Any]] = []  # what templates/page.html shows, by "kind"
+        self._figures: list[Any] = []
+
+    def add_text(self, text: str) -> None:
+        self._blocks.append({"kind": "text", "text": text})
+
+    def add_heading(self, text: str) -> None:
+        self._blocks.append({"kind": "heading", "text": text})
+
+    def add_table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Integers get separators, floats four digits that count. A column of numbers stands on the right."""
+        wrong = [row for row in rows if len(row) != len(columns)]
+        assert not wrong, f"{len(columns)} columns, but a row has {len(wrong[0])}"
+        numeric = [
+            any(not isinstance(row[i], str) for row in rows)
+            and all(not isinstance(row[i], str) or row[i] in EMPTY for row in rows)
+            for i in range(len(columns))
+        ]
+        head, *body = ([_cell(*pair) for pair in zip(row, numeric, strict=True)] for row in (columns, *rows))
+        self._blocks.append({"kind": "table", "caption": caption, "head": head, "rows": body})
+
+    def add_figure(self, caption: str, figure: Mapping[str, Any], *, wide: bool = False) -> None:
+        """A plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays; NaN is a gap."""
+        extra = set(figure) - {"data", "layout"}
+        assert not extra, f"a figure has data and layout, not {sorted(extra)}"
+        layout = _jsonable(figure.get("layout", {}))
+        height = f"{float(layout['height']):.0f}" if "height" in layout else None
+        self._blocks.append(
+            {"kind": "figure", "caption": caption, "wide": wide, "height": height, "number": len(self._figures)}
+        )
+        self._figures.append({"data": _jsonable(figure["data"]), "layout": layout})
+
+    def add_records(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[Cell | None]]) -> None:
+        """A table that the reader searches and sorts; a choice shows rows with one value of the first column only.
+
+        A column of numbers stands on the right. Long texts are cut to a few lines until the reader opens their row.
+        """
+        wrong = [row for row in rows if len(row) != len(columns)]
+        assert not wrong, f"{len(columns)} columns, but a row has {len(wrong[0])}"
+        described = [{"name": name, "kind": _kind([row[i] for row in rows])} for i, name in enumerate(columns)]
+        shown = {"columns": described, "rows": _jsonable(rows)}
+        data = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        self._blocks.append({"kind": "records", "caption": caption, "data": Markup(data)})
+
+    def add_details(self, summary: str, text: str) -> None:
+        """Text as it is, closed until the reader opens it."""
+        self._blocks.append({"kind": "details", "summary": summary, "text": text})
+
+    def add_marked(self, caption: str, pieces: Sequence[tuple[str, bool]]) -> None:
+        """Text as it is, in pieces of which some are marked."""
+        shown = [{"text": text, "marked": marked} for text, marked in pieces]
+        self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
+
+    def write(self, path: str | Path) -> None:
+        """The whole file at once: a reader sees the old page or the new one."""
+        path = Path(path)
+        refuse_foreign(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON may spell half a character
+            beside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise ValueError(f"output: {path} cannot be written ({error.strerror}); give another file name") from error
+
+    def html(self) -> str:
+        """The file's text."""
+        groups = groupby(self._blocks, key=lambda block: block["kind"] == "figure")
+        shown = {"figures": self._figures, "templates": {theme: template(theme) for theme in THEMES}}
+        figures = json.dumps(shown, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        return TEMPLATES.get_template("page.html").render(
+            title=self.title,
+            subtitle=self.subtitle,
+            groups=[(is_figures, list(blocks)) for is_figures, blocks in groups],
+            has_figures=bool(self._figures),
+            has_records=any(block["kind"] == "records" for block in self._blocks),
+            figures=Markup(figures),
+            plotly=Markup(_plotly() if self._figures else ""),
+            fonts=FONTS,
+            **THEMES,
+        )
+
+
+def plain(text: str) -> str:
+    """Text for a figure (a trace's name, a label) that plotly shows as it is."""
+    return html.escape(text, quote=False)
+
+
+def _plotly() -> str:
+    """Plotly's own script, which must not end the element that it stands in."""
+    from plotly.offline import get_plotlyjs
+
+    script: str = get_plotlyjs()
+    assert "</script" not in script
+    assert "<!--" not in script
+    return script
+
+
+def _cell(cell: Cell, right: bool) -> dict[str, str]:
+    if isinstance(cell, str):
+        shown = cell
+    elif isinstance(cell, float):
+        shown = f"{cell:,.0f}" if 1e4 <= abs(cell) < 1e15 else f"{cell:.4g}"
+    else:
+        shown = f"{cell:,}"
+    # Short text is not broken and long text not squeezed: a table that is too wide then scrolls inside itself.
+    kind = "number" if right else "short" if len(shown) <= 26 else "long" if len(shown) > 60 else "text"
+    return {"kind": kind, "text": shown}
+
+
+def _kind(column: Sequence[Cell | None]) -> str:
+    """Of a column of records: on the right, on one line, or cut to a few lines."""
+    values = [value for value in column if value is not None]
+    if values and not any(isinstance(value, str) for value in values):
+        return "number"
+    return "long" if any(len(str(value)) > 40 or "\n" in str(value) for value in values) else "short"
+
+
+def _jsonable(value: Any) -> Any:
+    """Plain lists, dicts and numbers; JSON has no NaN and no infinity, null is a gap in a figure."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str) or value is None or isinstance(value, int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [_jsonable(item) for item in value]
+    assert hasattr(value, "tolist"), f"a figure holds plain values and arrays, not {type(value).__name__}"
+    return _jsonable(value.tolist())

@@ -1,0 +1,293 @@
+"""Everything `padfree plan` finds out, and the numbers and lines it shows.
+
+step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
+                                                        -> lines()     the same in words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from padfree.config.choices import LayoutKind
+from padfree.estimate.memory import MemoryEstimate
+from padfree.tools.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance, long_row
+from padfree.tools.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, Shape, plan_epoch
+from padfree.tools.planner.memory import GIBIBYTE, DeviceMemory
+from padfree.tools.planner.padding import PADDED_ROWS, USUAL_ROWS, Padded, padded
+from padfree.tools.planner.steps import Lengths, StepLengths
+from padfree.tools.planner.time_model import TimeModel
+from padfree.train.rows import SourceShare
+
+OTHER_CONTEXTS = (2, 4, 8)
+"""For these numbers of context ranks a long row is laid out, whatever was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunPlan:
+    """An epoch planned, and what it would cost."""
+
+    lengths: Lengths
+    over_budget: int  # samples longer than a step's token budget
+    shared_tokens: int | None  # that samples of a group, or of a row, share; None: not known of these data
+    plans_sharing: bool  # whether the planned steps share them
+    rows: int | None  # of the data, where they are not samples
+    sources: tuple[SourceShare, ...]  # of a mixture
+    longest_responses: bool  # lengths are those of prompts with the longest responses there may be
+    epoch: EpochPlan
+    layout: LayoutKind
+    balances: list[ContextBalance]  # of each kind, over some of the planned rows; none for one context rank
+    others: dict[int, list[ContextBalance]]  # context ranks -> each kind, over one long row
+    padded: list[Padded]
+    time_model: TimeModel
+    memory: MemoryEstimate | None  # of a device with its largest micro-batch
+    dtype: str | None  # that the estimate is for
+
+    @property
+    def shape(self) -> Shape:
+        return self.epoch.shape
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one pass over the data."""
+        return int(self.lengths.sum())
+
+    @property
+    def sharing(self) -> float | None:
+        """ρ: tokens of the samples over those that are computed where groups share their prefixes."""
+        return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
+
+    @property
+    def packed_cost(self) -> float:
+        """Of all samples, in the units of the cost model."""
+        return float(self.epoch.costs.sum())
+
+    @property
+    def context_imbalance(self) -> float:
+        """The slowest context rank over the mean, with the layout that was asked for."""
+        return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
+
+    @property
+    def usual_padding(self) -> Padded:
+        return next(each for each in self.padded if each.rows == USUAL_ROWS and not each.grouped)
+
+    @property
+    def device_tokens(self) -> int:
+        return device_tokens(self.epoch.steps, self.shape)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers by name; None is what cannot be known."""
+        epoch, shape, steps = self.epoch, self.shape, len(self.epoch.steps)
+        time = epoch.time(self.context_imbalance)
+        seconds = self.time_model.seconds(time)
+        return {
+            "samples": len(self.lengths),
+            "rows": self.rows,
+            "sources": [asdict(source) for source in self.sources],
+            "tokens": self.num_tokens,
+            "length": {
+                "shortest": int(self.lengths.min()),
+                "median": float(np.median(self.lengths)),
+                "mean": float(self.lengths.mean()),
+                "longest": int(self.lengths.max()),
+            },
+            "sharing": self.sharing,
+            "longest_responses": self.longest_responses,
+            "row_tokens": shape.row_tokens,
+            "overlong": int(np.count_nonzero(self.lengths > shape.row_tokens)),
+            "over_budget": self.over_budget,
+            "ranks": shape.ranks,
+            "data_ranks": shape.data_ranks,
+            "context": shape.context,
+            "max_tokens": shape.max_tokens,
+            "layout": self.layout,
+            "steps": steps,
+            "steps_planned": len(epoch.plans),
+            "samples_per_step": sum(map(len, epoch.steps)) / steps,
+            "tokens_per_step": float(epoch.tokens.mean()),
+            "micro_batches_per_step": epoch.micro_batches,
+            "fill": epoch.fill,
+            "imbalance": epoch.imbalance,
+            "imbalance_worst": max(epoch.imbalances),
+            "context_balance": {
+                each.kind: {"mean": each.mean, "worst": each.worst, "key_rows": each.key_rows} for each in self.balances
+            },
+            "padded": [
+                {
+                    "rows": each.rows,
+                    "grouped": each.grouped,
+                    "tokens": each.tokens,
+                    "tokens_over_packed": each.tokens / int(epoch.tokens.sum()),
+                    "cost_over_packed": each.cost / self.packed_cost,
+                }
+                for each in self.padded
+            ],
+            "padding_avoided": 1 - int(epoch.tokens.sum()) / self.usual_padding.tokens,
+            "cost": self.packed_cost,
+            "cost_from": self.time_model.source,
+            "step_seconds": None if seconds is None else seconds / steps,
+            "epoch_seconds": seconds,
+            "memory_gib": self._memory(),
+        }
+
+    def _memory(self) -> dict[str, float] | None:
+        if self.memory is None:
+            return None
+        names = ("states", "gathered", "activations", "working", "reference", "sampler", "cache", "device", "host")
+        return {name: getattr(self.memory, name) / GIBIBYTE for name in names}
+
+    def lines(self) -> Iterator[str]:
+        """The summary in words, a fact a line."""
+        found, shape = self.summary(), self.shape
+        length = found["length"]
+        rows = "" if self.rows is None else f"{self.rows:,} rows, "
+        yield (
+            f"data        {rows}{found['samples']:,} samples, {found['tokens']:,} tokens; "
+            f"lengths {length['shortest']:,} to {length['longest']:,}, median {length['median']:,.0f}, mean "
+            f"{length['mean']:,.1f}"
+        )
+        for source in self.sources:
+            yield f"            {source.line()}"
+        if self.longest_responses:
+            yield "            responses that the run writes, each as long as rollout.max_new_tokens allows"
+        if self.shared_tokens is not None:
+            computed = self.num_tokens - self.shared_tokens
+            who, counted = ("rows", "these") if self.plans_sharing else ("groups", "all")
+            yield (
+                f"sharing     {found['sharing']:.2f} times fewer tokens if {who} share prefixes: {computed:,} are "
+                f"computed (batch.share_prefixes); the plan below counts {counted}"
+            )
+        limit = f"the {shape.row_tokens:,} tokens of a row"
+        if shape.context > 1:
+            limit += f" ({shape.context} x {shape.max_tokens:,})"
+        if found["overlong"]:
+            yield (
+                f"overlong    {found['overlong']:,} too long for {limit}; planned alone, but a run stops there unless "
+                "batch.overlong is alone or data.max_length cuts them"
+            )
+        else:
+            yield f"overlong    none, all fit in {limit}"
+        if self.over_budget:
+            yield (
+                f"budget      {self.over_budget:,} longer than batch.tokens; planned as a step each, but a run stops "
+                "there unless batch.overlong is alone"
+            )
+        yield (
+            f"layout      {shape.ranks} ranks = {shape.data_ranks} data x {shape.context} context"
+            + (f", {self.layout}" if shape.context > 1 else "")
+        )
+        yield (
+            f"steps       {found['steps']:,} in an epoch, {found['samples_per_step']:,.1f} samples and "
+            f"{found['tokens_per_step']:,.0f} tokens each, {found['micro_batches_per_step']:.1f} micro-batches a rank"
+        )
+        if found["steps_planned"] < found["steps"]:
+            yield (
+                f"            fill, imbalance and time are from {found['steps_planned']:,} steps spread over the "
+                "epoch; --exact-steps all plans every one"
+            )
+        yield f"fill        {found['fill']:.2%} of what the micro-batches can hold"
+        yield (
+            f"padding     {found['padding_avoided']:.1%} of the tokens would be pads in rows of {USUAL_ROWS}; padded "
+            f"costs {self.usual_padding.cost / self.packed_cost:.2f} times packed"
+        )
+        yield (
+            f"data ranks  slowest over the mean {found['imbalance']:.3f}, worst step {found['imbalance_worst']:.3f} "
+            "(1 is perfect)"
+        )
+        for each in self.balances:
+            chosen = "  <- this layout" if each.kind == self.layout else ""
+            numbers = f"slowest over the mean {each.mean:.3f}, worst row {each.worst:.3f}"
+            yield f"context     {each.kind:<10}  {numbers}{chosen}"
+        yield self._time_line(found)
+        if self.memory is not None:
+            yield self._memory_line(self.memory)
+
+    def _memory_line(self, memory: MemoryEstimate) -> str:
+        parts = [
+            f"{_size(memory.states)} weights, gradients and optimizer" + (" on the CPU" if memory.offloaded else ""),
+            f"{_size(memory.gathered)} gathered",
+            f"{_size(memory.activations)} activations of {self.device_tokens:,} tokens",
+            f"{_size(memory.working)} working space",
+        ]
+        if memory.reference:
+            where = " on the CPU" if memory.reference_offloaded else ""
+            parts.append(f"{_size(memory.reference)} reference model{where}")
+        return f"memory      about {_size(memory.device)} a device in {self.dtype}: {', '.join(parts)}"
+
+    def _time_line(self, found: dict[str, Any]) -> str:
+        seconds = found["step_seconds"]
+        if seconds is not None:
+            left_out = "communication" if self.time_model.cost.step else "optimizer and communication"
+            return (
+                f"time        about {_duration(seconds)} a step, {_duration(found['epoch_seconds'])} an epoch, without "
+                f"{left_out} ({self.time_model.source})"
+            )
+        if self.time_model.source.startswith("FLOPs"):
+            teras = found["cost"] / found["steps"] / 1e12
+            shown = f"{teras:,.0f}" if teras >= 100 else f"{teras:.3g}"
+            return f"time        {shown} TFLOP a step ({self.time_model.source})"
+        return f"time        not known (cost is counted in {self.time_model.source})"
+
+
+def make_plan(
+    data: StepLengths,
+    shape: Shape,
+    time_model: TimeModel,
+    *,
+    layout: LayoutKind = "balanced",
+    need: DeviceMemory | None = None,
+    exact_steps: int | None = EXACT_STEPS,
+    progress: OnPlannedStep | None = None,
+) -> RunPlan:
+    """Plan the steps and count what they cost."""
+    epoch = plan_epoch(
+        data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
+    )
+    rows = epoch.rows(BALANCE_ROWS)
+    return RunPlan(
+        lengths=data.lengths,
+        over_budget=data.over_budget,
+        shared_tokens=data.shared_tokens,
+        plans_sharing=data.prefixes is not None,
+        rows=data.rows,
+        sources=data.sources,
+        longest_responses=data.longest_responses,
+        epoch=epoch,
+        layout=layout,
+        balances=[context_balance(rows, shape.context, kind) for kind in KINDS] if shape.context > 1 else [],
+        others={
+            world: [context_balance([long_row(data.lengths, shape.max_tokens * world)], world, kind) for kind in KINDS]
+            for world in OTHER_CONTEXTS
+        },
+        padded=[
+            padded(data.steps, time_model.cost, rows=rows, grouped=grouped)
+            for grouped in (False, True)
+            for rows in PADDED_ROWS
+        ],
+        time_model=time_model,
+        memory=None if need is None else need.estimate(replace(shape, max_tokens=device_tokens(data.steps, shape))),
+        dtype=None if need is None else need.config.model.dtype,
+    )
+
+
+def device_tokens(steps: Sequence[Lengths], shape: Shape) -> int:
+    """At most of a micro-batch on one device: the cap, or its part of a longer sample, or of all that a step has."""
+    longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
+    return -(-max(longest, min(shape.row_tokens, largest)) // shape.context)
+
+
+def _size(count: float) -> str:
+    return f"{count / GIBIBYTE:.1f} GiB" if count >= GIBIBYTE / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

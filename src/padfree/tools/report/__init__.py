@@ -1,0 +1,5 @@
+"""`padfree report`: run folders to one page of plots and tables."""
+
+from padfree.tools.report.build import default_output, write_report
+
+__all__ = ["default_output", "write_report"]

@@ -1,0 +1,341 @@
+"""Which metrics are drawn together, under which title and heading, and the figures themselves.
+
+    a metric                       heading                  figure                   line
+    response_length_max            Responses                Response length          max
+    eval/reward                    Learning                 Reward                   held-out
+    loss/clip_fraction             Statistics of the loss   Clip fraction
+    environment/questions          Environment              Environment questions
+
+All of it follows from the metric's name, so that a new metric needs no entry here: the heading from its prefix (`FOUND`
+has those without a heading of their own), the title from its words, the unit from its last word.
+
+    one run, one metric        one line, no legend
+    one run, more metrics      a colour a metric
+    more runs                  a colour a run; with more metrics a dash pattern a metric
+    seconds/...                bars upon each other, a colour a metric; more runs: a figure a run
+
+A series of more than 200 values is drawn faint with its running mean above it. A metric that never changes in any run
+is a row of a table, unless it is under a heading of `ALWAYS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.tools.page import COLOURS, plain
+from padfree.tools.report.runs import Run, Series
+from padfree.tools.report.series import MOST_POINTS, SMOOTH_ABOVE, mean_window, running_mean, stretch_means, thinned
+
+DASHES = ("solid", "dash", "dot", "dashdot")
+MARKED_BELOW = 50  # so few values are points as well as a line
+LEGEND_LETTERS = 36
+MOST_BARS = 200  # of one run; more are means over stretches of steps
+HOVER = "%{y:.5~g}<extra>%{fullData.name}</extra>"
+MOST_MARKS = 100  # resumes and stops in a figure
+
+
+FOUND: Mapping[str, Sequence[str]] = {
+    "Where the time went": ("seconds/*", "sampler_tokens_per_second"),
+    "Learning": ("loss", "reward*", "gradient_norm", "lr"),
+    "Evaluation": ("eval/*",),
+    "Statistics of the loss": ("loss/*",),
+    "Critic": ("critic/*",),
+    "Responses": ("response*", "overlong*", "groups*"),
+    "Servers and queue": ("version*", "queue*", "sampler*"),
+    "Speed and memory": ("tokens_per_second", "mfu", "tflops*", "seconds", "memory*"),
+    "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
+}
+"""By heading, in the order of the page: patterns of the metrics under it. The first that matches counts. A metric with
+another prefix is under that prefix, one without is under "Other"."""
+
+ALWAYS = ("Where the time went", "Learning", "Evaluation")
+TITLES = {
+    "mfu": "Model FLOP utilisation",
+    "fill": "Fill of the micro-batches",
+    "seconds": "Seconds per step",
+    "seconds/": "Seconds of each part of a step",
+    "memory_gib": "Peak memory",
+    "tflops_per_device": "TFLOP/s per device",
+    "gradient_norm": "Gradient norm before clipping",
+    "imbalance": "Imbalance of the data ranks",
+    "version_age": "Age of the policy that wrote the tokens",
+    "queue": "Groups ahead of training",
+    "loss/kl": "KL to the reference",
+    "loss/approx_kl": "KL to the old policy, approximate",
+    "loss/ratio": "Ratio to the old policy",
+    "loss/sampler_kl": "KL between trainer and sampler",
+    "loss/sampler_difference": "Log-probabilities of trainer and sampler, mean absolute difference",
+    "sampler_tokens_per_second": "Tokens per second of the sampler",
+}
+"""Titles that say more than the words of the name."""
+
+WORDS = {"lr": "learning rate", "kl": "KL", "nll": "NLL", "logprobs": "log-probabilities", "eval": "held-out"}
+UNITS = (
+    (r"kl|nll|entropy|sampler_difference", "nats a token"),
+    (r"share|fraction|accuracy|variance|cut|fill|mfu|pass", "share"),
+    (r"tokens|length|length_(min|max)", "tokens"),
+    (r"version_age", "optimizer steps"),
+    (r"(groups|queue).*", "groups"),
+    (r"tokens_per_second", "tokens/s"),
+    (r"seconds/?", "s"),
+    (r"gib", "GiB"),
+    (r"tflops_per_device", "TFLOP/s"),
+    (r"norm", "norm"),
+)
+"""How a figure's name ends, and the label of its axis; else its own words."""
+
+LOGARITHMIC = re.compile(r"norm|perplexity|canary")
+PARTS = (
+    "weight_exchange",
+    "waiting",
+    "sampling",
+    "rewards",
+    "reference",
+    "teacher",
+    "critic",
+    "old_logprobs",
+    "update",
+)
+"""Parts of a step, in the order in which they are stacked."""
+
+TOGETHER = re.compile(
+    r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
+)
+"""Metrics that are lines of one figure: `reward_min` of `reward`; `groups_asked` and `groups_equal` of `groups`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A figure: metrics with what each is called in it. `unit` is the label of the axis."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    log: bool = False  # logarithmic where one value is far above the rest
+    stacked: bool = False  # the metrics are parts of a whole
+
+
+def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
+    """The panels to draw under each heading, and the names of the metrics that never change."""
+    names = {name for run in runs for name in run.metrics}
+    lines: dict[str, dict[str, dict[str, str]]] = {}  # by heading and figure: metrics with their labels
+    for name in sorted(names, key=_order):
+        figure, label = _figure_of(name, names)
+        lines.setdefault(_heading(figure), {}).setdefault(figure, {})[name] = label
+    found: dict[str, list[Panel]] = {}
+    constant: list[str] = []
+    for heading, figures in lines.items():
+        for figure, metrics in figures.items():
+            series = [run.metrics[name] for run in runs for name in metrics if name in run.metrics]
+            if heading not in ALWAYS and all(map(_is_constant, series)):
+                constant += metrics
+            else:
+                found.setdefault(heading, []).append(_panel(figure, metrics))
+    return found, constant
+
+
+def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
+    unit = next((unit for end, unit in UNITS if re.search(rf"(^|_|/)({end})$", figure)), _words(figure))
+    log, stacked = bool(LOGARITHMIC.search(figure)), figure.endswith("/")
+    return Panel(_title(figure), unit, metrics, log=log, stacked=stacked)
+
+
+def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
+    """The figure that a metric is drawn in (the name of its first metric), and what its line there is called."""
+    prefix, _, rest = name.rpartition("/")
+    if prefix == "seconds":
+        return "seconds/", _words(name)
+    if prefix == "eval" and rest in names:
+        return rest, "held-out"
+    if name.endswith("_tokens"):
+        return "tokens", _words(name.removesuffix("_tokens"))
+    if (found := TOGETHER.fullmatch(name)) is None:
+        return name, _words(name)
+    return found[1] or found[3], _words(found[2] or found[4])
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    """The heading and the pattern that a metric is found by, as numbers; behind them what has a prefix of its own."""
+    for number, patterns in enumerate(FOUND.values()):
+        for index, pattern in enumerate(patterns):
+            if fnmatchcase(name, pattern):
+                return number, index, ""
+    return (len(FOUND), 0, name.partition("/")[0]) if "/" in name else (len(FOUND) + 1, 0, "")
+
+
+def _order(name: str) -> tuple[Any, ...]:
+    part = name.removeprefix("seconds/")
+    return (*_place(name), PARTS.index(part) if part in PARTS else len(PARTS), name)
+
+
+def _heading(figure: str) -> str:
+    number, _, prefix = _place(figure)
+    if number < len(FOUND):
+        return tuple(FOUND)[number]
+    return _title(prefix) if prefix else "Other"
+
+
+def _title(figure: str) -> str:
+    if figure in TITLES:
+        return TITLES[figure]
+    prefix, _, _ = figure.rpartition("/")
+    words = _words(figure) if prefix in ("", "loss") else f"{_words(prefix)} {_words(figure)}"
+    return words[:1].upper() + words[1:]
+
+
+def _words(name: str) -> str:
+    return " ".join(WORDS.get(word, word) for word in name.rpartition("/")[2].split("_"))
+
+
+def figures(panel: Panel, runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
+    """Captions and plotly figures of a panel."""
+    if not panel.stacked:
+        return [(panel.title, figure(panel, runs))]
+    having = [run for run in runs if any(name in run.metrics for name in panel.metrics)]
+    return [
+        (f"{panel.title}: {shortened(run.name)}" if len(runs) > 1 else panel.title, stacked_figure(panel, run))
+        for run in having
+    ]
+
+
+def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
+    """A plotly figure of the panel's metrics in all runs that have them."""
+    used = [name for name in panel.metrics if any(name in run.metrics for run in runs)]
+    traces: list[dict[str, Any]] = []
+    for i, run in enumerate(runs):
+        for j, name in enumerate(used):
+            if name not in run.metrics:
+                continue
+            parts = [shortened(run.name)] * (len(runs) > 1) + [panel.metrics[name]] * (len(used) > 1)
+            label = plain(" · ".join(parts) or panel.metrics[name])
+            colour = COLOURS[(i if len(runs) > 1 else j) % len(COLOURS)]
+            dash = DASHES[j % len(DASHES)] if len(runs) > 1 else "solid"
+            traces += _lines(run.metrics[name], label, {"color": colour, "dash": dash})
+    values = np.concatenate([run.metrics[name].values for run in runs for name in used if name in run.metrics])
+    log = panel.log and _spread_out(values)
+    return {
+        "data": traces,
+        "layout": {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {
+                "title": {"text": panel.unit + (" (log)" if log else "")},
+                **({"type": "log", "dtick": 1} if log else {"type": "linear"}),
+                "exponentformat": "e" if np.nanmax(np.abs(values), initial=0.0) < 1e-3 else "SI",  # no 8µ, but 20k
+            },
+            "hovermode": "x unified" if len(runs) * len(used) <= 6 else "closest",
+            "showlegend": len(runs) * len(used) > 1,
+            "shapes": _marks(runs, used),
+        },
+    }
+
+
+def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
+    """Bars upon each other at the steps that have any of the metrics; one that a step has not is 0 there."""
+    used = [name for name in panel.metrics if name in run.metrics]
+    steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))
+    stretch = -(-len(steps) // MOST_BARS)
+    traces = []
+    for name in used:  # a part has the same colour on every page
+        part, label = name.removeprefix("seconds/"), panel.metrics[name]
+        index = PARTS.index(part) if part in PARTS else len(PARTS) + used.index(name)
+        values = np.zeros(len(steps))
+        values[np.searchsorted(steps, run.metrics[name].steps)] = np.nan_to_num(run.metrics[name].values)
+        bars = {"type": "bar", "name": label, "x": stretch_means(steps, stretch)}
+        bars |= {"y": _rounded(stretch_means(values, stretch)), "hovertemplate": HOVER}
+        traces.append({**bars, "marker": {"color": COLOURS[index % len(COLOURS)], "line": {"width": 0}}})
+    return {
+        "data": traces,
+        "layout": {
+            "barmode": "stack",
+            "bargap": 0.1 if len(steps) <= MARKED_BELOW else 0,
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": panel.unit if stretch == 1 else f"{panel.unit}, mean of {stretch} steps"}},
+            "hovermode": "x unified",
+            "showlegend": True,
+            "shapes": _marks([run], used),
+        },
+    }
+
+
+def shortened(name: str) -> str:
+    """A long name without its middle."""
+    if len(name) <= LEGEND_LETTERS:
+        return name
+    half = (LEGEND_LETTERS - 1) // 2
+    return f"{name[:half]}…{name[-half:]}"
+
+
+def resumed_at(run: Run) -> list[int]:
+    """The steps at which the run was resumed."""
+    steps = [event.get("step") for event in run.events if event.get("kind") == "resume"]
+    return sorted({step for step in steps if isinstance(step, int)})
+
+
+def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The values, and above them their running mean if there are many."""
+    count = len(series.values)
+    kept = thinned(series.values)
+    smooth = count > SMOOTH_ABOVE
+    raw = {
+        "type": "scatter",
+        "x": series.steps[kept],
+        "y": _rounded(series.values[kept]),
+        "mode": "lines+markers" if count <= MARKED_BELOW else "lines",
+        "name": label,
+        "legendgroup": label,
+        "showlegend": not smooth,
+        "opacity": 0.3 if smooth else 1.0,
+        "line": {**line, "width": 1 if smooth else 1.8},
+        "marker": {"size": 5},
+        "hoverinfo": "skip",
+    }
+    if not smooth:
+        return [{**raw, "hovertemplate": HOVER}]
+    at = np.linspace(0, count - 1, min(count, MOST_POINTS // 2), dtype=np.int64)
+    mean = {
+        "type": "scatter",
+        "x": series.steps[at],
+        "y": _rounded(running_mean(series.values, at, mean_window(count))),
+        "mode": "lines",
+        "name": label,
+        "legendgroup": label,
+        "line": {**line, "width": 2},
+        "hovertemplate": HOVER,
+    }
+    return [raw, mean]
+
+
+def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Upright lines where a run with one of these metrics was resumed (dotted) or had a step that was not finite."""
+    found = []
+    for index, run in enumerate(runs):
+        if not any(name in run.metrics for name in names):
+            continue
+        colour = COLOURS[index % len(COLOURS)] if len(runs) > 1 else COLOURS[8]
+        marks = [(step, "dot") for step in resumed_at(run)]
+        marks += [(row["step"], "solid") for row in run.nonfinite if row["step"] is not None]
+        for step, dash in marks:
+            line = {"color": colour, "width": 1, "dash": dash}
+            found.append({"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": line})
+    return found[-MOST_MARKS:]
+
+
+def _is_constant(series: Series) -> bool:
+    return len(np.unique(series.values)) == 1  # NaN is one value here
+
+
+def _spread_out(values: NDArray[np.float64]) -> bool:
+    finite = values[np.isfinite(values)]
+    return len(finite) > 0 and finite.min() > 0 and finite.max() > 30 * float(np.median(finite))
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    """Six digits that count: what a screen can show, in half the bytes."""
+    return [float(f"{value:.6g}") for value in values.tolist()]

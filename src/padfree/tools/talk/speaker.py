@@ -1,0 +1,308 @@
+"""A loaded model and its tokenizer: prompts in, answers out, on top of the in-process sampler.
+
+    text -> chat template -> prompt ids [n] -> sampler -> answer ids [m] -> text, piece by piece
+
+The random numbers of an answer depend on the seed, the turn and the index of the prompt, and on nothing else: an answer
+is the same whether its text is streamed or not, and whatever is written beside it. Temperature 0 takes the likeliest
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from padfree.config.rules import need, shown_error
+from padfree.data.chat import ChatRenderer
+from padfree.data.conversation import Message
+from padfree.data.records import check_encodable
+from padfree.model.files import base_dtype, open_model
+from padfree.model.load import load_model
+from padfree.rollout.base import SamplingRequest
+from padfree.rollout.engines.in_process.hf_cache import stop_tokens
+from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.engines.in_process.weights import PolicyModel
+from padfree.rollout.environment.policy import Words
+from padfree.rollout.noise import GREEDY, response_keys
+from padfree.tools.talk.find import ADAPTER_WEIGHTS, SETTING, ModelFiles
+from padfree.tools.talk.text_stream import TextStream
+from padfree.train.limits import Limits
+from padfree.train.training_data import open_tokenizer, read_template
+
+BATCH = 16
+"""Answers that are written together."""
+
+End = Literal["stop", "length", "context", "interrupted"]
+"""Why an answer ended: a token that ends it, `max_new_tokens`, the model's context, or the user."""
+
+OnText = Callable[[int, str], None]
+"""Called with the index of a prompt and the next piece of its answer, which may be "". May raise `StopAnswer`."""
+
+
+class StopAnswer(Exception):  # noqa: N818  not an error
+    """Raised by `OnText` to end all answers that are being written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Answer:
+    text: str  # without the token that ended it
+    tokens: NDArray[np.int64]  # [m], that token included
+    logprobs: NDArray[np.float32]  # [m] at the temperature of the sampler; at temperature 0 those of temperature 1
+    end: End
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "end": self.end,
+            "tokens": self.tokens.tolist(),
+            "logprobs": [round(float(value), 6) for value in self.logprobs],
+        }
+
+
+class Speaker:
+    """A model that answers."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        chat: ChatRenderer | None,
+        temperature: float,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        decodes: bool | None = None,
+    ) -> None:
+        """`decodes`: see `InProcessSampler`."""
+        check_sampling(temperature, seed)
+        self.limits = Limits.of(model)
+        self.words = Words(tokenizer, chat, self.limits.vocabulary)
+        self.stops = stop_tokens(tokenizer, model)
+        self._greedy, self._seed = temperature == 0, seed
+        self._sampler = InProcessSampler(
+            PolicyModel(model, dtype, device),
+            stops=self.stops,
+            temperature=1.0 if self._greedy else temperature,
+            batch_size=BATCH,
+            decodes=decodes,
+        )
+        self._sampler.update_weights(model, 0)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens that the model was made for, prompt and answer together; None: no limit is known."""
+        return self.limits.positions or self.limits.trained_positions
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Messages as text, with the generation prompt. A message that leaves no trace in it is refused."""
+        assert self.words.chat is not None
+        for message in messages:
+            check_encodable(message["content"], message["role"])
+        text = self.words.chat.render(messages, generation_prompt=True)
+        for message in messages:
+            if message["role"] in ("system", "user") and message["content"].strip() not in text:
+                raise ValueError(
+                    f"chat template: it leaves the {message['role']} message out; put the text into another message"
+                )
+        return text
+
+    def prompt(self, text: str, *, system: str | None = None) -> list[int]:
+        """The ids of one user's message, or of the text as it is if there is no chat template."""
+        if self.words.chat is None:
+            need(system is None, "--system", system, "leave it out: without a chat template there are no roles")
+            return self.words.encode_prompt(check_encodable(text, "prompt"), begun=False)
+        return self.words.encode_prompt(self.render(messages_of(text, system)), begun=True)
+
+    def room(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """How many tokens an answer may have. Prompts that the model cannot take are refused."""
+        need(len(prompt) > 0, "prompt", "", "give a text that has at least one token")
+        largest = max(prompt)
+        if largest >= self.limits.vocabulary:
+            raise ValueError(
+                f"prompt: token id {largest}, but the vocabulary of the model has {self.limits.vocabulary}; give the "
+                "tokenizer that belongs to the model"
+            )
+        if self.context is not None and len(prompt) >= self.context:
+            raise ValueError(
+                f"prompt: {len(prompt):,} tokens fill the model's context of {self.context:,}; give a shorter one"
+            )
+        return max_new_tokens if self.context is None else min(max_new_tokens, self.context - len(prompt))
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        turn: int = 0,
+        first: int = 0,
+        on_text: OnText | None = None,
+    ) -> list[Answer]:
+        """One answer for each prompt. `on_text` is called with pieces of text while they are written.
+
+        `turn` and the index of a prompt, counted from `first`, decide about the random numbers.
+        """
+        need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
+        rooms = [self.room(prompt, max_new_tokens) for prompt in prompts]
+        keys = response_keys(self._seed, turn, np.arange(first, first + len(prompts), dtype=np.int64))
+        requests = [
+            SamplingRequest(tokens=np.array(prompt, np.int64), room=room, key=GREEDY if self._greedy else int(key))
+            for prompt, room, key in zip(prompts, rooms, keys, strict=True)
+        ]
+        collected = [_Collected(self, room < max_new_tokens) for room in rooms]
+
+        def take(number: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+            piece = collected[number].take(tokens, logprobs)
+            if on_text is not None:
+                on_text(number, piece)
+
+        try:
+            self._sampler.sample(requests, on_tokens=take)
+        except StopAnswer:
+            return [one.answer(room, interrupted=True) for one, room in zip(collected, rooms, strict=True)]
+        for number, one in enumerate(collected):
+            rest = one.rest()
+            if rest and on_text is not None:
+                on_text(number, rest)
+        return [one.answer(room) for one, room in zip(collected, rooms, strict=True)]
+
+
+class _Collected:
+    """What was written of one answer so far."""
+
+    def __init__(self, speaker: Speaker, context_limits: bool) -> None:
+        self._speaker, self._context_limits = speaker, context_limits
+        self._stream = TextStream(speaker.words.decode)
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+
+    def take(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> str:
+        if not np.isfinite(logprobs).all():
+            raise ValueError(
+                f"{SETTING}: its log-probabilities are not finite; check the weights for NaN, or set --dtype float32"
+            )
+        self._tokens += tokens.tolist()
+        self._logprobs += logprobs.tolist()
+        shown = [token for token in tokens.tolist() if token not in self._speaker.stops]  # a stop is the last one
+        self._text.append(self._stream.add(shown))
+        return self._text[-1]
+
+    def rest(self) -> str:
+        self._text.append(self._stream.end())
+        return self._text[-1]
+
+    def answer(self, room: int, *, interrupted: bool = False) -> Answer:
+        end: End = "context" if self._context_limits else "length"
+        if self._tokens and self._tokens[-1] in self._speaker.stops:
+            end = "stop"
+        elif interrupted and len(self._tokens) < room:
+            end = "interrupted"
+        return Answer(
+            text="".join(self._text),
+            tokens=np.array(self._tokens, np.int64),
+            logprobs=np.array(self._logprobs, np.float32),
+            end=end,
+        )
+
+
+MOST_TOKENS = 1_000_000
+
+
+def check_sampling(temperature: float, seed: int) -> None:
+    need(temperature == 0 or 0.01 <= temperature <= 100, "--temperature", temperature, "give 0, or 0.01 to 100")
+    need(0 <= seed < 1 << 63, "--seed", seed, "give 0 to 2**63 - 1")
+
+
+def messages_of(text: str, system: str | None) -> list[Message]:
+    """A conversation that begins with this user's message."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def open_speaker(
+    files: ModelFiles,
+    *,
+    plain: bool = False,
+    chat_template: str | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> Speaker:
+    """Load a model. `dtype` "auto" is that of the files on a GPU and float32 on the CPU."""
+    check_sampling(temperature, seed)
+    place = _device(device)
+    tokenizer = open_tokenizer(files.tokenizer, SETTING)
+    chat = None
+    if not plain:
+        chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
+    config, weights = open_model(files.weights, init_setting=None)
+    if any(name.endswith("Classification") for name in config.architectures or ()):
+        raise ValueError(f"{SETTING}: {files.weights} gives scores, not text (a reward model); give a language model")
+    kind = getattr(torch, dtype) if dtype != "auto" else torch.float32
+    if dtype == "auto" and place.type == "cuda":
+        kind = base_dtype(config, weights)
+    if files.adapter is None:
+        model = load_model(files.weights, dtype=kind, device=place)
+    else:
+        model = _with_adapter(files.weights, files.adapter)
+    return Speaker(model, tokenizer, chat=chat, temperature=temperature, seed=seed, dtype=kind, device=place)
+
+
+def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None) -> ChatRenderer:
+    if template is None and not tokenizer.chat_template:
+        raise ValueError(
+            f"{SETTING}: its tokenizer has no chat template; give a file with --chat-template (or, for generate, "
+            "--plain)"
+        )
+    text = None if template is None else read_template(template, "--chat-template")
+    source = text if text is not None else str(tokenizer.chat_template)
+    for name in arguments or ():
+        need(name in source, "--template-arguments", name, "give names that the chat template uses")
+    return ChatRenderer(tokenizer, text, arguments)
+
+
+def _device(name: str) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if name == "cuda" and not cuda:
+        raise ValueError("--device: 'cuda', but torch sees no GPU; choose cpu, or install a CUDA build of torch")
+    return torch.device("cuda" if cuda and name != "cpu" else "cpu")
+
+
+def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
+    """The base with the adapters merged into its weights, in float32 on the CPU, as `padfree.model.export` merges."""
+    try:
+        from peft import PeftModel, get_peft_model_state_dict
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{SETTING}: {folder} holds adapters, but peft is not installed; pip install 'padfree[lora]'"
+        ) from None
+    from safetensors.torch import load_file
+
+    model = load_model(base, dtype=torch.float32)
+    try:
+        stored = set(load_file(folder / ADAPTER_WEIGHTS))
+        adapted: Any = PeftModel.from_pretrained(model, str(folder))
+        wanted = set(get_peft_model_state_dict(adapted))
+        merged = adapted.merge_and_unload()
+    except Exception as error:  # the files may hold anything, and may belong to another base
+        raise ValueError(
+            f"{SETTING}: the adapters of {folder} do not fit {base} ({shown_error(error)}); give the base that they "
+            "were trained on with --base"
+        ) from None
+    if stored != wanted:
+        raise ValueError(
+            f"{SETTING}: {min(stored ^ wanted)} is not both in {folder / ADAPTER_WEIGHTS} and in {base} with its "
+            "adapters; give the base that they were trained on with --base"
+        )
+    assert isinstance(merged, PreTrainedModel)
+    return merged
