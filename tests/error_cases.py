@@ -70,7 +70,7 @@ from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "recipes"
+RECIPES = ROOT / "src" / "padfree" / "recipes"
 Mistake = Callable[[Path], Any]
 Cure = str | tuple[str, ...] | Mistake
 Case = tuple[str, Mistake] | tuple[str, Mistake, Cure]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         unpack,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "TrainedRun": "padfree.api",

@@ -18,7 +18,7 @@ from padfree.cli.progress import Bars, progress
 from padfree.config import config_from_dict, load_config
 from tests.models import save_with_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 
 
 @pytest.fixture(scope="module")
