@@ -82,6 +82,7 @@ def commands(page: Path) -> list[list[str]]:
     for line in lines:
         if re.match(r"(\$ )?(padfree|torchrun|make|CUDA_VISIBLE_DEVICES=\S+ torchrun) +\S", line) and "..." not in line:
             words = shlex.split(line.removeprefix("$ "), comments=True)
+            words = words[: words.index(">")] if ">" in words else words
             found.append([word for word in words if not re.match(r"[A-Z_]+=", word)])
     return found
 
