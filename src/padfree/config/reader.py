@@ -57,7 +57,7 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise ValueError(
-            f"config: {path} cannot be read ({error.strerror}); give a TOML file, or a name that `padfree recipes` lists"
+            f"config: {path} cannot be read ({error.strerror}); give a TOML file, or a name from `padfree recipes`"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
