@@ -8,7 +8,7 @@ JOBS   ?= 3
 VLLM   ?= .venv-vllm
 REAL   ?= .real
 
-.PHONY: help demo test test-hosts test-gpu test-vllm test-real memcheck check docs format bench install clean
+.PHONY: help demo test test-hosts test-gpu test-vllm test-real memcheck check docs format dist test-wheel bench install clean
 
 help:
 	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
@@ -21,6 +21,8 @@ help:
 	@echo "make check      lint, format and type check"
 	@echo "make docs       build the documentation into docs/_build/html"
 	@echo "make format     apply the formatter and the linter's safe fixes"
+	@echo "make dist       build the wheel and the source archive into dist/"
+	@echo "make test-wheel install the wheel in a new environment, and run the demo in an empty folder"
 	@echo "make bench      run the CPU benchmarks"
 
 # torch first and exactly as pinned: on a machine without CUDA a looser request may fetch the CUDA packages.
@@ -87,6 +89,13 @@ check: $(DEV)
 docs: $(DEV)
 	$(PY) -m sphinx -W --keep-going --quiet docs docs/_build/html
 
+dist: $(DEV)
+	rm -rf dist build
+	$(PY) -m build --outdir dist .
+
+test-wheel: dist
+	tests/wheel.sh $(PYTHON)
+
 format: $(DEV)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -104,4 +113,4 @@ bench: $(DEV)
 	$(PY) bench/step.py --device cpu
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(REAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build docs/_build docs/api
+	rm -rf $(VENV) $(VLLM) $(REAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist docs/_build docs/api

@@ -3,7 +3,7 @@
     run       `padfree sft` or `padfree rl` as the recipe says: tokens/s of its steady steps, compilations, memory
     engine    the same batches, everything prepared by the settings of the run: updates in a row, nothing else
 
-    PYTHONPATH=src python bench/shipped.py recipes/sft.toml model.path=my-model 'data.path=["train.jsonl"]' --steps 60
+    PYTHONPATH=src python bench/shipped.py sft model.path=my-model 'data.path=["train.jsonl"]' --steps 60
 
 The first steps of both are left out: they compile, and take memory for the first time.
 """

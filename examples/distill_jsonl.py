@@ -3,7 +3,7 @@
     python examples/distill_jsonl.py --student Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --data train.jsonl
     torchrun --nproc-per-node 8 examples/distill_jsonl.py --student Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --data ...
 
-The two need one vocabulary, not one size. `padfree distill recipes/distill.toml` does the same without a script.
+The two need one vocabulary, not one size. `padfree distill` does the same without a script.
 """
 
 from __future__ import annotations

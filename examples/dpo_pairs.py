@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/dpo_pairs.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --folder runs/dpo
 
 A row of the file has `prompt`, `chosen` and `rejected`. The reference is the model itself as it was before the first
-step. `padfree dpo recipes/dpo.toml` does the same without a script.
+step. `padfree dpo` does the same without a script.
 """
 
 from __future__ import annotations

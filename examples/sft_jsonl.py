@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/sft_jsonl.py --model Qwen/Qwen3-0.6B --data train.jsonl --folder runs/sft
 
 A row of the file has `messages`, or `prompt` and `response`, or `text`. The same command goes on where a stopped run
-was. `padfree sft recipes/sft.toml` does the same without a script.
+was. `padfree sft` does the same without a script.
 """
 
 from __future__ import annotations

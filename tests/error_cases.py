@@ -66,11 +66,10 @@ from padfree.testing.models import build, row, save_with_tokenizer
 from padfree.tools.demo import SIZES, Demo
 from padfree.tools.page import Page
 from padfree.train.rl.advantages import with_advantages
-from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "recipes"
+RECIPES = ROOT / "src" / "padfree" / "recipes"
 Mistake = Callable[[Path], Any]
 Cure = str | tuple[str, ...] | Mistake
 Case = tuple[str, Mistake] | tuple[str, Mistake, Cure]

@@ -27,8 +27,9 @@ from unittest.mock import patch
 import pytest
 
 from padfree.attention.selection import BACKENDS
-from padfree.cli.main import parser
+from padfree.cli.main import TRAINING, parsed, parser
 from padfree.config import Config, config_from_dict, load_config
+from padfree.config.recipes import shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -61,7 +62,6 @@ def test_every_block_has_a_language_that_is_checked(page: Path) -> None:
 
 @every_page
 def test_python_runs_and_prints_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, object] = {"__name__": "__docs__"}
@@ -82,6 +82,7 @@ def commands(page: Path) -> list[list[str]]:
     for line in lines:
         if re.match(r"(\$ )?(padfree|torchrun|make|CUDA_VISIBLE_DEVICES=\S+ torchrun) +\S", line) and "..." not in line:
             words = shlex.split(line.removeprefix("$ "), comments=True)
+            words = words[: words.index(">")] if ">" in words else words
             found.append([word for word in words if not re.match(r"[A-Z_]+=", word)])
     return found
 
@@ -100,9 +101,9 @@ def test_commands_parse_and_their_recipes_load(page: Path) -> None:
             with pytest.raises(SystemExit, match="0"):
                 parser().parse_args([words[1], "--help"])
             continue
-        settings = parser().parse_args(words[1:])
-        if settings.command in ("sft", "distill", "rl") and settings.recipe.startswith("recipes/"):
-            load_config(ROOT / settings.recipe, settings.overrides)
+        settings = parsed(words[1:])
+        if settings.command in TRAINING and settings.recipe in shipped_recipes():
+            load_config(settings.recipe, settings.overrides)
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def rows_file(tmp_path: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> 
 
 
 def show(capsys: pytest.CaptureFixture[str], recipe: str, tokenizer: str, data: str, *words: str, code: int = 0) -> str:
-    path = Path(__file__).parents[2] / "recipes" / f"{recipe}.toml"
+    path = Path(__file__).parents[2] / "src" / "padfree" / "recipes" / f"{recipe}.toml"
     assert main(["data", "show", str(path), f"model.tokenizer={tokenizer}", f"data.path={data}", *words]) == code
     captured = capsys.readouterr()
     return captured.err if code else captured.out
@@ -118,7 +118,7 @@ def test_sources_of_a_mixture_are_shown_by_their_names(tmp_path: Path, capsys: p
     first = rows_file(tmp_path, [{"messages": CHAT[:2]}], "a.jsonl")
     second = rows_file(tmp_path, [{"question": "Hello", "answer": "Four"}], "b.jsonl")
     folder = tokenizer_folder(tmp_path, "chatml")
-    recipe = Path(__file__).parents[2] / "recipes" / "sft.toml"
+    recipe = Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "sft.toml"
     sources = f'[{{path="{first}"}},{{path="{second}",name="sums"}}]'
     words = ["data", "show", str(recipe), f"model.tokenizer={folder}", "data.path=[]", f"data.sources={sources}"]
     assert main([*words, "--row", "sums/b.jsonl:1"]) == 0

@@ -67,7 +67,7 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def words(ssh: str, hosts: str, *options: str) -> list[str]:
-    recipe = str(ROOT / "recipes" / "sft.toml")
+    recipe = str(ROOT / "src" / "padfree" / "recipes" / "sft.toml")
     return ["launch", "--hosts", hosts, "--processes", "2", "--ssh", ssh, *options, "--", "sft", recipe, "run.steps=3"]
 
 
@@ -81,7 +81,7 @@ def test_every_host_gets_its_number_and_the_same_words(ssh: str, capsys: pytest.
         assert arguments == [
             *("--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2", "--master-addr", "a"),
             *("--master-port", str(PORT), "--max-restarts", "1", "-m", "padfree"),
-            *("sft", str(ROOT / "recipes" / "sft.toml"), "run.steps=3"),
+            *("sft", str(ROOT / "src" / "padfree" / "recipes" / "sft.toml"), "run.steps=3"),
         ]
     assert "login" not in printed.out, "what a shell prints before is not shown"
 
@@ -229,7 +229,7 @@ def test_a_host_looks_at_folder_and_settings_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # and back in the end: a host goes to the folder it is told
-    recipe = (ROOT / "recipes" / "sft.toml").read_text()
+    recipe = (ROOT / "src" / "padfree" / "recipes" / "sft.toml").read_text()
     (tmp_path / "r.toml").write_text(recipe)
     (tmp_path / "d.jsonl").touch()
     (tmp_path / "model").mkdir()

@@ -239,7 +239,7 @@ def test_memory_of_the_head() -> None:
         assert config_from_dict(with_changes(parallel={"head_memory": given})).parallel.head_bytes == taken
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 KINDS: dict[str, type[Any]] = {
     "clip": losses.ClipSettings,
     "gspo": losses.GSPOSettings,
@@ -366,7 +366,7 @@ def test_a_home_folder_is_put_in_the_place_of_its_sign(monkeypatch: pytest.Monke
         "batch.cost=~/cost.json",
         "run.folder=~/runs/first",
     ]
-    config = load_config(Path(__file__).parents[2] / "recipes" / "rl.toml", overrides)
+    config = load_config(Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "rl.toml", overrides)
     assert config.model.path == "/home/somebody/model"
     assert config.model.tokenizer == "/home/somebody/tokenizer"
     assert config.reference.path == "/home/somebody/reference"

@@ -20,7 +20,7 @@ from padfree.estimate.cost_file import read_cost
 from padfree.record.run_folder import check_run_folder
 from padfree.train.training_data import read_template
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 HOSTILE = [
     *("inf", "-inf", "nan", "1e308", "-1e308", "1e-320", "-0.0", "0", "-1", "0.0", "1e400", "1" + "0" * 400),
     *("9223372036854775807", "9223372036854775808", "-9223372036854775809", "9007199254740991", "9007199254740992"),

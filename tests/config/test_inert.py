@@ -12,7 +12,7 @@ import pytest
 from padfree.config import Config, config_from_dict, load_config
 from padfree.config.inert import READ_BY, inert_settings, rule_of
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 
 
 def settings(kind: type[Any] = Config, prefix: str = "") -> Iterator[str]:

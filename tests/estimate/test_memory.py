@@ -20,7 +20,6 @@ from padfree.model.roles import roles_of
 from padfree.model.structure import skeleton
 from padfree.optim.optimizer import make_optimizer
 from padfree.testing.models import save_with_tokenizer
-from tests.models import save_with_tokenizer
 from tests.train.cases import small_model
 
 

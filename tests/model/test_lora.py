@@ -26,7 +26,6 @@ from padfree.model.mixers import installed
 from padfree.packing import pack
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import build
-from tests.models import build
 from tests.ranks import run_ranks
 from tests.rounding import assert_same_but_for_rounding, in_float64
 

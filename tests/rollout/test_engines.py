@@ -12,7 +12,7 @@ from padfree.config import Config, load_config
 from padfree.config.choices import SAMPLING_ENGINES
 from padfree.rollout.engines import check_engine_name, make_sampler
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 SAMPLER = """
 class Sampler:
     def update_weights(self, trained, version): ...

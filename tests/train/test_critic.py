@@ -265,7 +265,7 @@ def test_dry_run_plan_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture
     policy, rollouts = save_with_tokenizer(tmp_path / "model"), tmp_path / "rollouts.jsonl"
     rows = [{"prompt": f"{a}+1=", "response": "2", "reward": a % 2, "group": str(a // 2)} for a in range(4)]
     rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = str(Path(__file__).parents[2] / "recipes" / "rl.toml")
+    recipe = str(Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "rl.toml")
     small = [f"model.path={policy}", f"data.path={rollouts}", "model.dtype=float32", "loss.advantage=gae"]
     small += ["batch.samples=4", "batch.max_tokens=64", "run.device=cpu", f"run.folder={tmp_path / 'run'}"]
     sizes = []

@@ -20,7 +20,7 @@ from padfree.train.decide import check_context, check_settings, count_steps, dec
 from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.models import build, save_with_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 Write = Callable[..., str]
 
 

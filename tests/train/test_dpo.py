@@ -188,7 +188,7 @@ def test_pairs_are_left_out_whole(folder: Path, tmp_path: Path) -> None:
 
 
 def test_dry_run_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).parents[2] / "recipes" / "dpo.toml")
+    recipe = str(Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "dpo.toml")
     small = [f"model.path={folder / 'model'}", f"data.path={folder / 'pairs.jsonl'}", "model.dtype=float32"]
     small += ["batch.samples=8", "batch.max_tokens=64", "run.device=cpu", f"run.folder={tmp_path / 'run'}"]
     assert main(["dpo", recipe, *small, "--dry-run"]) == 0

@@ -359,7 +359,7 @@ def test_servers_get_the_requests_of_episodes(model_folder: Path, tmp_path: Path
 def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_config(tmp_path / "run", model_folder)  # writes the prompts
     words = [f"model.path={model_folder}", f"data.path={tmp_path / 'prompts.jsonl'}", f"run.folder={tmp_path / 'run'}"]
-    recipe = str(Path(__file__).parents[2] / "recipes" / "rl-environment.toml")
+    recipe = str(Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "rl-environment.toml")
     assert main(["rl", recipe, *words, "rollout.max_new_tokens=20", "run.device=cpu", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "rollout.environment padfree.rollout.environment.calculator:episode is not imported by a dry run" in printed

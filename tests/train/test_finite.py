@@ -22,7 +22,7 @@ from padfree.train.evaluate import TokenMeasure
 from padfree.train.finite import check_metrics
 from tests.models import build, save_with_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
 
 

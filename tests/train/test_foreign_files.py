@@ -11,7 +11,7 @@ import pytest
 from padfree.cli.main import main
 from tests.models import save_with_tokenizer
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "sft.toml"
+RECIPE = Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "sft.toml"
 CONTENTS = {
     "nothing": "",
     "half": "{",

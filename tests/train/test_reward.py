@@ -338,7 +338,7 @@ def test_what_cannot_judge_is_refused(folder: Path, judge_folder: Path, tmp_path
 
 
 def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).parents[2] / "recipes" / "reward.toml")
+    recipe = str(Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "reward.toml")
     small = [f"model.path={folder / 'model'}", f"data.path={folder / 'pairs.jsonl'}", "model.dtype=float32"]
     small += ["batch.samples=8", "batch.max_tokens=64", "run.device=cpu", f"run.folder={tmp_path / 'run'}"]
     assert main(["reward", recipe, *small, "--dry-run"]) == 0

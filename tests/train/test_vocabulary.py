@@ -19,7 +19,7 @@ from padfree.train.decide import decide
 from padfree.train.vocabulary import compare
 from tests.models import save_with_tokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 
 
 @pytest.fixture(autouse=True)

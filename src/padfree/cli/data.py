@@ -1,8 +1,8 @@
 """`padfree data show`: rows of a recipe's data as the model sees them, in the terminal or as a page.
 
-padfree data show recipes/sft.toml model.path=my-model data.path=train.jsonl
-padfree data show recipes/sft.toml data.path=train.jsonl --row train.jsonl:17
-padfree data show recipes/dpo.toml data.path=pairs.jsonl --rows 50 --page pairs.html
+padfree data show sft model.path=my-model data.path=train.jsonl
+padfree data show sft data.path=train.jsonl --row train.jsonl:17
+padfree data show dpo data.path=pairs.jsonl --rows 50 --page pairs.html
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help=COMMANDS["data"][1],
         description="Shows rows of a recipe's data as the model sees them: the text, which part of it is trained, how "
         "many tokens it has, and where each message went.",
-        epilog="example: padfree data show recipes/sft.toml data.path=train.jsonl --row train.jsonl:17",
+        epilog="example: padfree data show sft data.path=train.jsonl --row train.jsonl:17",
     )
     command.add_argument("action", choices=("show",))
     command.add_argument("recipe", help="TOML file of the run")

@@ -1,8 +1,8 @@
 """`padfree eval`: what a recipe's `[eval]` measures, of any model folder.
 
-padfree eval recipes/sft.toml model.path=runs/sft/model eval.path=test.jsonl
-padfree eval recipes/rl-local.toml model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.draws=8
-torchrun --nproc-per-node 8 -m padfree eval recipes/sft.toml model.path=my-model eval.path=test.jsonl
+padfree eval sft model.path=runs/sft/model eval.path=test.jsonl
+padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.draws=8
+torchrun --nproc-per-node 8 -m padfree eval sft model.path=my-model eval.path=test.jsonl
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "eval",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. Nothing is trained, and the run folder is not written to.",
-        epilog="example: padfree eval recipes/sft.toml model.path=runs/sft/model eval.path=test.jsonl",
+        epilog="example: padfree eval sft model.path=runs/sft/model eval.path=test.jsonl",
     )
     command.add_argument("recipe", help="TOML file of the run, or of another with the same data and loss")
     command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")

@@ -1,12 +1,12 @@
 """`padfree launch`: one command on several hosts, over ssh. torchrun on each of them does the rest.
 
-padfree launch --hosts a,b -- sft recipes/sft.toml run.folder=/shared/runs/first parallel.replicate=2
+padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
 
     here     ssh a python -m padfree.cli.on_host      gets the order: command, folder, environment
              ssh b python -m padfree.cli.on_host
     a, b     answer: versions, the recipe's digest, GPUs, or what is wrong there
     here     nothing is wrong anywhere: the arguments of torchrun go to each
-    a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft recipes/sft.toml ...
+    a, b     torchrun --nnodes 2 --node-rank 0 (1) --master-addr a ... -m padfree sft ...
     here     shows their lines, each behind the name of its host. If one fails, or this process gets SIGINT or SIGTERM,
              the others are told to stop: torchrun gets SIGTERM there
 """
@@ -70,7 +70,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         usage="padfree launch --hosts a,b [options] -- COMMAND ...",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. All must have the same padfree, and see the same folder.",
-        epilog="example: padfree launch --hosts a,b -- sft recipes/sft.toml run.folder=/shared/runs/first",
+        epilog="example: padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first",
     )
     add = command.add_argument
     add("--hosts", required=True, metavar="A,B,...", help="names that ssh knows; rank 0 is on the first")

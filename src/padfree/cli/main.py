@@ -18,8 +18,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NoReturn
 
-from padfree.cli.flags import meant, understood
+from padfree.cli.flags import OVERRIDE, meant, understood
 from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
+from padfree.config.recipes import default_recipe
 from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning
 
@@ -28,10 +29,12 @@ COMMANDS = {
     "check": ("padfree.cli.check", "compare packed training of your model with one sample at a time"),
     "data": ("padfree.cli.data", "show rows of the data as the model sees them"),
     "demo": ("padfree.tools.demo", "plan, check, fine-tune and reinforce a tiny model, on a CPU"),
+    "env": ("padfree.cli.env", "print versions, devices and kernels, for a bug report"),
     "eval": ("padfree.cli.eval", "measure a model on held-out data, as a recipe's [eval] says"),
     "generate": ("padfree.cli.generate", "let a model answer prompts"),
     "launch": ("padfree.cli.launch", "run a command on several hosts, over ssh and torchrun"),
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
+    "recipes": ("padfree.cli.recipes", "list the recipes that come with padfree, or print one"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
     "dpo": ("padfree.cli.train", "train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO"),
     "reward": ("padfree.cli.train", "train a reward model on pairs of answers"),
@@ -57,7 +60,7 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
-        epilog="example: padfree sft recipes/sft.toml model.path=my-model data.path=rows.jsonl",
+        epilog="example: padfree sft model.path=my-model data.path=rows.jsonl",
         add_help=False,
     )
     commands.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # so that all fits on one screen
@@ -85,6 +88,11 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         commands.error(f"unrecognized arguments: {' '.join(rest)}{meant(unknown, words[0])}")
     if overrides and taken is not None:  # settings behind a flag, where argparse no longer takes them
         setattr(settings, taken, [*getattr(settings, taken), *overrides])
+    if settings.command in TRAINING and (settings.recipe is None or OVERRIDE.match(settings.recipe)):
+        settings.overrides = [*([settings.recipe] if settings.recipe else []), *settings.overrides]
+        settings.recipe = default_recipe(settings.command)
+        if settings.recipe is None:
+            commands.error("the following arguments are required: recipe; `padfree recipes` lists those to start from")
     return settings
 
 

@@ -26,6 +26,7 @@ import padfree
 from padfree.cli.main import COMMANDS, parsed
 from padfree.config import load_config
 from padfree.config.hub import check_names
+from padfree.config.recipes import recipe_path
 
 ANSWER = "padfree-answer "
 """Before the answer: a shell may print other lines first."""
@@ -78,7 +79,7 @@ def checked_recipe(words: list[str]) -> str:
     config = load_config(settings.recipe, settings.overrides)
     if COMMANDS[settings.command][0] == "padfree.cli.train":
         check_names(config)
-    return hashlib.sha256(Path(settings.recipe).read_bytes()).hexdigest()
+    return hashlib.sha256(recipe_path(settings.recipe).read_bytes()).hexdigest()
 
 
 def torchrun(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
 """`padfree sft`, `padfree rl` and the other ways to train: a recipe, a few overrides, and a line of progress per step.
 
-padfree sft recipes/sft.toml model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
-padfree rl recipes/rl.toml loss.kind=gspo --dry-run
-torchrun --nproc-per-node 8 -m padfree sft recipes/sft.toml
+padfree sft model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
+padfree rl rl loss.kind=gspo --dry-run
+torchrun --nproc-per-node 8 -m padfree sft
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from padfree.collector import paused_collector
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 from padfree.config.processes import processes_of
+from padfree.config.recipes import default_recipe
 from padfree.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             name,
             help=text,
             description=f"{text[0].upper()}{text[1:]}. Settings: a TOML recipe, changed by section.name=value.",
-            epilog=f"example: padfree {name} recipes/{name}.toml model.path=my-model optimizer.lr=2e-6 --dry-run",
+            epilog=f"example: padfree {name} {default_recipe(name) or 'rl-local'} model.path=my-model --dry-run",
         )
-        command.add_argument("recipe", help="TOML file; recipes/ has one to start from")
+        command.add_argument("recipe", nargs="?", help="TOML file, or a name that `padfree recipes` lists")
         command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
         command.add_argument(
             "--dry-run", action="store_true", help="show model, data, layout, memory and first step; stop"

@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from padfree.config.config import Config
 from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
+from padfree.config.recipes import recipe_path
 from padfree.config.rules import closest, need, shown_value
 
 LONGEST_RECIPE = 1 << 20
@@ -42,8 +43,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file; no setting is checked."""
-    check_regular(Path(path), "config")
+    """The tables of a TOML file, or of the shipped recipe of that name; no setting is checked."""
+    path = recipe_path(path)
+    check_regular(path, "config")
     try:
         with open(path, "rb") as file:
             content = file.read(LONGEST_RECIPE + 1)
@@ -54,7 +56,9 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
         # A byte order mark is what some editors put before UTF-8. TOML's lines may end as on Windows.
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
-        raise ValueError(f"config: {path} cannot be read ({error.strerror}); give a TOML file") from None
+        raise ValueError(
+            f"config: {path} cannot be read ({error.strerror}); give a TOML file, or a name from `padfree recipes`"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
     except RecursionError:

@@ -410,12 +410,10 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
     from padfree.tools.check.padded import padded_loss
     from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
-    device, lower, chosen = config.run.device, config.model.dtype != "float32", config.optimizer
+    device, lower = config.run.device, config.model.dtype != "float32"
     assert config.optimizer.max_grad_norm is not None
     model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train().to(device)
-    optimizer = make_optimizer(
-        model, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
-    )
+    optimizer = make_optimizer(model, config.optimizer)
     batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
     schedule: dict[str, Any] = asdict(config.schedule)  # kind, warmup, final
     losses, seconds = [], []

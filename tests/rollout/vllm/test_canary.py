@@ -8,7 +8,6 @@ import pytest
 from padfree.rollout.engines.servers.canary import DRAWN, LENGTH, Canary, Scores, canary_sequences
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.testing.tokenizers import tiny_tokenizer
-from tests.data.tiny_tokenizers import tiny_tokenizer
 from tests.rollout.rollout_cases import letters_tokenizer
 
 NUM = 240

@@ -1,5 +1,5 @@
 #!/bin/bash
-# sbatch recipes/cluster/slurm.sh recipes/sft.toml run.folder=/shared/runs/first [section.setting=value ...]
+# sbatch examples/cluster/slurm.sh sft run.folder=/shared/runs/first [section.setting=value ...]
 # COMMAND=rl for reinforcement learning. Model, data and run folder must be where all hosts see them.
 #SBATCH --job-name=padfree
 #SBATCH --nodes=4

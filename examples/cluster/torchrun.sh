@@ -1,6 +1,6 @@
 #!/bin/bash
 # The same on every host:
-#     HOSTS=4 FIRST=first-machine recipes/cluster/torchrun.sh recipes/sft.toml run.folder=/shared/runs/first [...]
+#     HOSTS=4 FIRST=first-machine examples/cluster/torchrun.sh sft run.folder=/shared/runs/first [...]
 # COMMAND=rl for reinforcement learning. Model, data and run folder must be where all hosts see them.
 set -euo pipefail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a host that was lost can come back

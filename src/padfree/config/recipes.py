@@ -1,0 +1,31 @@
+"""The recipes that come with the package: `sft` is the file padfree/recipes/sft.toml."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Path by name, in the order of the names."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.toml"), key=lambda path: path.stem)}
+
+
+def recipe_path(name: str | PathLike[str]) -> Path:
+    """The file that a name stands for: a path, or the name of a shipped recipe. A file of that name wins."""
+    path = Path(name)
+    return path if path.is_file() else shipped_recipes().get(str(name), path)
+
+
+def summary(path: Path) -> str:
+    """The first comment of a recipe."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
+def default_recipe(command: str) -> str | None:
+    """The recipe of a command that is given none: the one with its name, if there is no other (`rl` has several)."""
+    names = [name for name in shipped_recipes() if name == command or name.startswith(f"{command}-")]
+    return command if names == [command] else None
