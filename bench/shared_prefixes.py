@@ -31,7 +31,7 @@ import torch.distributed as dist
 from timer import Stopwatch, median_seconds
 from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from updates import Step, make_updates
+from updates import make_updates
 
 from padfree import Sample
 from padfree.attention.copies import take_copies
@@ -132,8 +132,8 @@ def update_seconds(
     engine: Engine, samples: list[Sample], repeats: int, first: list[Sample]
 ) -> tuple[float, StepReport]:
     """The mean of updates in a row, behind one of `first` that is not counted."""
-    steps: list[Step] = [(samples, None)] * repeats
-    make_updates(engine, [(first, None)], lr=0.0)
+    steps = [samples] * repeats
+    make_updates(engine, [first], lr=0.0)
     with Stopwatch(engine.mesh.device) as watch:
         report = make_updates(engine, steps, lr=0.0)
     return watch.seconds / repeats, report

@@ -117,11 +117,11 @@ def test_gradients_are_those_of_one_pair_at_a_time(
     total = 0.0
     for first in range(0, len(batch.samples), 2):
         chosen, rejected = batch.samples[first : first + 2]
-        margin = MARGIN + float(chosen.raw_reward)
+        margin = MARGIN + margin_of(chosen)
         pair = -logsigmoid(score(plain, chosen) - score(plain, rejected) - margin) * 2 / len(batch.samples)
         torch.autograd.backward(pair)
         total += float(pair.detach())
-    assert max(float(sample.raw_reward) for sample in batch.samples[::2]) > 0, "rows have margins"
+    assert max(margin_of(sample) for sample in batch.samples[::2]) > 0, "rows have margins"
     assert loss == pytest.approx(total, rel=1e-5)
     expected = {name: weight.grad for name, weight in plain.named_parameters()}
     trained = {name for name, weight in engine.model.named_parameters() if weight.requires_grad}
@@ -134,6 +134,11 @@ def test_gradients_are_those_of_one_pair_at_a_time(
         assert weight.grad is not None
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(weight.grad, expected[name], rtol=1e-5, atol=max(1e-5 * scale, 1e-7))
+
+
+def margin_of(chosen: Sample) -> float:
+    assert chosen.terms is not None
+    return chosen.terms["margin"]
 
 
 @torch.no_grad()
@@ -173,7 +178,7 @@ def test_an_exported_model_gives_transformers_the_same_scores(
         together = model(input_ids=ids, attention_mask=rows.attention_mask).logits[:, 0]
     torch.testing.assert_close(torch.from_numpy(packed), single, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together, single, rtol=1e-4, atol=1e-5)
-    pairs = [float(chosen.raw_reward) + MARGIN for chosen in samples[::2]]
+    pairs = [margin_of(chosen) + MARGIN for chosen in samples[::2]]
     expected = -logsigmoid(single[::2] - single[1::2] - torch.tensor(pairs)).mean()
     assert found[-1]["eval/loss"] == pytest.approx(float(expected), rel=1e-5)
     again = evaluate(make_config(folder, tmp_path / "no run", model={"path": str(exported)}, eval=held_out))

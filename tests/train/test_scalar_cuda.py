@@ -37,7 +37,7 @@ def scalar_samples() -> list[Sample]:
             sample,
             group=index // 2,
             reward=float(1 - index % 2),
-            raw_reward=0.25,
+            terms={"margin": 0.25},
             returns=rng.normal(size=len(sample)).astype(np.float32),
             values=np.zeros(len(sample), np.float32),
         )

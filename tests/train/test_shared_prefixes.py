@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import Sample
+from padfree.batch import Sample, with_arrays
 from padfree.config import LoraConfig
 from padfree.cp import shard
 from padfree.distributed import Mesh, make_mesh
@@ -183,7 +183,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
     engine.scorer.max_tokens = 1000
     for one, other in zip(engine.scorer.logprobs(samples), plain, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    report = engine.step(samples, lr=0.0, old_logprobs=plain)
+    report = engine.step(with_arrays(samples, old_logprobs=plain), lr=0.0)
     assert report.num_labels == sum(sample.num_labels for sample in samples)
     assert report.num_tokens == sum(len(sample) for sample in samples)
     assert report.padding_share == 0.0

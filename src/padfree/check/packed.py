@@ -165,7 +165,7 @@ class PackedPath:
         scores = partial(self.scorer._scores, self.scorer.temperature)
         with torch.no_grad():
             for batch, indices in self._padded(_all_scored(samples), fill).rows:
-                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
                 for index, values in zip(indices, batch.packed.unpack(row), strict=True):
@@ -195,7 +195,9 @@ class PackedPath:
             kind=settings.layout,
             method=settings.method,
         )
-        return replace(batch, packed=packed, local=local, num_labels=int((local.labels != IGNORE).sum()))
+        kept = {"is_filler": batch.is_filler, "batch_samples": batch.local.batch_samples}
+        local = replace(local, num_labels=int((local.labels != IGNORE).sum()), **kept)
+        return replace(batch, packed=packed, local=local)
 
 
 def _all_scored(samples: Sequence[Sample]) -> list[Sample]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -138,6 +139,15 @@ def gather_tokens(
         values, plan, need_group(context), loss == "partial"
     )
     return gathered
+
+
+def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
+    """Sums over the ranks that share a pack; no gradient flows through it."""
+    if context.world == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=context.group)
+    return total
 
 
 def need_group(context: AttnContext) -> ProcessGroup:

@@ -239,7 +239,7 @@ class PairDataset(TokenizedDataset):
     """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
 
     `group` names the pair, and `reward` is 1 for the chosen answer and 0 for the other. `report` counts pairs. Where
-    rows may have margins, that of a pair is the `raw_reward` of its chosen answer.
+    rows may have margins, that of a pair is the term `margin` of its chosen answer.
     """
 
     samples_per_row: ClassVar[int | None] = 2
@@ -258,7 +258,7 @@ class PairDataset(TokenizedDataset):
         margins = self._margins
         return replace(
             sample,
-            raw_reward=None if margins is None or not chosen else float(margins[self._kept[as_index(index)]]),
+            terms=None if margins is None or not chosen else {"margin": float(margins[self._kept[as_index(index)]])},
             uid=f"{sample.uid} {'chosen' if chosen else 'rejected'}",
             group=sample.uid,
             reward=float(chosen),

@@ -66,7 +66,7 @@ def load_pairs(
 ) -> PairDataset:
     """Preference pairs, as `load_sft` loads samples: `chosen` and `rejected` of each row, with what is before them.
 
-    With `margins` a row may have a `margin`, too, which is then the `raw_reward` of its chosen answer.
+    With `margins` a row may have a `margin`, too, which is then the term `margin` of its chosen answer.
     """
     settings = settings or SFTDataSettings()
     kind, schema = (RewardTokenizer, REWARD_SCHEMA) if margins else (PairTokenizer, PAIR_SCHEMA)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from padfree.batch import Sample
+from padfree.batch import Sample, with_arrays
 from padfree.config import Config
 from padfree.losses import PolicySettings, needs_old_logprobs
 from padfree.train.critic import Critic
@@ -131,6 +131,8 @@ class Batches:
         if needs_old_logprobs(settings) or self.teacher is not None:
             with times.measure("old_logprobs"):
                 old = self.engine.scorer.logprobs(batch)
+            if needs_old_logprobs(settings):
+                batch = with_arrays(batch, old_logprobs=old)
         metrics = self._reward_metrics(batch) | dict(self.rollout_metrics())
         if self.critic is not None:
             with times.measure("critic"):
@@ -153,7 +155,6 @@ class Batches:
             samples=batch,
             parts=parts,
             epochs=self.config.loss.epochs,
-            old_logprobs=old if needs_old_logprobs(settings) else None,
             metrics=metrics,
             times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
         )
@@ -167,7 +168,7 @@ class Batches:
         assert self.reference is not None
         with times.measure("reference"):
             found = self.reference.logprobs(batch)
-        return [sample.with_numbers(ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
+        return with_arrays(batch, ref_logprobs=found)
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
         """What decides which samples of the batch with this number are in which of its updates."""

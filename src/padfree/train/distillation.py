@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE
+from padfree.batch import IGNORE, LocalBatch
 from padfree.config.loss_settings import DistillSettings
 from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
@@ -23,7 +23,6 @@ from padfree.losses import LossOutput
 from padfree.model import hidden_states, lm_head_of
 from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
-from padfree.train.microbatch import MicroBatch
 
 
 class DistillationRowLoss:
@@ -37,22 +36,22 @@ class DistillationRowLoss:
         self.settings, self.teacher, self.temperature, self.memory = settings, teacher, temperature, memory
         teacher.train(False)  # a teacher's own dropout would be noise
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        hidden, head, settings = hidden_states(model, batch.local), lm_head_of(model), self.settings
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        hidden, head, settings = hidden_states(model, batch), lm_head_of(model), self.settings
 
         def compare(teacher: PreTrainedModel) -> DistillationLoss:
-            taught = hidden_states(teacher, batch.local)
+            taught = hidden_states(teacher, batch)
             with torch.enable_grad():
                 return distillation_loss(
                     hidden,
                     head,
                     taught,
                     lm_head_of(teacher),
-                    batch.local.labels,
+                    batch.labels,
                     divergence=settings.divergence,
                     beta=settings.beta,
                     top_k=settings.top_k,
-                    weights=batch.local.weights,
+                    weights=batch.weights,
                     temperature=self.temperature,
                     num_labels=batch.num_labels,
                     memory=self.memory,
@@ -60,7 +59,7 @@ class DistillationRowLoss:
 
         with torch.no_grad(), computing(self.teacher):
             found = inside(self.teacher, compare)
-        count = (batch.local.labels != IGNORE).sum()
+        count = (batch.labels != IGNORE).sum()
         statistics = {
             "divergence": found.divergences,
             "cross_entropy": -found.logprobs,
@@ -68,6 +67,6 @@ class DistillationRowLoss:
         }
         return LossOutput(
             loss=found.loss,
-            token_losses=batch.local.weights * found.divergences,
+            token_losses=batch.weights * found.divergences,
             statistics={name: (values.sum(dtype=torch.float64), count) for name, values in statistics.items()},
         )

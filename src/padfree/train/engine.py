@@ -52,7 +52,7 @@ from padfree.packing.fill import Indices
 from padfree.sharding.parallelize import inside
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
-from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
+from padfree.train.microbatch import MicroBatch, make_micro_batch
 from padfree.train.router_balance import RouterBalance
 from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
@@ -167,18 +167,14 @@ class Engine:
         *,
         lr: float,
         step: int = 0,
-        old_logprobs: Sequence[Floats] | None = None,
     ) -> StepReport:
         """One update with the samples of a global batch; every rank is given the same ones, in the same order.
 
-        `old_logprobs[i]` [n] are the trainer's own from before the first update with these samples
-        (`Scorer.logprobs`), for losses with a ratio to them. `step` is only for messages.
+        `step` is only for messages.
         """
-        return self.begin(self.prepare(samples, old_logprobs), lr=lr, step=step).finish()
+        return self.begin(self.prepare(samples), lr=lr, step=step).finish()
 
-    def prepare(
-        self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None, *, whole: bool = True
-    ) -> PreparedStep:
+    def prepare(self, samples: Sequence[Sample], *, whole: bool = True) -> PreparedStep:
         """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
         plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
@@ -199,8 +195,6 @@ class Engine:
                 self.mesh,
                 self.scorer.rows,
                 weights=weights,
-                old_logprobs=old_logprobs,
-                pair_weight=2.0 / len(samples) if self.row_loss.keeps_groups else None,
                 prefixes=plan.prefixes,
                 width=width,
             )
@@ -262,7 +256,7 @@ class Engine:
             if self.router is not None:
                 self.router.begin(self.model, prepared.rows)
             for batch, indices in prepared.rows:
-                output = inside(self.model, row_loss, batch)
+                output = inside(self.model, row_loss, batch.local)
                 assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
                 with torch.autograd.set_multithreading_enabled(False):

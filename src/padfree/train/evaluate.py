@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE, LocalBatch, Sample, with_arrays
 from padfree.config import Config, EvalConfig
 from padfree.data import Reward, load_reward
 from padfree.head import matches, score
@@ -39,9 +39,9 @@ from padfree.sharding.parallelize import inside
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
 from padfree.train.finite import check_metrics
-from padfree.train.microbatch import MicroBatch, make_micro_batch
+from padfree.train.microbatch import make_micro_batch
 from padfree.train.rl.reference_model import Reference
-from padfree.train.row_loss import RowLoss
+from padfree.train.row_loss import RowLoss, pairs_of
 from padfree.train.scorer import Scorer
 from padfree.train.training_data import TrainingData
 from padfree.train.updates import OnActivity
@@ -65,7 +65,7 @@ class RowMeasure(Protocol):
     names: ClassVar[tuple[str, ...]]
     keeps_groups: ClassVar[bool]
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
         """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
@@ -81,12 +81,12 @@ class TokenMeasure:
     def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        local, head = batch.local, lm_head_of(model)
-        hidden = hidden_states(model, local)
-        scores = score(hidden, head, local.labels, temperature=self.temperature, num_labels=batch.num_labels)
-        sums = [local.labels != IGNORE, -scores.logprobs, matches(hidden, head, local.labels)]
-        return segment_sum(torch.stack([each.double() for each in sums], 1), local.sample_index, local.num_samples)
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+        head = lm_head_of(model)
+        hidden = hidden_states(model, batch)
+        scores = score(hidden, head, batch.labels, temperature=self.temperature, num_labels=batch.num_labels)
+        sums = [batch.labels != IGNORE, -scores.logprobs, matches(hidden, head, batch.labels)]
+        return segment_sum(torch.stack([each.double() for each in sums], 1), batch.sample_index, batch.num_samples)
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         loss = means["loss"]
@@ -102,13 +102,12 @@ class PairMeasure:
     def __init__(self, row_loss: RowLoss) -> None:
         self.row_loss = row_loss
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
         output = self.row_loss(model, batch)
         assert output.pair_statistics is not None
-        assert batch.pairs is not None
         shares = output.pair_statistics
         values = torch.stack([shares[name] for name in ("count", "pair_loss", "accuracy", "margin")], 1)
-        return values.new_zeros(batch.local.num_samples, 4).index_add(0, batch.pairs[:, 0], values)
+        return values.new_zeros(batch.num_samples, 4).index_add(0, pairs_of(batch)[0][:, 0], values)
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         return means
@@ -142,17 +141,15 @@ class HeldOut:
             for done, (indices, width) in enumerate(rows):
                 if self.on_activity is not None:
                     self.on_activity("evaluating", done, len(rows))
-                pair_weight = 1.0 if measure.keeps_groups else None
                 batch = make_micro_batch(
                     self.samples,
                     indices,
                     mesh,
                     scorer.rows,
-                    pair_weight=pair_weight,
                     prefixes=self._plan.prefixes,
                     width=width,
                 )
-                found = inside(scorer.model, measure, batch)
+                found = inside(scorer.model, measure, batch.local)
                 if not batch.is_filler:
                     totals.index_add_(0, self._source[indices].to(mesh.device), found)
         dist.all_reduce(totals, group=mesh.loss.group)
@@ -280,8 +277,7 @@ def _measure(
         return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity)
     rows = [sample for sample in samples if isinstance(sample, Sample)]
     if reference is not None:  # which stays what it is, so that once is enough
-        found = reference.logprobs(rows)
-        rows = [sample.with_numbers(ref_logprobs=values) for sample, values in zip(rows, found, strict=True)]
+        rows = with_arrays(rows, ref_logprobs=reference.logprobs(rows))
     return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows, on_activity)
 
 

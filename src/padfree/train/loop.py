@@ -343,7 +343,7 @@ class Loop:
             if self._following is None:
                 return
             following, part, self._cursor = self._following, 0, cursor
-        self._ahead = self.engine.prepare(*following.samples_of(part))
+        self._ahead = self.engine.prepare(following.samples_of(part))
 
     def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
@@ -360,9 +360,9 @@ class Loop:
         if self.batches.critic is not None:
             settings = self.config.critic
             own = (settings.lr or self.config.optimizer.lr) * factor
-            metrics |= self.batches.critic.step(batch.samples_of(batch.done)[0], lr=own, step=self.step)
+            metrics |= self.batches.critic.step(batch.samples_of(batch.done), lr=own, step=self.step)
             apply = self.step >= settings.warmup
-        prepared = self._ahead or self.engine.prepare(*batch.samples_of(batch.done), whole=False)
+        prepared = self._ahead or self.engine.prepare(batch.samples_of(batch.done), whole=False)
         self.updates.begin(prepared, step=self.step, lr=lr, metrics=metrics, begin=begin, vote=vote, apply=apply)
         self._look_ahead(batch)
         self.updates.finish(keep=1)

@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample, at_predictions
+from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
 from padfree.config.choices import LayoutKind, SharePrefixes
 from padfree.cp import shard
-from padfree.cp.ranges import to_device
 from padfree.distributed import Mesh
-from padfree.losses import preference_pairs
 from padfree.packing import PrefixTree, collate
 from padfree.packing.collate import with_shared_prefixes
 
@@ -44,16 +41,19 @@ class RowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """A row, this rank's share of it, and what the host knows of that."""
+    """A pack, and this rank's share of it."""
 
     packed: PackedBatch  # on the host, the pad included
     local: LocalBatch
-    num_labels: int  # of `local`
-    old_logprobs: Tensor | None  # [T/cp]
-    is_filler: bool
-    pairs: Tensor | None = None  # [P, 2] (chosen, rejected): places among the samples of the row
-    pair_weights: Tensor | None = None  # [P] float64
-    margins: Tensor | None = None  # [P] float64, where samples have them
+
+    @property
+    def is_filler(self) -> bool:
+        return self.local.is_filler
+
+    @property
+    def num_labels(self) -> int:
+        assert self.local.num_labels is not None
+        return self.local.num_labels
 
 
 def make_micro_batch(
@@ -63,15 +63,13 @@ def make_micro_batch(
     settings: RowSettings,
     *,
     weights: Sequence[Floats] | None = None,
-    old_logprobs: Sequence[Floats] | None = None,
-    pair_weight: float | None = None,
     prefixes: PrefixTree | None = None,
     width: int | None = None,
 ) -> MicroBatch:
-    """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens.
+    """The pack of `samples[indices]`. `weights[i]` [n] weighs the predictions of sample i.
 
-    With `pair_weight`, what each pair weighs, its samples are pairs (`preference_pairs`). `prefixes` is what all
-    `samples` share, as the step's plan has it, and `width` how many ranks share this row, where the plan says it.
+    `prefixes` is what all `samples` share, as the step's plan has it, and `width` how many ranks share this pack, where
+    the plan says it.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices]
@@ -85,18 +83,6 @@ def make_micro_batch(
         if prefixes is not None:
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
     packed = packed.padded_to_multiple(context.size)
-    old_row = None
-    if old_logprobs is not None:
-        old_row = torch.zeros(packed.num_tokens)
-        own = [] if is_filler else [old_logprobs[i] for i in indices]
-        if not is_filler:
-            _check_lengths(chosen, own)
-        if packed.entries is not None:
-            old_row = torch.from_numpy(np.concatenate(own)[packed.entries.tokens]).float()
-        elif not is_filler:
-            end = packed.num_tokens - packed.pad_length
-            offsets = packed.segments.offsets[: len(chosen) + 1]
-            old_row[:end] = torch.from_numpy(at_predictions(np.concatenate(own), offsets))
     on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),
@@ -106,30 +92,8 @@ def make_micro_batch(
         kind=settings.layout,
         method=settings.method,
     )
-    if old_row is not None:
-        old_row = (old_row.pin_memory() if on_cuda else old_row).to(mesh.device, non_blocking=True)
-        if local.context.layout is not None and local.entries is None:
-            old_row = old_row.index_select(0, local.context.plan.own)
-        elif local.context.layout is not None and local.entries is not None:
-            old_row = old_row.index_select(0, to_device(local.entries.numbers, mesh.device))
-    pairs = pair_weights = margins = None
-    if pair_weight is not None:
-        infos = () if is_filler else packed.samples
-        found = torch.from_numpy(preference_pairs(infos))
-        pairs = (found.pin_memory() if on_cuda else found).to(mesh.device, non_blocking=True)
-        wanted = torch.tensor([infos[place].raw_reward or 0.0 for place in found[:, 0].tolist()], dtype=torch.float64)
-        margins = (wanted.pin_memory() if on_cuda else wanted).to(mesh.device, non_blocking=True)
-        pair_weights = torch.full((len(found),), pair_weight, dtype=torch.float64, device=mesh.device)
-    return MicroBatch(
-        packed=packed,
-        local=local,
-        num_labels=_num_labels(packed, local),
-        old_logprobs=old_row,
-        is_filler=is_filler,
-        pairs=pairs,
-        pair_weights=pair_weights,
-        margins=margins,
-    )
+    local = replace(local, num_labels=_num_labels(packed, local), is_filler=is_filler, batch_samples=len(samples))
+    return MicroBatch(packed=packed, local=local)
 
 
 def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
@@ -154,15 +118,6 @@ def filler(samples: Sequence[Sample]) -> Sample:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
     raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
-
-
-def _check_lengths(samples: Sequence[Sample], values: Sequence[Floats]) -> None:
-    for sample, array in zip(samples, values, strict=True):
-        if np.shape(array) != (len(sample),):
-            raise ValueError(
-                f"old_logprobs: shape {np.shape(array)} for the {len(sample)} tokens of sample {sample.uid!r}; "
-                "give one number per token"
-            )
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from padfree.batch import LocalBatch
 from padfree.distributed import Mesh
 from padfree.losses import LossOutput
 from padfree.model import hidden_states
@@ -58,12 +59,12 @@ class RouterBalance:
             with torch.no_grad():
                 for batch, _ in rows:
                     self.recorder.clear()
-                    inside(model, _forward, batch)
-                    self._own += self._choices(batch)
+                    inside(model, _forward, batch.local)
+                    self._own += self._choices(batch.local)
             self.recorder.on = False
             self._counts = self._summed()
 
-    def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+    def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """The loss of a row and its part of the routers' loss; called by `inside`."""
         self.recorder.clear()
         self.recorder.on = True  # until `end`: a layer that is computed again must do what it did
@@ -109,7 +110,7 @@ class RouterBalance:
         return total
 
     @torch.no_grad()
-    def _choices(self, batch: MicroBatch) -> Tensor:
+    def _choices(self, batch: LocalBatch) -> Tensor:
         """[R, E] of the real tokens that are here."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
@@ -117,7 +118,7 @@ class RouterBalance:
             found[number] += ((choices[:, :, None] == experts) & real[:, None, None]).sum((0, 1))
         return found
 
-    def _part(self, batch: MicroBatch) -> Tensor:
+    def _part(self, batch: LocalBatch) -> Tensor:
         """[] E · Σ_e f_e · p_e with p of the tokens that are here."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
@@ -131,14 +132,14 @@ class RouterBalance:
         return total * (len(shares) / rows).float()
 
 
-def _forward(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    return hidden_states(model, batch.local)
+def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+    return hidden_states(model, batch)
 
 
-def _real_tokens(batch: MicroBatch) -> Tensor:
+def _real_tokens(batch: LocalBatch) -> Tensor:
     """[T/cp] whether the token is one of a sample."""
-    context, segments = batch.local.context, batch.local.context.segments
-    num_tokens = len(batch.local.input_ids)
+    context, segments = batch.context, batch.context.segments
+    num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length
-    own = torch.arange(num_tokens, device=batch.local.input_ids.device) if context.plan is None else context.plan.own
+    own = torch.arange(num_tokens, device=batch.input_ids.device) if context.plan is None else context.plan.own
     return own < real

@@ -5,7 +5,7 @@
       PairRowLoss       losses of pairs of answers (DPO and its relatives)
 
 `Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
-needs, a teacher or a head of its own, it is made with. What it needs of a row is in the `MicroBatch`.
+needs, a teacher or a head of its own, it is made with. What it needs of a pack is in the `LocalBatch`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import AttnContext
+from padfree.batch import LocalBatch
+from padfree.cp.ranges import to_device
+from padfree.cp.shard import sum_over_context
 from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
 from padfree.losses import (
@@ -31,9 +33,9 @@ from padfree.losses import (
     is_elementwise,
     make_token_loss,
     needs_entropy,
+    preference_pairs,
 )
 from padfree.model import hidden_states, lm_head_of
-from padfree.train.microbatch import MicroBatch
 
 
 class RowLoss(Protocol):
@@ -42,7 +44,7 @@ class RowLoss(Protocol):
     keeps_groups: ClassVar[bool]
     """Whether samples of a group must lie on one row (`Sample.group`)."""
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
 
 
@@ -54,11 +56,11 @@ class TokenRowLoss:
     def __init__(self, settings: TokenLossSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
         self.settings, self.temperature, self.memory = settings, temperature, memory
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         settings, head = self.settings, lm_head_of(model)
-        reduce = partial(sum_over_context, context=batch.local.context)
-        hidden, labels = hidden_states(model, batch.local), batch.local.labels
-        inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
+        reduce = partial(sum_over_context, context=batch.context)
+        hidden, labels = hidden_states(model, batch), batch.labels
+        inputs = LossInputs.from_batch(batch)
         entropy = needs_entropy(settings)
         if not is_elementwise(settings):
             scores = score(
@@ -83,22 +85,22 @@ class PairRowLoss:
     def __init__(self, settings: DPOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
         self.settings, self.temperature, self.memory = settings, temperature, memory
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        assert batch.pairs is not None
-        assert batch.pair_weights is not None
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         scores = score(
-            hidden_states(model, batch.local), lm_head_of(model), batch.local.labels, temperature=self.temperature,
+            hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=self.temperature,
             num_labels=batch.num_labels, memory=self.memory,
         )  # fmt: skip
-        reduce = partial(sum_over_context, context=batch.local.context)
-        inputs = LossInputs.from_batch(batch.local, logprobs=scores.logprobs)
-        return dpo_loss(inputs, self.settings, batch.pairs, batch.pair_weights, reduce=reduce)
+        reduce = partial(sum_over_context, context=batch.context)
+        inputs = LossInputs.from_batch(batch, logprobs=scores.logprobs)
+        pairs, weights, _ = pairs_of(batch)
+        return dpo_loss(inputs, self.settings, pairs, weights, reduce=reduce)
 
 
-def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
-    """Sums over the ranks that share a row."""
-    if context.world == 1:
-        return values
-    total = values.clone()
-    dist.all_reduce(total, group=context.group)
-    return total
+def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[P, 2] (chosen, rejected) places among the samples of a pack; [P] float64 weights and margins of the pairs."""
+    pairs = preference_pairs(() if batch.is_filler else batch.samples)
+    weights = np.full(len(pairs), 2.0 / batch.batch_samples)
+    terms = [batch.samples[place].terms or {} for place in pairs[:, 0].tolist()]
+    margins = np.array([term.get("margin", 0.0) for term in terms], dtype=np.float64)
+    device = batch.labels.device
+    return to_device(pairs, device), to_device(weights, device), to_device(margins, device)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import IGNORE, LocalBatch, Sample
+from padfree.cp.shard import sum_over_context
 from padfree.losses import (
     LossInputs,
     LossOutput,
@@ -37,15 +38,15 @@ from padfree.model.scalar import scalar_head_of, scalar_scores
 from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
 from padfree.train.finite import check_scores
-from padfree.train.microbatch import MicroBatch, make_micro_batch
-from padfree.train.row_loss import sum_over_context
+from padfree.train.microbatch import make_micro_batch
+from padfree.train.row_loss import pairs_of
 from padfree.train.scorer import Scorer
 
 
-def row_scores(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+def row_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """[T/cp], or [e]: numbers of this rank's entries, exactly 0 where there is no label."""
-    scores = scalar_scores(hidden_states(model, batch.local), scalar_head_of(model))
-    return torch.where(batch.local.labels != IGNORE, scores, 0.0)
+    scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
+    return torch.where(batch.labels != IGNORE, scores, 0.0)
 
 
 class RewardRowLoss:
@@ -56,14 +57,12 @@ class RewardRowLoss:
     def __init__(self, settings: RewardModelSettings) -> None:
         self.settings = settings
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        assert batch.pairs is not None
-        assert batch.pair_weights is not None
-        local = batch.local
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        pairs, weights, margins = pairs_of(batch)
         return reward_model_loss(
-            row_scores(model, batch), local.labels != IGNORE, local.sample_index, local.num_samples, self.settings,
-            batch.pairs, batch.pair_weights, margins=batch.margins,
-            reduce=partial(sum_over_context, context=local.context),
+            row_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
+            pairs, weights, margins=margins,
+            reduce=partial(sum_over_context, context=batch.context),
         )  # fmt: skip
 
 
@@ -75,8 +74,8 @@ class ValueRowLoss:
     def __init__(self, settings: ValueSettings) -> None:
         self.settings = settings
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        return value_loss(LossInputs.from_batch(batch.local, values=row_scores(model, batch)), self.settings)
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        return value_loss(LossInputs.from_batch(batch, values=row_scores(model, batch)), self.settings)
 
 
 class ScalarScorer(Scorer):
@@ -100,7 +99,7 @@ class ScalarScorer(Scorer):
         with computing(self.model):
             for indices, width in plan.rows_of(self.mesh.data.rank):
                 batch = make_micro_batch(samples, indices, self.mesh, rows, prefixes=plan.prefixes, width=width)
-                scores = inside(self.model, row_scores, batch)
+                scores = inside(self.model, row_scores, batch.local)
                 if not batch.is_filler:
                     sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)
                     found[torch.from_numpy(indices).to(self.mesh.device)] = sums

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, at_tokens
+from padfree.batch import LocalBatch, Sample, at_tokens
 from padfree.config.choices import PackOverlong
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
@@ -38,7 +38,7 @@ from padfree.train.finite import check_scores
 from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
 from padfree.warning import PadfreeWarning
 
-RowScores = Callable[[PreTrainedModel, MicroBatch], Tensor]
+RowScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
 """[T/cp] numbers of this rank's tokens, exactly 0 where there is no label; or [e] of its entries."""
 
 
@@ -123,9 +123,9 @@ class Scorer:
                 if batch.local.entries is not None:
                     # Every context rank has entries of its own, and the sum over ranks puts them together.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
-                    found[tokens] = inside(self.model, scores, batch).float()
+                    found[tokens] = inside(self.model, scores, batch.local).float()
                     continue
-                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or batch.local.context.rank:
                     continue
                 # The head scores exactly 0 where there is no label, so also at the last position of each sample.
@@ -138,12 +138,12 @@ class Scorer:
         check_scores(found_scores, samples, setting=self.setting, what=what)
         return found_scores
 
-    def _scores(self, temperature: float, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
         """[T/cp]"""
         return score(
-            hidden_states(model, batch.local),
+            hidden_states(model, batch),
             lm_head_of(model),
-            batch.local.labels,
+            batch.labels,
             temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs

@@ -24,7 +24,6 @@ from torch import Tensor
 from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
-from padfree.train.microbatch import Floats
 
 KEY = "rollouts"
 
@@ -50,7 +49,6 @@ class RolloutBatch:
     samples: Sequence[Sample]
     parts: Sequence[Indices]
     epochs: int = 1
-    old_logprobs: Sequence[Floats] | None = None  # [n] each
     metrics: Mapping[str, Any] = field(default_factory=dict)  # of the batch, for every update's line
     times: Mapping[str, float] = field(default_factory=dict)  # for the first update's line alone, so no checkpoint's
     done: int = 0
@@ -64,11 +62,8 @@ class RolloutBatch:
         """That of the next update."""
         return self.done * self.epochs // len(self.parts)
 
-    def samples_of(self, update: int) -> tuple[list[Sample], list[Floats] | None]:
-        """Samples and old log-probabilities of an update."""
-        part = self.parts[update]
-        old = self.old_logprobs
-        return [self.samples[i] for i in part], None if old is None else [old[i] for i in part]
+    def samples_of(self, update: int) -> list[Sample]:
+        return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
         """For `extra` of a checkpoint. `raw_reward` is not kept: no update asks for it."""
@@ -90,7 +85,6 @@ class RolloutBatch:
                 name: [values for sample in self.samples if (values := getattr(sample, name)) is not None]
                 for name in TOKEN_ARRAYS
             },
-            "old": list(self.old_logprobs or ()),
         }
         about = {
             "done": self.done,
@@ -117,10 +111,12 @@ class RolloutBatch:
             )
         pieces = {
             name: _pieces(extra[f"{KEY}/{name}"], [row["length"] for row in rows if _has(row, name)])
-            for name in ("tokens", "mask", "old", *TOKEN_ARRAYS)
+            for name in ("tokens", "mask", *TOKEN_ARRAYS)
             if f"{KEY}/{name}" in extra
         }
-        old = pieces.pop("old", None)
+        if f"{KEY}/old" in extra:  # of a checkpoint that kept them beside the samples
+            pieces["old_logprobs"] = _pieces(extra[f"{KEY}/old"], [row["length"] for row in rows])
+            rows = [{**row, "arrays": [*row["arrays"], "old_logprobs"]} for row in rows]
         arrays = {name: iter(found) for name, found in pieces.items()}
         samples = [
             Sample(
@@ -135,7 +131,6 @@ class RolloutBatch:
             samples=samples,
             parts=parts,
             epochs=epochs,
-            old_logprobs=old,
             metrics=about["metrics"],
             done=about["done"],
         )
