@@ -33,6 +33,7 @@ from typing import Any, TypedDict, Unpack
 from padfree.collector import paused_collector
 from padfree.config import Config, config_from_dict
 from padfree.config.hub import check_names
+from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
 
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -48,9 +49,6 @@ MAIN_SETTING = {
     "run": "folder",
 }
 """What a section is about: the setting that stands for a section which is given as one value."""
-
-LOSS_KINDS = {"sft": "sft", "dpo": "dpo", "reward": "reward", "distill": "distill", "rl": "clip"}
-"""The loss of each call, unless `loss` or the recipe names one."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """`batch.samples` and `batch.max_tokens` of a call that neither gives nor has a recipe, as in recipes/."""
@@ -172,7 +170,7 @@ def evaluate(
     held_out = values.get("eval", {}).get("path")
     if held_out is not None:
         values.setdefault("data", {}).setdefault("path", held_out)  # the training data is not read
-    values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS["rl" if values.get("rollout") else "sft"])
+    values.setdefault("loss", {}).setdefault("kind", TASKS["rl" if values.get("rollout") else "sft"].kind)
     config = config_from_dict(_with_defaults(values, "eval"))
     if not config.eval.path:
         raise ValueError("eval.path: missing; give held-out data, as in eval='test.jsonl'")
@@ -193,7 +191,7 @@ def _trained(
     progress: bool,
 ) -> TrainedRun:
     values = _values(recipe, sections)
-    values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS[command])
+    values.setdefault("loss", {}).setdefault("kind", TASKS[command].kind)
     config = config_from_dict(_with_defaults(values, command))
     if config.loss.command != command:
         raise ValueError(

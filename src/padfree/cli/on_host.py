@@ -76,7 +76,7 @@ def checked_recipe(words: list[str]) -> str:
     if not hasattr(settings, "recipe"):
         return ""
     config = load_config(settings.recipe, settings.overrides)
-    if COMMANDS[settings.command][0] == "padfree.cli.train":
+    if settings.command in TASKS:
         check_names(config)
     return hashlib.sha256(Path(settings.recipe).read_bytes()).hexdigest()
 
