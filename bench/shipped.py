@@ -29,9 +29,9 @@ from padfree.distributed import distributed, make_mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.losses import PolicySettings
 from padfree.model.structure import skeleton
+from padfree.tasks.advantages import with_advantages
 from padfree.train import train
 from padfree.train.engine import Engine
-from padfree.train.rl.advantages import with_advantages
 from padfree.train.settle import device_memory, settle
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher

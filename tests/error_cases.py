@@ -65,7 +65,7 @@ from padfree.rollout import SamplingRequest
 from padfree.rollout.cached_model import CachedModel
 from padfree.rollout.decode import Decoder
 from padfree.rollout.weights import PolicyModel
-from padfree.train.rl.advantages import with_advantages
+from padfree.tasks.advantages import with_advantages
 from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 

@@ -1,4 +1,4 @@
-"""A whole run in one call: `padfree.sft`, `dpo`, `reward`, `distill`, `rl`, and `padfree.evaluate`.
+"""A whole run in one call: `padfree.sft`, `dpo`, `kto`, `reward`, `distill`, `rl`, and `padfree.evaluate`.
 
     run = padfree.sft(
         model="my-model",                               # [model]      path = "my-model"
@@ -89,71 +89,30 @@ class TrainedRun:
     config: Config  # all settings
 
 
-def sft(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Fine-tune a model on chat, prompt/response or plain text.
+class TrainCall:
+    """`padfree.COMMAND(...)`: the whole run of one task."""
 
-    `on_step` is called with the metrics of each step, `on_note` with what was decided for the user. `progress` prints
-    both, a line each. The other keywords are the sections of a recipe.
-    """
-    return _trained("sft", recipe, sections, on_step, on_note, progress)
+    def __init__(self, command: str) -> None:
+        self.__name__ = self.__qualname__ = command
+        self.__doc__ = f"{TASKS[command].help[0].upper()}{TASKS[command].help[1:]}.\n\n    {TrainCall.__call__.__doc__}"
 
-
-def dpo(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO. The keywords are those of `sft`."""
-    return _trained("dpo", recipe, sections, on_step, on_note, progress)
+    def __call__(
+        self,
+        *,
+        recipe: str | PathLike[str] | None = None,
+        on_step: OnStep | None = None,
+        on_note: OnNote | None = None,
+        progress: bool = False,
+        **sections: Unpack[Sections],
+    ) -> TrainedRun:
+        """`on_step` is called with the metrics of each step, `on_note` with what was decided for the user. `progress`
+        prints both, a line each. The other keywords are the sections of a recipe.
+        """
+        return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
 
-def reward(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Train a reward model on pairs of answers. The keywords are those of `sft`."""
-    return _trained("reward", recipe, sections, on_step, on_note, progress)
-
-
-def distill(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Train a student on the distributions of a `teacher`. The keywords are those of `sft`."""
-    return _trained("distill", recipe, sections, on_step, on_note, progress)
-
-
-def rl(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Update a policy on rollout files, or on its own responses: `rollout={"reward": my_function}`.
-
-    The keywords are those of `sft`.
-    """
-    return _trained("rl", recipe, sections, on_step, on_note, progress)
+sft, dpo, kto, reward = TrainCall("sft"), TrainCall("dpo"), TrainCall("kto"), TrainCall("reward")
+distill, rl = TrainCall("distill"), TrainCall("rl")
 
 
 def evaluate(

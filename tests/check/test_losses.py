@@ -73,7 +73,7 @@ def test_mistakes_of_each_loss_are_found(folder: Path, monkeypatch: pytest.Monke
         planted.setattr("padfree.losses.preference.softplus", torch.nn.functional.relu)
         assert ("packed", "loss") in failed("dpo")
     with monkeypatch.context() as planted:
-        planted.setattr("padfree.train.distillation.lm_head_of", lambda model: _scaled(model))
+        planted.setattr("padfree.tasks.distill.lm_head_of", lambda model: _scaled(model))
         assert ("packed", "gradients") in failed("distill")
 
 

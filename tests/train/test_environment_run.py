@@ -30,8 +30,8 @@ from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import EpisodeWriter, Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import RolloutWriter
+from padfree.tasks.advantages import with_advantages
 from padfree.train.microbatch import RowSettings
-from padfree.train.rl.advantages import with_advantages
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher

@@ -26,6 +26,7 @@ from padfree.model.structure import skeleton
 from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel, collate
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tasks.reading import TrainingData
 from padfree.train import training_data
 from padfree.train.batches import distinct
 from padfree.train.decide import count_steps
@@ -37,7 +38,6 @@ from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from padfree.train.setup import build_engine
 from padfree.train.training_data import (
-    TrainingData,
     load_held_out,
     load_tokenizer,
     load_training_data,

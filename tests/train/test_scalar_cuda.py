@@ -15,9 +15,10 @@ from padfree.losses import RewardModelSettings, ValueSettings
 from padfree.model.load import load_model
 from padfree.optim.optimizer import make_optimizer
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tasks.reward import RewardRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
-from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
+from padfree.train.scalar import ScalarScorer, ValueRowLoss
 from tests.train.cases import make_samples, small_model
 
 pytestmark = pytest.mark.gpu

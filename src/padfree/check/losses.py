@@ -36,9 +36,10 @@ from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, local_part, local_region, named_tensors
 from padfree.optim.optimizer import make_optimizer
 from padfree.sharding.parallelize import parallelize, transformations
-from padfree.train.distillation import DistillationRowLoss
+from padfree.tasks.distill import DistillationRowLoss
+from padfree.tasks.reward import RewardRowLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
+from padfree.train.scalar import ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 
 Say = Callable[[str], None]

@@ -23,7 +23,8 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.data.sources import open_sources
-from padfree.train.training_data import open_tokenizer, text_settings
+from padfree.tasks.reading import text_settings
+from padfree.train.training_data import open_tokenizer
 
 SHORTEST, LONGEST = 3, 96
 """Tokens of random samples."""

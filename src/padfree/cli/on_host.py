@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import padfree
-from padfree.cli.main import COMMANDS, parsed
+from padfree.cli.main import parsed
 from padfree.config import load_config
 from padfree.config.hub import check_names
+from padfree.config.loss import TASKS
 
 ANSWER = "padfree-answer "
 """Before the answer: a shell may print other lines first."""

@@ -91,7 +91,9 @@ class Config:
         """Of a task that compares with a reference. One that is not named is the model that the run begins with."""
         task, path, precompute = self.loss.task, self.reference.path, self.reference.precompute
         may = ", ".join(f"padfree {one.command}" for one in TASKS.values() if one.may_precompute)
-        need(not precompute or task.may_precompute, "reference.precompute", precompute, f"leave it out, it is for {may}")
+        need(
+            not precompute or task.may_precompute, "reference.precompute", precompute, f"leave it out, it is for {may}"
+        )
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
             need(used, "reference.path", path, "leave it out, or set loss.kl_coefficient")

@@ -33,6 +33,7 @@ from padfree.config.loss_settings import (
     DPOSettings,
     GSPOSettings,
     IcePopSettings,
+    KTOSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
@@ -53,7 +54,8 @@ class LossConfig:
     """What is minimised. Everything below `router_bias` is for RL.
 
     The fields that are an `Objective` are the kinds of policy loss, and those that are a `Correction` the corrections:
-    a line here adds one. So do those that are `TaskSettings` for the tasks. `low`, `high` and `dual` are for the kind that is chosen, whatever its table says.
+    a line here adds one. Those that are `TaskSettings` are the tasks besides SFT and RL. `low`, `high` and `dual` are
+    for the kind that is chosen, whatever its table says.
     """
 
     kind: str = "sft"  # or one of the objectives below, or the user's own as module:function
@@ -70,6 +72,7 @@ class LossConfig:
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
     dpo: DPOSettings = field(default_factory=DPOSettings)
+    kto: KTOSettings = field(default_factory=KTOSettings)
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = "auto"
     corrections: tuple[str, ...] = ()  # names of those below
@@ -234,7 +237,5 @@ BOUNDS = ("low", "high", "dual")
 OBJECTIVES = _tables(Objective)
 CORRECTIONS = _tables(Correction)
 TASK_TABLES = _tables(TaskSettings)
-TASKS: dict[str, type[TaskSettings]] = {
-    task.command: task for task in (SFTSettings, *TASK_TABLES.values(), PolicySettings)
-}
+TASKS: dict[str, type[TaskSettings]] = {"sft": SFTSettings, **TASK_TABLES, "rl": PolicySettings}
 """Every command of training."""

@@ -4,7 +4,7 @@
                       corrections    sampler against trainer, in a row    TokenTISSettings | IcePopSettings | ...
                       kl, entropy    added to the loss
 
-A command of training (sft, dpo, ...) is a task. The settings of its loss are a `TaskSettings`, whose class variables say
+A command of training (sft, dpo, ...) is a task. The settings of its loss are a `TaskSettings`. Its class variables say
 what the rest of padfree must know of the command without torch: its help line, how its rows are counted, what its
 evaluation measures, which other models it asks. What the command does is in the file of `padfree.tasks` of that name.
 
@@ -404,6 +404,33 @@ class DPOSettings(TaskSettings):
     def means(self) -> bool:
         """`normalise`, decided."""
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KTOSettings(TaskSettings):
+    """Single answers that are desirable or not; `padfree.tasks.kto` has the formula.
+
+    The weights balance labels of which there are more of one kind.
+    """
+
+    command: ClassVar[str] = "kto"
+    help: ClassVar[str] = "train on single answers with a label, desirable or not: KTO"
+    title: ClassVar[str] = "KTO"
+    kind: ClassVar[str] = "kto"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
+    has_reference: ClassVar[bool] = True
+    beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
+    desirable_weight: float = number(1.0, 0.0, LARGEST, "give 0 or more")
+    undesirable_weight: float = number(1.0, 0.0, LARGEST, "give 0 or more")
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "loss.kto.")
+
+    def check_run(self, config: Any) -> None:
+        check_answers(config)
+        samples = config.batch.samples
+        cure = "give 2 or more, the KL term pairs a prompt with the answer of another row"
+        need(samples is None or samples >= 2, "batch.samples", samples, cure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,7 @@ def load_steps(
             on_note(note)
     if config.rollout.source is not None:
         return replace(prompt_steps(samples, config, parts), sources=sources)
-    if config.loss.command not in ("sft", "distill"):
+    if not config.loss.task.turns:
         return replace(rollout_steps(samples, config, parts), sources=sources)
     return replace(row_steps(samples, config, parts, found.model), sources=sources)
 

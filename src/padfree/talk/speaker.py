@@ -33,8 +33,9 @@ from padfree.rollout.noise import GREEDY, response_keys
 from padfree.rollout.weights import PolicyModel
 from padfree.talk.find import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.talk.text_stream import TextStream
+from padfree.tasks.reading import read_template
 from padfree.train.limits import Limits
-from padfree.train.training_data import open_tokenizer, read_template
+from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
 """Answers that are written together."""

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from padfree.batch import Sample, with_arrays
+from padfree.batch import Sample
 from padfree.config import Config
-from padfree.losses import PolicySettings, needs_old_logprobs
+from padfree.tasks.task import Models, task_of
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine
 from padfree.train.metrics import reward_metrics
-from padfree.train.rl.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import Reference
@@ -51,6 +50,7 @@ class Batches:
         self.config, self.engine, self.batcher = config, engine, batcher
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.make_samples, self.ahead = make_samples, ahead
+        self.task = task_of(config.loss.command)
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self._had_labels = False  # whether any sample so far had a token to train
         self.groups = self.groups_without_signal = 0  # of all batches so far
@@ -64,16 +64,13 @@ class Batches:
     @property
     def waits_for_updates(self) -> bool:
         """Whether a batch needs the model, or a reference, as the updates with the batches before it leave them."""
-        settings = self.engine.settings.loss
-        if self.sampled or not isinstance(settings, PolicySettings):
-            return self.sampled
-        asked = (self.reference, self.teacher, self.critic)
-        return needs_old_logprobs(settings) or any(model is not None for model in asked)
+        asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
+        return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
 
     def without_signal(self) -> str | None:
         """A line if no batch of this start had an advantage other than 0, and no other term changed the weights."""
-        loss = self.engine.settings.loss
-        if not self.groups or self.groups_without_signal < self.groups or not isinstance(loss, PolicySettings):
+        loss = self.config.loss
+        if not self.groups or self.groups_without_signal < self.groups:
             return None
         if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
             return None
@@ -116,59 +113,33 @@ class Batches:
                 "train; let the policy write, what an environment adds is not trained"
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
-        settings = self.engine.settings.loss
-        if not isinstance(settings, PolicySettings):
-            if self.reference is not None:
-                batch = self._with_reference(batch, times)
-            sampled = self.sampled
-            return RolloutBatch(
-                samples=batch,
-                parts=parts,
-                metrics={**self._reward_metrics(batch), **self.rollout_metrics()} if sampled else {},
-                times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if sampled else {},
-            )
-        old = None
-        if needs_old_logprobs(settings) or self.teacher is not None:
-            with times.measure("old_logprobs"):
-                old = self.engine.scorer.logprobs(batch)
-            if needs_old_logprobs(settings):
-                batch = with_arrays(batch, old_logprobs=old)
-        metrics = self._reward_metrics(batch) | dict(self.rollout_metrics())
-        if self.critic is not None:
-            with times.measure("critic"):
-                batch, found = self.critic.judged(batch)
-            metrics |= signal_of(batch, "gae").metrics() | found
-        elif self.teacher is None:
-            metrics |= signal_of(batch, self.config.loss.advantage).metrics()
-            batch = with_advantages(batch, self.config.loss.advantage)
-        else:
-            assert old is not None
-            with times.measure("teacher"):
-                taught = self.teacher.logprobs(batch)
-            batch = teacher_advantages(batch, taught, old)
-            metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
-        self.groups += int(metrics["groups"])
-        self.groups_without_signal += int(metrics["groups_without_signal"])
-        if self.reference is not None:
-            batch = self._with_reference(batch, times)
+        batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
+        metrics: dict[str, float] = {}
+        if measured := self.sampled or not self.config.loss.task.in_rows:
+            metrics = {**self._reward_metrics(batch), **self.rollout_metrics(), **found}
+        self.groups += int(metrics.get("groups", 0))
+        self.groups_without_signal += int(metrics.get("groups_without_signal", 0))
         return RolloutBatch(
             samples=batch,
             parts=parts,
             epochs=self.config.loss.epochs,
             metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if measured else {},
+        )
+
+    def _models(self, times: BatchTimes) -> Models:
+        """The models of the run; how long each takes to answer goes into `times`."""
+        reference, teacher, critic = self.reference, self.teacher, self.critic
+        return Models(
+            policy=times.measured("old_logprobs", self.engine.scorer.logprobs),
+            reference=None if reference is None else times.measured("reference", reference.logprobs),
+            teacher=None if teacher is None else times.measured("teacher", teacher.logprobs),
+            critic=None if critic is None else times.measured("critic", critic.judged),
         )
 
     def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
         sources = [source.label for source in self.config.data.sources]
         return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
-
-    def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
-        """The same samples with the reference's log-probabilities of their tokens."""
-        assert self.reference is not None
-        with times.measure("reference"):
-            found = self.reference.logprobs(batch)
-        return with_arrays(batch, ref_logprobs=found)
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
         """What decides which samples of the batch with this number are in which of its updates."""

@@ -32,14 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
-from padfree.config.loss_settings import DistillSettings, RewardModelSettings, ValueSettings
+from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
 from padfree.losses import (
-    DPOSettings,
     LossOutput,
     Statistics,
-    TokenLossSettings,
     WeightMode,
     merge_statistics,
     segment_sum,
@@ -50,11 +48,12 @@ from padfree.optim.optimizer import gradient_norm, set_learning_rate, step_if
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.sharding.parallelize import inside
+from padfree.tasks import task_of
+from padfree.tasks.row_loss import RowLoss
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
 from padfree.train.microbatch import MicroBatch, make_micro_batch
 from padfree.train.router_balance import RouterBalance
-from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
 
 
@@ -62,7 +61,7 @@ from padfree.train.scorer import Scorer
 class LossSettings:
     """The loss, and how its tokens are weighed."""
 
-    loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
+    loss: TaskSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
@@ -149,9 +148,14 @@ class Engine:
         settings: LossSettings,
         row_loss: RowLoss | None = None,
     ) -> None:
-        """`row_loss` is what is minimised; without one it is the loss of tokens that the settings name."""
+        """`row_loss` is what is minimised; without one it is the loss of the task that the settings name."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
-        self.row_loss: RowLoss = row_loss or make_row_loss(scorer, settings)
+        if row_loss is None:
+            assert isinstance(settings.loss, TaskSettings)
+            row_loss = task_of(settings.loss.command).row_loss(
+                settings.loss, temperature=scorer.temperature, memory=settings.head_memory
+            )
+        self.row_loss: RowLoss = row_loss
         self.model, self.mesh = scorer.model, scorer.mesh
         self.clock = BusyClock.of(scorer.model, scorer.mesh)
         self.router: RouterBalance | None = None
@@ -288,14 +292,6 @@ class Engine:
         )
         dist.all_reduce(numbers, group=self.mesh.loss.group)
         return numbers
-
-
-def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
-    """The loss that these settings describe, as an engine of this scorer computes it."""
-    assert not isinstance(settings.loss, DistillSettings | RewardModelSettings | ValueSettings), "made by its owner"
-    if isinstance(settings.loss, DPOSettings):
-        return PairRowLoss(settings.loss, temperature=scorer.temperature, memory=settings.head_memory)
-    return TokenRowLoss(settings.loss, temperature=scorer.temperature, memory=settings.head_memory)
 
 
 class PendingStep:

@@ -16,41 +16,35 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, LocalBatch, Sample, with_arrays
+from padfree.batch import Sample
 from padfree.config import Config, EvalConfig
 from padfree.data import Reward, load_reward
-from padfree.head import matches, score
-from padfree.losses import segment_sum
-from padfree.model import hidden_states, lm_head_of
 from padfree.optim.masters import computing
 from padfree.rollout import Prompt
 from padfree.rollout.environment import EpisodeWriter, Played
 from padfree.rollout.noise import GREEDY, response_keys
 from padfree.rollout.writer import RolloutWriter, Written
 from padfree.sharding.parallelize import inside
+from padfree.tasks.measures import RowMeasure
+from padfree.tasks.reading import TrainingData
+from padfree.tasks.task import Models, task_of
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
 from padfree.train.finite import check_metrics
 from padfree.train.microbatch import make_micro_batch
 from padfree.train.rl.reference_model import Reference
-from padfree.train.row_loss import RowLoss, pairs_of
 from padfree.train.scorer import Scorer
-from padfree.train.training_data import TrainingData
 from padfree.train.updates import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
 """Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
-
-LARGEST_EXPONENT = 709.0
-"""exp of more is more than a float can hold."""
 
 EVALUATION = 1 << 62
 """The number of the batch whose noise evaluations use: no training batch comes so far."""
@@ -59,76 +53,21 @@ EVALUATION = 1 << 62
 # Rows
 
 
-class RowMeasure(Protocol):
-    """Sums of each sample of a row, or this context rank's share of them."""
-
-    names: ClassVar[tuple[str, ...]]
-    keeps_groups: ClassVar[bool]
-
-    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What is reported, from the means by name."""
-
-
-class TokenMeasure:
-    """Negative log-likelihood of the scored tokens, and how many of them are the likeliest ones."""
-
-    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
-    keeps_groups: ClassVar[bool] = False
-
-    def __init__(self, temperature: float = 1.0) -> None:
-        self.temperature = temperature
-
-    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        head = lm_head_of(model)
-        hidden = hidden_states(model, batch)
-        scores = score(hidden, head, batch.labels, temperature=self.temperature, num_labels=batch.num_labels)
-        sums = [batch.labels != IGNORE, -scores.logprobs, matches(hidden, head, batch.labels)]
-        return segment_sum(torch.stack([each.double() for each in sums], 1), batch.sample_index, batch.num_samples)
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        loss = means["loss"]
-        return {**means, "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss)}
-
-
-class PairMeasure:
-    """The loss of each pair, and whether the chosen answer is ahead; counted with the chosen one's source."""
-
-    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
-    keeps_groups: ClassVar[bool] = True
-
-    def __init__(self, row_loss: RowLoss) -> None:
-        self.row_loss = row_loss
-
-    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        output = self.row_loss(model, batch)
-        assert output.pair_statistics is not None
-        shares = output.pair_statistics
-        values = torch.stack([shares[name] for name in ("count", "pair_loss", "accuracy", "margin")], 1)
-        return values.new_zeros(batch.num_samples, 4).index_add(0, pairs_of(batch)[0][:, 0], values)
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        return means
-
-
-MEASURES: dict[str, Callable[[Engine], RowMeasure]] = {
-    "sft": lambda engine: TokenMeasure(engine.scorer.temperature),
-    "dpo": lambda engine: PairMeasure(engine.row_loss),
-    "reward": lambda engine: PairMeasure(engine.row_loss),
-    "distill": lambda engine: TokenMeasure(engine.scorer.temperature),
-}
-"""What is measured on held-out samples, by command."""
-
-
 class HeldOut:
     """Held-out samples, measured on rows that are laid out as in training."""
 
     def __init__(
-        self, scorer: Scorer, measure: RowMeasure, samples: Sequence[Sample], on_activity: OnActivity | None = None
+        self,
+        scorer: Scorer,
+        measure: RowMeasure,
+        samples: Sequence[Sample],
+        on_activity: OnActivity | None = None,
+        *,
+        prepare: Callable[[], Sequence[Sample]] | None = None,
     ) -> None:
-        self.scorer, self.measure, self.samples, self.on_activity = scorer, measure, samples, on_activity
+        """`prepare` gives the samples with all that the measure needs of them at that time."""
+        self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
+        self.prepare = prepare or (lambda: samples)
         self.sources = sorted({str(sample.source) for sample in samples})
         self._source = torch.tensor([self.sources.index(str(sample.source)) for sample in samples])
         self._plan = scorer.plan(samples, keep_groups=measure.keeps_groups)
@@ -136,13 +75,15 @@ class HeldOut:
     def __call__(self, step: int) -> dict[str, float]:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
+        with undisturbed(scorer.model):
+            samples = self.prepare()
         with undisturbed(scorer.model), computing(scorer.model):
             rows = self._plan.rows_of(mesh.data.rank)
             for done, (indices, width) in enumerate(rows):
                 if self.on_activity is not None:
                     self.on_activity("evaluating", done, len(rows))
                 batch = make_micro_batch(
-                    self.samples,
+                    samples,
                     indices,
                     mesh,
                     scorer.rows,
@@ -276,9 +217,10 @@ def _measure(
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
         return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity)
     rows = [sample for sample in samples if isinstance(sample, Sample)]
-    if reference is not None:  # which stays what it is, so that once is enough
-        rows = with_arrays(rows, ref_logprobs=reference.logprobs(rows))
-    return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows, on_activity)
+    task, scorer = task_of(config.loss.command), engine.scorer
+    models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
+    measure = task.measure(engine.row_loss, scorer.temperature)
+    return HeldOut(scorer, measure, rows, on_activity, prepare=task.evaluation(rows, models, config.loss))
 
 
 @contextmanager

@@ -53,7 +53,6 @@ from padfree.stop_signals import StopSignals
 from padfree.train.batches import Batches, MakeSamples
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
-from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
 from padfree.train.finite import NonFiniteError, check_weights
@@ -214,6 +213,7 @@ class Loop:
             events=self.events,
             trackers=self.trackers,
             on_step=on_step,
+            divided=not config.loss.task.in_rows,
         )
 
     def finished(self) -> bool:
@@ -426,10 +426,8 @@ class Loop:
 
     def _teacher_fingerprint(self) -> str | None:
         """Of the weights that distillation learns from, as a loss or as an advantage."""
-        row_loss = self.engine.row_loss
-        found = None if self.batches.teacher is None else self.batches.teacher.model
-        if isinstance(row_loss, DistillationRowLoss):
-            found = row_loss.teacher
+        asked = self.batches.teacher
+        found = self.engine.row_loss.teacher if asked is None else asked.model
         return None if found is None else self.checkpointer.fingerprint(named_tensors(found))
 
     def _compared(self, path: Path, note: OnNote) -> dict[str, tuple[Any, Any]]:

@@ -29,8 +29,8 @@ from padfree.losses import LossOutput
 from padfree.model import hidden_states
 from padfree.model.routers import RouterRecorder, routers_of
 from padfree.sharding.parallelize import inside
+from padfree.tasks.row_loss import RowLoss
 from padfree.train.microbatch import MicroBatch
-from padfree.train.row_loss import RowLoss
 
 
 class RouterBalance:

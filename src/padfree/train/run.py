@@ -40,6 +40,7 @@ from padfree.rollout.queue import AheadWriter
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.stop_signals import StopSignals
+from padfree.tasks.reading import Samples, TrainingData, text_settings
 from padfree.train.decide import Decided, check_free, decide, planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
@@ -53,7 +54,6 @@ from padfree.train.resume import data_record
 from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
 from padfree.train.row_sharing import copied_keys
-from padfree.train.rows import Samples
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
@@ -65,7 +65,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import held_out_config, longest_of, make_batcher
 from padfree.train.updates import OnActivity, OnStep
 
 
@@ -249,8 +249,8 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: Reference | None) -> Reference | None:
-    """What held-out pairs are compared with; policies are evaluated without one."""
-    return reference if config.loss.command == "dpo" else None
+    """What held-out answers are compared with; policies are evaluated without one."""
+    return reference if config.loss.task.has_reference else None
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:

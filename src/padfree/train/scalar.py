@@ -1,6 +1,5 @@
-"""Models with a scalar head in training: reward models on pairs, and critics.
+"""Models with a scalar head in training: critics. The loss of reward models is in `padfree.tasks.reward`.
 
-    RewardRowLoss   pairs of answers on a row    score at the end of each -> Bradley-Terry loss with margins
     ValueRowLoss    rollouts on a row            value of every prediction -> clipped squared error
     ScalarScorer    the same numbers without gradient: rewards [B] of samples, values [n] of their tokens
 
@@ -12,64 +11,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, LocalBatch, Sample
-from padfree.cp.shard import sum_over_context
+from padfree.batch import LocalBatch, Sample
 from padfree.losses import (
     LossInputs,
     LossOutput,
-    RewardModelSettings,
     ValueSettings,
-    reward_model_loss,
     segment_sum,
     value_loss,
 )
-from padfree.model import hidden_states
-from padfree.model.scalar import scalar_head_of, scalar_scores
+from padfree.model.scalar import scalar_head_of
 from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
+from padfree.tasks.reward import row_scores
 from padfree.train.finite import check_scores
 from padfree.train.microbatch import make_micro_batch
-from padfree.train.row_loss import pairs_of
 from padfree.train.scorer import Scorer
-
-
-def row_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """[T/cp], or [e]: numbers of this rank's entries, exactly 0 where there is no label."""
-    scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
-    return torch.where(batch.labels != IGNORE, scores, 0.0)
-
-
-class RewardRowLoss:
-    """The Bradley-Terry loss of pairs of answers. Both are on one row, and may lie on different context ranks."""
-
-    keeps_groups: ClassVar[bool] = True
-
-    def __init__(self, settings: RewardModelSettings) -> None:
-        self.settings = settings
-
-    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        pairs, weights, margins = pairs_of(batch)
-        return reward_model_loss(
-            row_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
-            pairs, weights, margins=margins,
-            reduce=partial(sum_over_context, context=batch.context),
-        )  # fmt: skip
 
 
 class ValueRowLoss:
     """The clipped squared error of values, against the returns that the samples bring."""
 
     keeps_groups: ClassVar[bool] = False
+    teacher: ClassVar[None] = None
 
     def __init__(self, settings: ValueSettings) -> None:
         self.settings = settings

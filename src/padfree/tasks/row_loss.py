@@ -2,7 +2,7 @@
 
     RowLoss(model, batch) -> LossOutput         the one thing in which the ways of training differ inside a step
       TokenRowLoss      losses of tokens (SFT, policy losses), fused with the head where that can be
-      PairRowLoss       losses of pairs of answers (DPO and its relatives)
+      others            losses of whole answers, each in the file of its task
 
 `Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
 needs, a teacher or a head of its own, it is made with. What it needs of a pack is in the `LocalBatch`.
@@ -24,12 +24,10 @@ from padfree.cp.shard import sum_over_context
 from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
 from padfree.losses import (
-    DPOSettings,
     LossInputs,
     LossOutput,
     TokenLossSettings,
     compute_loss,
-    dpo_loss,
     is_elementwise,
     make_token_loss,
     needs_entropy,
@@ -44,6 +42,10 @@ class RowLoss(Protocol):
     keeps_groups: ClassVar[bool]
     """Whether samples of a group must lie on one row (`Sample.group`)."""
 
+    @property
+    def teacher(self) -> PreTrainedModel | None:
+        """The frozen model that the loss asks, where there is one."""
+
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
 
@@ -52,6 +54,7 @@ class TokenRowLoss:
     """Losses of tokens. One that is elementwise in the log-probabilities never stores logits."""
 
     keeps_groups: ClassVar[bool] = False
+    teacher: ClassVar[None] = None
 
     def __init__(self, settings: TokenLossSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
         self.settings, self.temperature, self.memory = settings, temperature, memory
@@ -75,25 +78,6 @@ class TokenRowLoss:
         with torch.no_grad():
             output = compute_loss(inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=reduce)
         return LossOutput(loss=fused.loss, token_losses=output.token_losses, statistics=output.statistics)
-
-
-class PairRowLoss:
-    """Losses of pairs of answers. Both are on one row, and may lie on different context ranks."""
-
-    keeps_groups: ClassVar[bool] = True
-
-    def __init__(self, settings: DPOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
-        self.settings, self.temperature, self.memory = settings, temperature, memory
-
-    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        scores = score(
-            hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=self.temperature,
-            num_labels=batch.num_labels, memory=self.memory,
-        )  # fmt: skip
-        reduce = partial(sum_over_context, context=batch.context)
-        inputs = LossInputs.from_batch(batch, logprobs=scores.logprobs)
-        pairs, weights, _ = pairs_of(batch)
-        return dpo_loss(inputs, self.settings, pairs, weights, reduce=reduce)
 
 
 def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Distillation on a row: the student is trained towards the distributions of a teacher.
+"""`padfree distill`: the student is trained towards the distributions of a teacher, on texts or on its own responses.
 
     row of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
                            ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
@@ -10,12 +10,13 @@ student are ready then: backward asks the teacher for nothing, so its weights ar
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
+from padfree.config import Config
 from padfree.config.loss_settings import DistillSettings
 from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
@@ -23,6 +24,9 @@ from padfree.losses import LossOutput
 from padfree.model import hidden_states, lm_head_of
 from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
+from padfree.tasks import rl, sft
+from padfree.tasks.reading import TrainingData
+from padfree.tasks.row_loss import RowLoss
 
 
 class DistillationRowLoss:
@@ -33,8 +37,8 @@ class DistillationRowLoss:
     def __init__(
         self, settings: DistillSettings, teacher: PreTrainedModel, *, temperature: float = 1.0, memory: Memory = "speed"
     ) -> None:
-        self.settings, self.teacher, self.temperature, self.memory = settings, teacher, temperature, memory
-        teacher.train(False)  # a teacher's own dropout would be noise
+        self.settings, self.temperature, self.memory = settings, temperature, memory
+        self.teacher: PreTrainedModel = teacher.train(False)  # a teacher's own dropout would be noise
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         hidden, head, settings = hidden_states(model, batch), lm_head_of(model), self.settings
@@ -70,3 +74,20 @@ class DistillationRowLoss:
             token_losses=batch.weights * found.divergences,
             statistics={name: (values.sum(dtype=torch.float64), count) for name, values in statistics.items()},
         )
+
+
+class Distill(sft.SFT):
+    """Reads and measures as SFT does; with `[rollout]` it reads prompts, which the student answers."""
+
+    def read(self, config: Config, tokenizer: Any, **options: Any) -> TrainingData:
+        reader = super() if config.rollout.source is None else rl.TASK
+        return reader.read(config, tokenizer, **options)
+
+    def row_loss(  # type: ignore[override]
+        self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
+    ) -> RowLoss:
+        assert teacher is not None
+        return DistillationRowLoss(settings, teacher, temperature=temperature, memory=memory)
+
+
+TASK = Distill()
