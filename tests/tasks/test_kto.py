@@ -78,7 +78,7 @@ def move_weights(model: PreTrainedModel) -> None:
     """Away from the reference, where every x is 0, and so that z₀ is above 0."""
     for number, weight in enumerate(model.parameters()):
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        whole = 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number + 1))
+        whole = 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number + 300))
         if isinstance(weight, DTensor):
             whole = torch.distributed.tensor.distribute_tensor(
                 whole, weight.device_mesh, weight.placements, src_data_rank=None
@@ -271,16 +271,21 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
             "kto",
             "kto",
             ["reference.precompute=true"],
-            "reference.precompute: True; leave it out, it is for padfree dpo",
+            "reference.precompute: True; leave it out, it is for",
         ),
-        ("kto", "kto", ["reference.refresh=2"], "reference.refresh: 2; leave it out, the reference of KTO stays"),
+        (
+            "kto",
+            "kto",
+            ["reference.refresh=2", "reference.path=m"],
+            "reference.refresh: 2; leave it out, the reference of KTO stays",
+        ),
         ("kto", "kto", ["loss.kto.beta=0"], "loss.kto.beta: 0"),
         ("kto", "kto", ["loss.weights=sample-mean"], "loss.weights: 'sample-mean'; leave it out"),
         (
             "kto",
             "kto",
             ["loss.kind=sft", "loss.kto.beta=0.2"],
-            "loss.kto.beta: 0.2; leave it out, or set loss.kind=kto",
+            "loss.kto.beta: 0.2; leave it out, or set loss.kind",
         ),
         ("kto", "kto", [f"data.path={odd}"], "'label' is 'good'; expected true or false"),
         ("sft", "sft", [], "padfree kto"),
