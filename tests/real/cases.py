@@ -112,8 +112,7 @@ def ours(config: Config) -> Found:
             reference=build_reference(config, mesh, engine),
             teacher=None,
             critic=None,
-            make_samples=None,
-            ahead=None,
+            rollouts=None,
         )
         batch = batches.next(0)
         assert batch is not None

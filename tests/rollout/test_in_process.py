@@ -12,9 +12,9 @@ from padfree.config import LoraConfig
 from padfree.model.load import named_tensors
 from padfree.model.lora import add_adapters
 from padfree.optim.masters import computing, keep_masters
+from padfree.rollout.collect.collector import divided
 from padfree.rollout.in_process import InProcessSampler
 from padfree.rollout.weights import PolicyModel
-from padfree.rollout.writer import divided
 from tests.models import build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, group_requests
 

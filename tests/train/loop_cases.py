@@ -77,8 +77,32 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh, found: list[Sample] | None = None, **options: Any) -> Loop:
+class FromFunction:
+    """Stands for `SampledBatches`: a function makes the samples of each batch of groups."""
+
+    def __init__(self, batcher: Any, make: Any) -> None:
+        self._batcher, self._make = batcher, make
+        self.timings = getattr(make, "timings", {})
+
+    def next(self, step: int) -> tuple[int, list[Sample]] | None:
+        groups = next(self._batcher, None)
+        return None if groups is None else (self._batcher.step, self._make(groups))
+
+    def cursor(self) -> Any:
+        return self._batcher.state_dict()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    state = metrics
+
+
+def make_loop(
+    config: Config, mesh: Mesh, found: list[Sample] | None = None, make_samples: Any = None, **options: Any
+) -> Loop:
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)
+    if make_samples is not None:
+        options["rollouts"] = FromFunction(batcher, make_samples)
     return Loop(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
 
 

@@ -26,10 +26,10 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout import Prompt
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.engines import make_sampler
-from padfree.rollout.environment import EpisodeWriter, Policy, Trajectory
+from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.rollout.writer import RolloutWriter
 from padfree.tasks.advantages import with_advantages
 from padfree.train.microbatch import RowSettings
 from padfree.train.run import train
@@ -130,7 +130,7 @@ def lines(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
 
 
-def first_samples(config: Config, kind: type[RolloutWriter] | type[EpisodeWriter] = EpisodeWriter) -> list[Sample]:
+def first_samples(config: Config) -> list[Sample]:
     """The rollouts of the first batch, as a process of the present group."""
     mesh = make_mesh("cpu", context=config.parallel.context)
     mark_run_folder(config)
@@ -138,13 +138,12 @@ def first_samples(config: Config, kind: type[RolloutWriter] | type[EpisodeWriter
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    more = {"vocabulary": vocabulary_of(engine.model)} if kind is EpisodeWriter else {}
-    writer = kind(config, mesh, sampler, tokenizer, **more)
+    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
     try:
         groups: Any = next(batcher)
-        return writer.samples(engine.model, groups, batch=batcher.step, version=0)
+        return collector.collect(engine.model, groups, batch=batcher.step, version=0)
     finally:
-        writer.close()
+        collector.close()
 
 
 def same(samples: list[Sample], others: list[Sample]) -> None:
@@ -162,7 +161,7 @@ def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_pa
     """To the bit; also where rewards are computed in processes."""
     reward: dict[str, Any] = {"reward": f"{REWARDS}:share_of_digits", "environment": None, "batch": 12}
     with distributed(device="cpu"):
-        expected = first_samples(make_config(tmp_path / "plain", model_folder, rollout=reward), RolloutWriter)
+        expected = first_samples(make_config(tmp_path / "plain", model_folder, rollout=reward))
         settings: dict[str, dict[str, Any]] = {
             "own": {"environment": f"{HERE}:one_turn"},
             "judged": {"environment": f"{HERE}:words_alone", "reward": f"{REWARDS}:share_of_digits"},

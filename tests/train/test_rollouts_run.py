@@ -20,10 +20,11 @@ from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
 from padfree.record.files import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.collect.collector import Collector
+from padfree.rollout.collect.response_log import ResponseLog
 from padfree.rollout.engines import make_sampler
-from padfree.rollout.examples import ExamplesFile
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.weights import copy_weights
-from padfree.rollout.writer import RolloutWriter
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.run import train
 from padfree.train.setup import build_engine
@@ -89,8 +90,8 @@ def first_samples(config: Config) -> list[Sample]:
     groups: Sequence[Any] = next(batcher)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    writer = RolloutWriter(config, mesh, sampler, tokenizer)
-    return writer.samples(engine.model, groups, batch=batcher.step, version=0)
+    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
+    return collector.collect(engine.model, groups, batch=batcher.step, version=0)
 
 
 def ranks(rank: int, world: int, configs: list[Config], failing: Config) -> tuple[list[list[Sample]], str]:
@@ -189,8 +190,8 @@ def test_examples_of_earlier_batches_are_kept_whatever_they_hold(tmp_path: Path)
     path = tmp_path / "run" / FILE
     texts = ["plain", "two\nlines\r\x0b\x85\u2028 東京 \ufffd", ""]
     for batch, text in enumerate(texts, start=1):
-        ExamplesFile(path).write(batch, [{"response": text}])
-    ExamplesFile(path).write(3, [{"response": "again"}])
+        ResponseLog(path).write(batch, [{"response": text}])
+    ResponseLog(path).write(3, [{"response": "again"}])
     with path.open(encoding="utf-8", newline="\n") as file:
         found = [json.loads(line) for line in file]
     assert found == [
@@ -302,13 +303,13 @@ def test_a_run_whose_groups_have_no_signal_says_that_nothing_was_learned(
 def test_rollouts_without_a_token_to_train_are_refused(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = RolloutWriter.samples
+    written = Collector.take
 
-    def untrained(self: RolloutWriter, *arguments: Any, **options: Any) -> list[Sample]:
+    def untrained(self: Collector, *arguments: Any, **options: Any) -> list[Sample]:
         samples = written(self, *arguments, **options)
         return [replace(sample, loss_mask=np.zeros(len(sample), np.bool_)) for sample in samples]
 
-    monkeypatch.setattr(RolloutWriter, "samples", untrained)
+    monkeypatch.setattr(Collector, "take", untrained)
     with pytest.raises(ValueError, match=r"^rollout.reward: none of the 12 samples of batch 1 has a token to train"):
         train(make_config(tmp_path / "run", model_folder))
 

@@ -159,16 +159,16 @@ class Config:
         need(compared, "rollout.group", group, cure)
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
         limit = self.rollout.episode_timeout
-        need(not self.rollout.has_episodes or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
+        apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
+        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, cure)
         vllm = self.rollout.engine == "vllm"
         need(not vllm or self.rollout.timeout <= self.run.timeout, "rollout.timeout", self.rollout.timeout, cure)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
-        cure = "give a function: a reward model judges whole responses, without environments, processes and failures"
-        need(not judged or not self.rollout.has_episodes, "rollout.reward", reward, cure)
+        cure = "leave it out, a reward model is computed on the devices of the run"
+        processes = self.rollout.reward_processes
+        need(not judged or not processes, "rollout.reward_processes", processes, cure)
         need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
-        cure = "set rollout.staleness=0, the reward model is asked by all processes together"
-        need(not judged or self.rollout.staleness == 0, "rollout.staleness", self.rollout.staleness, cure)
         cure = "leave it out: rollout.reward, if that is a model, judges held-out responses, too"
         need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, cure)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None

@@ -107,7 +107,11 @@ READ_BY: dict[str, Reason | None] = {
     "rollout.environment": None,
     "rollout.agent": None,
     "rollout.episode_timeout": _first(
-        _sampled, _unless(lambda config: config.rollout.has_episodes, lambda _: "without episodes")
+        _sampled,
+        _unless(
+            lambda config: config.rollout.has_episodes or model_of(config.rollout.reward) is None,
+            lambda _: "with a reward model and without an environment",
+        ),
     ),
     "rollout.on_failure": _sampled,
     "rollout.reward_processes": _sampled,

@@ -85,9 +85,8 @@ class RolloutConfig:
 
     @property
     def has_episodes(self) -> bool:
-        """Whether responses come from episodes: of an environment, or as what can fail by itself."""
-        plays = self.environment is not None or bool(self.agent)
-        return plays or (self.reward is not None and (self.on_failure == "skip" or self.reward_processes > 0))
+        """Whether an environment plays episodes; else every response is an episode of one turn."""
+        return self.environment is not None or bool(self.agent)
 
     def __post_init__(self) -> None:
         for name in ("group", "max_new_tokens", "batch"):
@@ -155,9 +154,6 @@ class RolloutConfig:
             self.reward_processes,
             cure,
         )
-        if self.has_episodes:
-            cure = "leave it out, an episode gives the reward that it wants for its length"
-            need(self.overlong_buffer == 0, "rollout.overlong_buffer", self.overlong_buffer, cure)
 
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):

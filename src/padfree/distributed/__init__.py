@@ -1,6 +1,6 @@
 """Processes, their groups, moving rows between them, and what they do when one is lost."""
 
-from padfree.distributed.collectives import Ring, all_gather_rows, exchange_rows, reduce_scatter_rows
+from padfree.distributed.collectives import Ring, all_gather_rows, exchange_rows, gather_objects, reduce_scatter_rows
 from padfree.distributed.mesh import Axis, Mesh, distributed, init_distributed, make_mesh
 from padfree.distributed.peers import PeerLostError, failing_together, raise_together, watching
 
@@ -13,6 +13,7 @@ __all__ = [
     "distributed",
     "exchange_rows",
     "failing_together",
+    "gather_objects",
     "init_distributed",
     "make_mesh",
     "raise_together",

@@ -3,6 +3,7 @@
     all_gather_rows      [n, ...]  -> [world * n, ...]   everybody's rows, in the order of the ranks
     reduce_scatter_rows  [world * n, ...]  -> [n, ...]   the sum over ranks of the n rows that belong to this one
     exchange_rows        [sum(send), ...]  -> [sum(receive), ...]   send[r] rows to rank r, receive[r] rows from it
+    gather_objects       what every rank says, on every rank: for small things
     Ring                 tensors -> tensors of the same shapes from the previous rank, while one computes
 
 All of them work with gloo on the CPU and with NCCL on CUDA. A peer that is gone or stuck ends them with one line, a
@@ -50,6 +51,14 @@ def exchange_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], gro
     with watching("exchange_rows", group):
         dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
     return received
+
+
+def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
+    """What every rank says, in the order of the ranks; `what` names the exchange in messages."""
+    everybody: list[Any] = [None] * group.size()
+    with watching(what, group):
+        dist.all_gather_object(everybody, own, group=group)
+    return everybody
 
 
 class Ring:

@@ -2,10 +2,8 @@
 
 prompts          read_prompts: files to prompts in tokens, each with its row for the reward
 base             Sampler: the protocol between rollouts and whoever samples them
-writer           RolloutWriter: groups of prompts to rewarded samples, by a sampler
-candidates       which groups a batch asks for and is trained on (`rollout.filter`)
-queue            AheadWriter: batches that are sampled while earlier ones are trained (`rollout.staleness`)
-examples         a few responses of each batch in the run folder
+collect          Collector: groups of prompts to rewarded samples, in step with training or ahead of it
+environment      episodes of several turns
 engines          make_sampler: the sampler that `rollout.engine` names
 in_process       the training process samples
   weights        PolicyModel: a model with the weights of the trained one, shared where that can be

@@ -45,7 +45,7 @@ class RL(Task):
         if config.rollout.source is not None:
             if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
                 load_reward(config.rollout.reward)
-            if import_reward:
+            if import_reward and config.rollout.has_episodes:
                 load_episode(config.rollout)
             room = config.rollout.max_new_tokens
             prompts = read_prompts(list(data.path), tokenizer, settings, max_new_tokens=room)

@@ -1,14 +1,14 @@
 """Global batches with everything that their updates need besides the model as it is then.
 
-batcher  -> groups -> make_samples        responses to prompts, or the samples of the data themselves
-ahead    ------------>                    the same, sampled while earlier batches were trained
+batcher  -> groups                        the samples of the data themselves
+rollouts -> groups -> collector           episodes of prompts, sampled now or while earlier batches were trained
          -> old log-probabilities, advantages (of rewards, a critic, a teacher), the reference's log-probabilities
          -> RolloutBatch                  its samples, which of them each update takes, metrics, times
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,18 +18,12 @@ from padfree.tasks.task import Models, task_of
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine
 from padfree.train.metrics import reward_metrics
-from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import Reference
+from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.rl.update_batch import RolloutBatch, update_parts
 from padfree.train.scorer import Scorer
 from padfree.train.training_data import Batcher
-
-MakeSamples = Callable[[Sequence[Any]], list[Sample]]
-"""From the groups of a global batch to its samples, the same on every rank: sampling responses to prompts, say.
-
-It may have `timings`, see `padfree.train.rl.batch_times`.
-"""
 
 
 class Batches:
@@ -44,22 +38,20 @@ class Batches:
         reference: Reference | None,
         teacher: Scorer | None,
         critic: Critic | None,
-        make_samples: MakeSamples | None,
-        ahead: BatchesAhead | None,
+        rollouts: SampledBatches | None,
     ) -> None:
         self.config, self.engine, self.batcher = config, engine, batcher
         self.reference, self.teacher, self.critic = reference, teacher, critic
-        self.make_samples, self.ahead = make_samples, ahead
+        self.rollouts = rollouts
         self.task = task_of(config.loss.command)
         self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
         self._had_labels = False  # whether any sample so far had a token to train
         self.groups = self.groups_without_signal = 0  # of all batches so far
-        self.rollout_metrics: Callable[[], Mapping[str, float]] = dict  # of the batch that `make_samples` has just made
 
     @property
     def sampled(self) -> bool:
         """Whether the model writes the samples."""
-        return self.make_samples is not None or self.ahead is not None
+        return self.rollouts is not None
 
     @property
     def waits_for_updates(self) -> bool:
@@ -81,28 +73,21 @@ class Batches:
 
     def cursor(self) -> dict[str, Any]:
         """The place in the data behind the batch that was taken last."""
-        return self.batcher.state_dict() if self.ahead is None else self.ahead.cursor()
+        return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
 
     def next(self, step: int) -> RolloutBatch | None:
         """None after the last. `step`: how many updates have been made, which is the version of the policy."""
         times = BatchTimes()
-        if self.ahead is not None:
+        if self.rollouts is not None:
             with times.measure("sampling"):
-                found = self.ahead.next(step)
+                found = self.rollouts.next(step)
             if found is None:
                 return None
             number, samples = found
-            times.split_sampling(self.ahead.timings)
+            times.split_sampling(self.rollouts.timings)
             return self._prepared(distinct(samples), times, number)
         groups = next(self.batcher, None)
-        if groups is None:
-            return None
-        if self.make_samples is None:
-            return self._prepared(distinct(_flat(groups)), times, self.batcher.step)
-        with times.measure("sampling"):
-            samples = self.make_samples(groups)
-        times.split_sampling(getattr(self.make_samples, "timings", {}))
-        return self._prepared(distinct(samples), times, self.batcher.step)
+        return None if groups is None else self._prepared(distinct(_flat(groups)), times, self.batcher.step)
 
     def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
@@ -115,8 +100,10 @@ class Batches:
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
         metrics: dict[str, float] = {}
-        if measured := self.sampled or not self.config.loss.task.in_rows:
-            metrics = {**self._reward_metrics(batch), **self.rollout_metrics(), **found}
+        measured = self.rollouts is not None or not self.config.loss.task.in_rows
+        if measured:
+            written = {} if self.rollouts is None else self.rollouts.metrics()
+            metrics = {**self._reward_metrics(batch), **written, **found}
         self.groups += int(metrics.get("groups", 0))
         self.groups_without_signal += int(metrics.get("groups_without_signal", 0))
         return RolloutBatch(

@@ -28,9 +28,9 @@ from padfree.config import Config, EvalConfig
 from padfree.data import Reward, load_reward
 from padfree.optim.masters import computing
 from padfree.rollout import Prompt
-from padfree.rollout.environment import EpisodeWriter, Played
+from padfree.rollout.collect.collector import Collector, Outcome
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.noise import GREEDY, response_keys
-from padfree.rollout.writer import RolloutWriter, Written
 from padfree.sharding.parallelize import inside
 from padfree.tasks.measures import RowMeasure
 from padfree.tasks.reading import TrainingData
@@ -121,7 +121,7 @@ class SampledResponses:
 
     def __init__(
         self,
-        writer: RolloutWriter | EpisodeWriter,
+        writer: Collector,
         engine: Engine,
         prompts: Sequence[Prompt],
         settings: EvalConfig,
@@ -129,7 +129,7 @@ class SampledResponses:
         on_activity: OnActivity | None = None,
     ) -> None:
         self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
-        self.groups = [(prompt,) * settings.draws for prompt in prompts]
+        self.groups = [RolloutGroup(prompt=prompt, size=settings.draws) for prompt in prompts]
         self.reward: Reward | None = None if settings.reward is None else load_reward(settings.reward)
         number = len(prompts) * settings.draws
         self._keys = (
@@ -142,22 +142,21 @@ class SampledResponses:
         shown: dict[str, Any] = {}
         if self.on_activity is not None:
             self.on_activity("evaluating", 0, 0)
-            if isinstance(self.writer, RolloutWriter):
-                shown["on_sampling"] = partial(self.on_activity, "evaluating")
+            shown["on_sampling"] = partial(self.on_activity, "evaluating")
         with undisturbed(self.engine.model), computing(self.engine.model):
-            written = self.writer.write(
+            written = self.writer.evaluate(
                 self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward, **shown
             )
         draws = self.settings.draws
         rows: dict[str, list[float]] = {}
         for number, group in enumerate(self.groups):
             own = written[number * draws : (number + 1) * draws]
-            sums = rows.setdefault(group[0].source, [0.0] * 6)
+            sums = rows.setdefault(group.prompt.source, [0.0] * 6)
             for index, value in enumerate(self._sums(own)):
                 sums[index] += value
         return by_source(rows, self._metrics)
 
-    def _sums(self, written: Sequence[Written | Played]) -> list[float]:
+    def _sums(self, written: Sequence[Outcome]) -> list[float]:
         """Of one prompt: 1, then sums over its responses, and whether any of them is right."""
         right = [one.reward >= self.settings.passes for one in written]
         return [
@@ -185,7 +184,7 @@ def make_evaluation(
     config: Config,
     engine: Engine,
     held_out: TrainingData | None,
-    writer: RolloutWriter | EpisodeWriter | None,
+    writer: Collector | None,
     reference: Reference | None = None,
     on_activity: OnActivity | None = None,
 ) -> Evaluate | None:
@@ -206,7 +205,7 @@ def _measure(
     config: Config,
     engine: Engine,
     held_out: TrainingData | None,
-    writer: RolloutWriter | EpisodeWriter | None,
+    writer: Collector | None,
     reference: Reference | None,
     on_activity: OnActivity | None,
 ) -> Evaluate | None:

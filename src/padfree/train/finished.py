@@ -21,8 +21,7 @@ from padfree.checkpoint.files import CheckpointError
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config
 from padfree.record.files import CHECKPOINTS, EVALUATION, EVENTS, MODEL
-from padfree.rollout.environment.ahead import KEY as EPISODES
-from padfree.rollout.queue import KEY as RESPONSES
+from padfree.rollout.collect.queue_state import KEY as QUEUE
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
 from padfree.train.rl.update_batch import KEY as ROLLOUTS
@@ -59,7 +58,7 @@ def finished_step(config: Config, source: TrainingData) -> int | None:
 def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) -> bool:
     if config.run.steps is not None and extra["step"] >= config.run.steps:
         return True
-    if ROLLOUTS in extra or extra.get(RESPONSES) or extra.get(EPISODES):
+    if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
     with suppress(ValueError):  # of other settings: the resume says it

@@ -4,7 +4,7 @@
                                           RL    advantages, reference and old log-probabilities of the whole rollout
                                                 batch first; then `loss.epochs` passes over it in `loss.mini_batches`
                                                 parts, every part an optimizer step. With `rollout.staleness` the
-                                                batches behind it are sampled meanwhile (`padfree.train.rl.ahead`)
+                                                batches behind it are sampled meanwhile (`rl.sampled_batches`)
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: the end if a signal asks for it, a checkpoint if it is due
 
@@ -46,11 +46,9 @@ from padfree.record.files import CHECKPOINTS, CONFIG, EVALUATION
 from padfree.record.metrics import MetricsFile
 from padfree.record.run_folder import mark_run_folder, writing
 from padfree.record.trackers import Trackers
-from padfree.rollout.environment.ahead import KEY as EPISODES
 from padfree.rollout.journal import Journal
-from padfree.rollout.queue import KEY as RESPONSES
 from padfree.stop_signals import StopSignals
-from padfree.train.batches import Batches, MakeSamples
+from padfree.train.batches import Batches
 from padfree.train.critic import Critic
 from padfree.train.determinism import deterministic, random_state, restore_random_state
 from padfree.train.engine import Engine, PreparedStep
@@ -64,9 +62,9 @@ from padfree.train.resume import (
     made_with,
     model_fields,
 )
-from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.journal import RunJournal
 from padfree.train.rl.reference_model import ModelReference, Reference
+from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.rl.update_batch import KEY, RolloutBatch
 from padfree.train.scorer import Scorer
 from padfree.train.signals import agreed
@@ -106,8 +104,7 @@ class Loop:
         reference: Reference | None = None,
         teacher: Scorer | None = None,
         critic: Critic | None = None,
-        make_samples: MakeSamples | None = None,
-        ahead: BatchesAhead | None = None,
+        rollouts: SampledBatches | None = None,
         on_step: OnStep | None = None,
         on_note: OnNote | None = None,
         on_activity: OnActivity | None = None,
@@ -119,8 +116,8 @@ class Loop:
     ) -> None:
         """`data` is the `data_record` of what the batcher gives; without it a resume does not compare the data.
 
-        `teacher` gives the advantages where `loss.advantage` is `teacher`, and `critic` where it is `gae`. `ahead`
-        makes the samples in place of `make_samples`, from the same batcher. `journal` is where sampled
+        `teacher` gives the advantages where `loss.advantage` is `teacher`, and `critic` where it is `gae`.
+        `rollouts` are samples that the run writes itself, from the same batcher. `journal` is where sampled
         responses are kept until a checkpoint is made. `signals` are those of the command, already listened to;
         `planned_steps` are shown.
         """
@@ -134,8 +131,7 @@ class Loop:
             reference=reference,
             teacher=teacher,
             critic=critic,
-            make_samples=make_samples,
-            ahead=ahead,
+            rollouts=rollouts,
         )
         self.on_note = on_note
         self.mesh = engine.mesh
@@ -245,8 +241,8 @@ class Loop:
         ):
             if self.step == 0 and self.config.eval.start:
                 self._evaluation()
-            if self.batches.ahead is not None and self._batch is not None:  # of the checkpoint
-                self.batches.ahead.fill(self.step, remaining=len(self._batch.parts) - self._batch.done)
+            if self.batches.rollouts is not None and self._batch is not None:  # of the checkpoint
+                self.batches.rollouts.resume(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
                 self._doing("step", self.step + 1, self._planned_steps or 0)
                 if self._batch is None:
@@ -388,8 +384,8 @@ class Loop:
         }
         if self.journal is not None:
             self.journal.turn(self.step, after=extra["batcher"]["step"], highest=self.batches.batcher.step)
-        if self.batches.ahead is not None:
-            extra |= self.batches.ahead.state()
+        if self.batches.rollouts is not None:
+            extra |= self.batches.rollouts.state()
         if self._batch is not None:
             extra |= self._batch.state()
         if self.best is not None:
@@ -439,10 +435,8 @@ class Loop:
         changed = check_made_with(path, extra[MADE_WITH], self.made_with, self.config, inside=KEY in extra)
         if changed:
             note(change_line(path, changed))
-        for key in (RESPONSES, EPISODES):
-            if extra.get(key) and (self.batches.ahead is None or self.batches.ahead.key != key):
-                why = "rollout.staleness is 0 now" if self.batches.ahead is None else "rollout.environment has changed"
-                note(f"{len(extra[key])} responses that {path} has ahead are dropped: {why}")
+        if self.batches.rollouts is not None and (why := self.batches.rollouts.dropped_reason(extra)) is not None:
+            note(f"the responses that {path} has ahead are dropped: {why}")
         return changed
 
     def _resume(self, path: Path) -> bool:
@@ -465,8 +459,8 @@ class Loop:
             self.batches.reference.load_state_dict(extra["reference"])
         if KEY in extra:
             self._batch = RolloutBatch.restored(extra, **self.batches.minibatch_settings(self.batches.batcher.step))
-        if self.batches.ahead is not None:
-            self.batches.ahead.restore(extra)
+        if self.batches.rollouts is not None:
+            self.batches.rollouts.restore(extra)
         self.step = self._saved_step = int(extra["step"])
         self._saved = path
         self._restore_best(extra.get("best"))

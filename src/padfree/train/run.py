@@ -10,7 +10,6 @@ settings -> decide      what cannot be run is refused, before anything is writte
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from padfree.batch import Sample
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
@@ -27,18 +25,15 @@ from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
-from padfree.optim.masters import computing
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
+from padfree.rollout.collect.collector import Collector, OnSampling
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
-from padfree.rollout.environment import AheadEpisodeWriter, EpisodeWriter
 from padfree.rollout.journal import Journal
-from padfree.rollout.queue import AheadWriter
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.rollout.writer import OnSampling, RolloutWriter
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
 from padfree.train.decide import Decided, check_free, decide, planned_steps
@@ -51,8 +46,8 @@ from padfree.train.finished import finished_step
 from padfree.train.loop import AFTER_SIGNAL, Loop, OnNote, RunResult, refusal
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
-from padfree.train.rl.ahead import BatchesAhead
 from padfree.train.rl.reference_model import Reference
+from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.row_sharing import copied_keys
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
@@ -152,24 +147,18 @@ def _train(
         critic_dtype = export_dtype(config, config.critic.path)
     doing("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
-    writer = _rollout_writer(config, mesh, engine, tokenizer, source)
-    with nullcontext() if writer is None else closing(writer):
-        journal = None
-        if isinstance(writer, RolloutWriter):  # episodes are played again
-            journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
-            writer.journal, writer.on_sampling = journal, on_sampling
+    journal = None
+    if config.rollout.source is not None and not config.rollout.has_episodes:  # episodes are played again
+        journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
+    collector = _collector(config, mesh, engine, tokenizer, source, journal=journal, on_sampling=on_sampling)
+    with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
-            config, engine, decided.held_out, writer, _pair_reference(config, reference), doing
+            config, engine, decided.held_out, collector, _pair_reference(config, reference), doing
         )
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
         batcher = make_batcher(config, samples, source.parts)
-        sampling, ahead = None, None
-        if isinstance(writer, AheadWriter | AheadEpisodeWriter):
-            ahead = BatchesAhead(config, batcher, writer, engine)
-        elif writer is not None:
-            sampling = _Sampling(writer, engine, lambda: (batcher.step, loop.step))
         loop = Loop(
             config,
             engine,
@@ -177,8 +166,7 @@ def _train(
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
-            make_samples=sampling,
-            ahead=ahead,
+            rollouts=None if collector is None else SampledBatches(config, batcher, collector, engine),
             on_step=on_step,
             on_note=on_note,
             on_activity=doing,
@@ -192,9 +180,8 @@ def _train(
             loop.events.write("note", step=loop.step, text=line)
         if settled.reasons:
             loop.events.write("settled", step=loop.step, **settled.fields())
-        if writer is not None:
+        if collector is not None:
             loop.batches.end_tokens = stop_tokens(tokenizer, engine.model)
-            loop.batches.rollout_metrics = writer.metrics
         if mesh.loss.rank == 0:
             with writing(loop.folder):
                 source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
@@ -240,10 +227,10 @@ def evaluate(
                 on_note(line)
         doing("loading the model", 0, 0)
         engine = build_engine(settled.config, mesh, decided.tokenizer)
-        writer = _rollout_writer(settled.config, mesh, engine, decided.tokenizer, decided.source)
-        with nullcontext() if writer is None else closing(writer):
+        collector = _collector(settled.config, mesh, engine, decided.tokenizer, decided.source)
+        with nullcontext() if collector is None else closing(collector):
             reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
-            measure = make_evaluation(settled.config, engine, decided.held_out, writer, reference, on_activity)
+            measure = make_evaluation(settled.config, engine, decided.held_out, collector, reference, on_activity)
             assert measure is not None
             return measure(0)
 
@@ -262,28 +249,10 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
     return with_reference(samples, reference, fingerprint, config, mesh)
 
 
-class _Sampling:
-    """Groups of prompts to samples by the present model; `progress`: the batch's number, and optimizer steps so far."""
-
-    def __init__(
-        self, writer: RolloutWriter | EpisodeWriter, engine: Engine, progress: Callable[[], tuple[int, int]]
-    ) -> None:
-        self.writer, self.engine, self.progress = writer, engine, progress
-
-    def __call__(self, groups: Sequence[Any]) -> list[Sample]:
-        batch, version = self.progress()
-        with computing(self.engine.model):  # the sampler gets the weights in the type that training computes in
-            return self.writer.samples(self.engine.model, groups, batch=batch, version=version)
-
-    @property
-    def timings(self) -> Mapping[str, float]:
-        return self.writer.timings
-
-
-def _rollout_writer(
-    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData
-) -> RolloutWriter | EpisodeWriter | None:
-    """What makes samples of prompts; None where the run's data are samples already."""
+def _collector(
+    config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData, **options: Any
+) -> Collector | None:
+    """What makes samples of prompts; None if the run's data are samples already. `options` as for `Collector`."""
     if config.rollout.source is None:
         return None
     prompts = [prompt for prompt in source.samples if isinstance(prompt, Prompt)]
@@ -293,13 +262,17 @@ def _rollout_writer(
     made = make_ahead_sampler if config.rollout.staleness else make_sampler
     sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
-        if config.rollout.has_episodes:
-            kind = AheadEpisodeWriter if config.rollout.staleness else EpisodeWriter
-            vocabulary = vocabulary_of(engine.model)
-            return kind(config, mesh, sampler, tokenizer, prompts, vocabulary=vocabulary, chat=chat)
-        if config.rollout.staleness:
-            return AheadWriter(config, mesh, sampler, tokenizer, prompts)
-        return RolloutWriter(config, mesh, sampler, tokenizer, prompts, build_judge(config, mesh))
+        return Collector(
+            config,
+            mesh,
+            sampler,
+            tokenizer,
+            prompts,
+            vocabulary=vocabulary_of(engine.model),
+            chat=chat,
+            reward_model=build_judge(config, mesh),
+            **options,
+        )
     except BaseException:
         sampler.close()  # it may have started servers
         raise

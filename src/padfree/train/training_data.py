@@ -34,6 +34,7 @@ from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.tasks import task_of
 from padfree.tasks.advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings
@@ -215,7 +216,7 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
     """Global batches of groups: whole groups for RL, whole rows for the others.
 
-    A prompt is a group already: itself, once for each response to it. `parts`: as `TrainingData` has them.
+    A prompt is a group already (`RolloutGroup`). `parts`: as `TrainingData` has them.
     """
     data, batch = config.data, config.batch
     if not len(samples):
@@ -268,7 +269,7 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
     grouped: dict[str | int | None, list[Sample]] = {}
     for sample in samples:
         if isinstance(sample, Prompt):
-            alone.append((sample,) * config.rollout.group)
+            alone.append(RolloutGroup(prompt=sample, size=config.rollout.group))
         elif config.loss.advantage in UNGROUPED:
             alone.append((sample,))
         else:

@@ -14,8 +14,9 @@ from padfree.data import Reward
 from padfree.data.chat import ChatRenderer
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.play import Play, Played
 from padfree.rollout.environment.policy import Episode, Words
-from padfree.rollout.environment.runner import EpisodeRunner, Play, Played, RunnerSettings
+from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 
 LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
 EOS = 0

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from padfree.config import Config, config_from_dict
 from padfree.rollout import Prompt
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
-from padfree.rollout.environment import AheadEpisodeWriter, Played, Policy, Trajectory
-from padfree.rollout.environment.ahead import stored_episodes, stored_state
+from padfree.rollout.collect.collector import Collector
+from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.train.run import train
 from tests.models import save_with_tokenizer
@@ -144,12 +144,12 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
     whole: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is drawn does not depend on the weights here, so that the run is the undisturbed one to the bit."""
-    restored: list[dict[tuple[int, int], Played]] = []
-    restore = AheadEpisodeWriter.restore
+    restored: list[dict[tuple[int, int], Any]] = []
+    restore = Collector.restore
 
-    def record(writer: AheadEpisodeWriter, extra: Mapping[str, Any]) -> None:
-        restore(writer, extra)
-        restored.append(dict(writer._restored))
+    def record(collector: Collector, extra: Mapping[str, Any]) -> None:
+        restore(collector, extra)
+        restored.append(dict(collector._restored))
 
     def stop(metrics: Mapping[str, Any]) -> None:
         if metrics["step"] == 0:
@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_with_the_episodes_that_have_ended(
         if metrics["step"] == 1:
             raise StopError
 
-    monkeypatch.setattr(AheadEpisodeWriter, "restore", record)
+    monkeypatch.setattr(Collector, "restore", record)
     config = make_config(tmp_path / "parts", model_folder)
     with pytest.raises(StopError):
         train(config, on_step=stop)
@@ -200,15 +200,15 @@ def test_every_token_is_of_the_version_it_says(
 ) -> None:
     """Episodes go on while weights are exchanged; log-probabilities are those of the weights that wrote each token."""
     leaves: list[Leaf] = []
-    finished = AheadEpisodeWriter._finished
+    take = Collector.take
 
-    def record(
-        writer: AheadEpisodeWriter, batch: int, candidates: Any, signal: Any, found: Mapping[int, Played]
-    ) -> Any:
-        leaves.extend(leaf for one in found.values() for leaf in one.leaves)
-        return finished(writer, batch, candidates, signal, found)
+    def record(collector: Collector, batch: int, *, version: int) -> Any:
+        queued = collector._batches[batch]
+        samples = take(collector, batch, version=version)
+        leaves.extend(leaf for one in queued.played.values() for leaf in one.leaves)
+        return samples
 
-    monkeypatch.setattr(AheadEpisodeWriter, "_finished", record)
+    monkeypatch.setattr(Collector, "take", record)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     fake = Remembering(model=model, tokenizer=tokenizer, vocabulary=len(tokenizer))
@@ -230,28 +230,3 @@ def test_every_token_is_of_the_version_it_says(
             for place in np.flatnonzero(leaf.sampled & (leaf.versions == version)):
                 expected = float(scores[place - 1, tokens[place]])
                 assert leaf.logprobs[place] == pytest.approx(expected, abs=1e-4)
-
-
-def test_stored_episodes_come_back() -> None:
-    leaf = Leaf(
-        tokens=np.array([5, 6, 7]),
-        sampled=np.array([False, True, False]),
-        logprobs=np.array([0.0, -1.5, 0.0], np.float32),
-        versions=np.array([0, 4, 0]),
-        ended=True,
-        turns=1,
-        text="six",
-        reward=0.5,
-    )
-    episodes = [
-        (2, Played(number=1, leaves=(leaf, leaf), metrics={"calls": 2.0}, counts={"cuts": 1.0})),
-        (3, Played(number=0, failure="raised")),
-    ]
-    found = stored_episodes(stored_state(episodes[::-1]))
-    assert [(batch, one.number, one.failure) for batch, one in found] == [(2, 1, None), (3, 0, "raised")]
-    assert (found[0][1].metrics, found[0][1].counts) == ({"calls": 2.0}, {"cuts": 1.0})
-    for back in found[0][1].leaves:
-        for name in Leaf.__slots__:
-            assert np.array_equal(getattr(back, name), getattr(leaf, name)), name
-    assert stored_episodes(stored_state([])) == []
-    assert stored_episodes({}) == []

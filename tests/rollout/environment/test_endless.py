@@ -15,17 +15,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from padfree.data import Reward
-from padfree.rollout import Prompt, Response
+from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.agent import agent_episode
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.within import DaemonPool, call_within
-from padfree.rollout.writer import RolloutWriter
-from tests.rollout.environment.environment_cases import CHAT, play, prompt, tokenizer
+from tests.rollout.environment.environment_cases import CHAT, play, prompt
 
 LIMIT = 0.7
 HERE = "tests.rollout.environment.rewards"
@@ -220,21 +218,11 @@ LATE = {
 LINE = r"^reward: mine:late took more than 0.3 s \(rollout.episode_timeout\) for sample 'rows.jsonl:p'; correct"
 
 
-def writer() -> RolloutWriter:
-    made = object.__new__(RolloutWriter)
-    made.config = SimpleNamespace(rollout=SimpleNamespace(episode_timeout=0.3))  # type: ignore[assignment]
-    made.tokenizer, made.judge = tokenizer(), None
-    return made
-
-
-RESPONSE = Response(tokens=np.array([5]), logprobs=np.zeros(1, np.float32), ended=False, version=0)
-
-
 @pytest.mark.parametrize("which", LATE)
 def test_a_reward_that_does_not_return_ends_in_a_line(which: str) -> None:
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(ValueError, match=LINE):
-        writer()._all_rewarded([0], [RESPONSE], [prompt("p")], Reward("mine:late", LATE[which]))
+        Judge(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -245,7 +233,7 @@ def test_the_same_in_another_thread(which: str) -> None:
 
     def run() -> None:
         try:
-            writer()._rewarded(0, RESPONSE, prompt("p"), Reward("mine:late", LATE[which]))
+            Judge(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
         except ValueError as error:
             found.append(str(error))
 
@@ -273,8 +261,7 @@ def test_a_reward_may_set_alarms_of_its_own() -> None:
             signal.signal(signal.SIGALRM, before)
         return 1.0
 
-    (one,) = writer()._all_rewarded([0], [RESPONSE], [prompt("p")], Reward("mine:grades", grades))
-    assert one.reward == 0.25
+    assert Judge(Reward("mine:grades", grades)).within(0.3, "", {}, "p") == 0.25
 
 
 def test_an_alarm_that_was_set_before_still_rings() -> None:

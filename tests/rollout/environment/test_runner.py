@@ -14,9 +14,13 @@ import pytest
 
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.environment.policy import one_turn
 from padfree.rollout.noise import GREEDY, turn_key
 from tests.rollout.environment.environment_cases import Scripted, ids, play, prompt, text
+
+
+async def one_turn(task: Prompt, policy: Policy) -> Trajectory:
+    await policy.generate()
+    return policy.trajectory()
 
 
 async def branching(task: Prompt, policy: Policy) -> Trajectory:

@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.rollout.base import Response
+from padfree.rollout.collect.collector import Collector, Queued
+from padfree.rollout.collect.queue_state import Stored
+from padfree.rollout.environment.play import Played
 from padfree.rollout.journal import _records
 from padfree.rollout.noise import response_keys
-from padfree.rollout.queue import AheadWriter, Stored, stored_responses, stored_state
 from padfree.rollout.vllm import transfer
 from padfree.rollout.vllm.http import Server
-from padfree.rollout.writer import Written
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks
@@ -52,17 +53,18 @@ class Holding(Remembering):
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list[Written]]]:
-    """Of every batch that is taken from the queue its samples and responses."""
-    found: dict[int, tuple[list[Sample], list[Written]]] = {}
-    finished = AheadWriter._finished
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[list[Sample], list[Played]]]:
+    """Of every batch that is taken its samples and the episodes of this rank."""
+    found: dict[int, tuple[list[Sample], list[Played]]] = {}
+    take = Collector.take
 
-    def record(writer: AheadWriter, batch: int, candidates: Any, signal: Any, written: Mapping[int, Written]) -> Any:
-        samples = finished(writer, batch, candidates, signal, written)
-        found[batch] = samples, [written[number] for number in sorted(written)]
+    def record(collector: Collector, batch: int, *, version: int) -> list[Sample]:
+        queued: Queued = collector._batches[batch]
+        samples = take(collector, batch, version=version)
+        found[batch] = samples, [queued.played[number] for number in sorted(queued.played)]
         return samples
 
-    monkeypatch.setattr(AheadWriter, "_finished", record)
+    monkeypatch.setattr(Collector, "take", record)
     return found
 
 
@@ -87,7 +89,8 @@ def check_versions(taken: Mapping[int, Any], weights: Mapping[int, Any], model_f
     for batch, (samples, written) in taken.items():
         assert [one.number for one in written] == list(range(len(samples)))
         for sample, one in zip(samples, written, strict=True):
-            versions = one.response.token_versions
+            (leaf,) = one.leaves
+            versions = one.versions
             assert (np.diff(versions) >= 0).all()
             assert batch - 3 <= versions.min()
             assert versions.max() < batch
@@ -101,7 +104,7 @@ def check_versions(taken: Mapping[int, Any], weights: Mapping[int, Any], model_f
                 for place in np.flatnonzero(versions == version):
                     at = before + int(place)
                     expected = scores[at - 1, int(sample.tokens[at])].item()
-                    assert one.response.logprobs[place] == pytest.approx(expected, abs=1e-4)
+                    assert leaf.logprobs[at] == pytest.approx(expected, abs=1e-4)
     return mixed
 
 
@@ -148,13 +151,13 @@ def test_without_staleness_a_run_is_the_plain_one(tmp_path: Path) -> None:
 def restored(monkeypatch: pytest.MonkeyPatch) -> list[Stored]:
     """What the last checkpoint had."""
     found: list[Stored] = []
-    restore = AheadWriter.restore
+    restore = Collector.restore
 
-    def record(writer: AheadWriter, extra: Mapping[str, Any]) -> None:
-        restore(writer, extra)
-        found.extend(writer._restored.values())
+    def record(collector: Collector, extra: Mapping[str, Any]) -> None:
+        restore(collector, extra)
+        found.extend((batch, number, one) for (batch, number), one in collector._restored.items())
 
-    monkeypatch.setattr(AheadWriter, "restore", record)
+    monkeypatch.setattr(Collector, "restore", record)
     return found
 
 
@@ -192,8 +195,8 @@ def seed_of(batch: int, number: int) -> int:
 def check_not_asked_again(fake: FakeVllm, restored: list[Stored]) -> None:
     """Nothing that the checkpoint had is begun again; the rest of a part has another seed."""
     again = asked_of(fake)
-    for one in restored:
-        assert seed_of(one.batch, one.number) not in again
+    for batch, number, _ in restored:
+        assert seed_of(batch, number) not in again
 
 
 def journaled(folder: Path) -> set[tuple[int, int]]:
@@ -222,18 +225,17 @@ def test_a_resumed_run_goes_on_with_its_queue(
         assert restored == []
         fake.completed.clear()
         train(config)
-    assert {one.batch for one in restored} <= {4, 5}
-    finished = {(one.batch, one.number) for one in restored if one.reward is not None}
+    assert {batch for batch, _, _ in restored} <= {4, 5}
+    finished = {(batch, number): one for batch, number, one in restored if isinstance(one, Played)}
     assert finished or filtered != "none"
     check_not_asked_again(fake, restored)
     assert sorted(taken) == [1, 2, 3, 4, 5]
-    stored = {(one.batch, one.number): one for one in restored}
     for batch in (4, 5):
         for one in taken[batch][1]:
-            kept = stored.get((batch, one.number))
-            if kept is not None and kept.reward is not None:
-                assert np.array_equal(kept.response.tokens, one.response.tokens)
-                assert np.array_equal(kept.response.token_versions, one.response.token_versions)
+            kept = finished.get((batch, one.number))
+            if kept is not None:
+                assert np.array_equal(kept.leaves[0].tokens, one.leaves[0].tokens)
+                assert np.array_equal(kept.versions, one.versions)
     found = lines(tmp_path / "run")
     assert [line["step"] for line in found] == list(range(5))
     assert all(line["groups_dropped"] == 0 for line in found)
@@ -351,28 +353,3 @@ def test_a_lower_staleness_drops_what_is_older(model_folder: Path, tmp_path: Pat
     assert all(line["version_age_max"] <= 1 for line in found[3:])
     assert all(len(written) == SAMPLES for _, written in taken.values())
     assert any("rollout.staleness" in note for note in notes)
-
-
-def test_stored_responses_come_back() -> None:
-    def response(tokens: list[int], versions: list[int], *, ended: bool) -> Response:
-        return Response(
-            tokens=np.array(tokens),
-            logprobs=-np.arange(1, len(tokens) + 1, dtype=np.float32),
-            ended=ended,
-            version=versions[0],
-            versions=np.array(versions),
-        )
-
-    there = [
-        Stored(3, 1, response([5, 6, 0], [1, 1, 2], ended=True), 0.25),
-        Stored(3, 0, response([7], [2], ended=False), None),
-    ]
-    found = stored_responses(stored_state(there))
-    assert [(one.batch, one.number, one.reward, one.response.ended) for one in found] == [
-        (3, 0, None, False),
-        (3, 1, 0.25, True),
-    ]
-    assert found[1].response.tokens.tolist() == [5, 6, 0]
-    assert found[1].response.token_versions.tolist() == [1, 1, 2]
-    assert found[1].response.logprobs.tolist() == [-1.0, -2.0, -3.0]
-    assert stored_responses(stored_state([])) == []

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.engines import make_ahead_sampler, make_sampler
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.vllm import launch
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.http import LateError, RestartedError, Server, VersionError
 from padfree.rollout.vllm.launch import Launched, Launcher, server_command
-from padfree.rollout.writer import RolloutWriter
 from padfree.train import run as run_module
 from padfree.train.run import train
 from padfree.train.setup import build_engine
@@ -122,11 +124,9 @@ def first_samples(config: Config) -> list[Sample]:
     batcher = make_batcher(config, load_training_data(config, tokenizer).samples)
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
-    found = RolloutWriter(config, mesh, sampler, tokenizer).samples(
-        engine.model, next(batcher), batch=batcher.step, version=0
-    )
-    sampler.close()
-    return found
+    collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
+    with closing(collector):
+        return collector.collect(engine.model, next(batcher), batch=batcher.step, version=0)
 
 
 def ranks(rank: int, world: int, config: Config) -> list[Sample]:
@@ -421,7 +421,7 @@ def test_no_server_outlives_a_start_that_fails(
         def interrupt(*_: Any, **settings: Any) -> None:
             raise KeyboardInterrupt
 
-        for owner, name in ((sampler_module, "check_servers"), (RolloutWriter, "__init__"), (run_module, "Journal")):
+        for owner, name in ((sampler_module, "check_servers"), (Collector, "__init__"), (run_module, "Journal")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):

@@ -26,13 +26,13 @@ from padfree.cli.demo.recipes import Sizes, rl_config, sft_config
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.vllm import sampler as sampler_module
 from padfree.rollout.vllm.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
 from padfree.rollout.vllm.checks import check_servers
 from padfree.rollout.vllm.http import Server, ServerLostError
 from padfree.rollout.vllm.launch import Launcher
 from padfree.rollout.vllm.sampler import VllmSampler
-from padfree.rollout.writer import RolloutWriter
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
@@ -496,14 +496,14 @@ def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
     processes: set[int] = set()  # of all servers that there were
     asked: list[str] = []
     trained: dict[int, list[str]] = {}
-    complete, finished = Server.complete, RolloutWriter._finished
+    complete, taken = Server.complete, Collector.take
 
     def recorded(server: Server, *args: Any, **settings: Any) -> Any:
         asked.append(server.url)
         return complete(server, *args, **settings)
 
-    def counted(writer: RolloutWriter, batch: int, *args: Any) -> list[Sample]:
-        samples = finished(writer, batch, *args)
+    def counted(collector: Collector, batch: int, *, version: int) -> list[Sample]:
+        samples = taken(collector, batch, version=version)
         assert batch not in trained
         trained[batch] = [str(sample.group) for sample in samples]
         return samples
@@ -539,7 +539,7 @@ def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
             time.sleep(2.0)  # the one that starts has few cores
 
     monkeypatch.setattr(Server, "complete", recorded)
-    monkeypatch.setattr(RolloutWriter, "_finished", counted)
+    monkeypatch.setattr(Collector, "take", counted)
     monkeypatch.setattr(sampler_module, "Launcher", RecordedLauncher)
     monkeypatch.setattr(RecordedLauncher, "present", None)
     threading.Thread(target=killer, daemon=True).start()

@@ -1,6 +1,7 @@
 """Environments: episodes of several turns, tools in between, branches, and programs that nobody changed.
 
 trajectory     Branch, Tree, Trajectory: token ids and what of them was sampled
+play           Play, Played: an episode to play, and what became of it
 policy         Policy: what an episode is given
 calculator     a built-in environment: word problems with a calculator
 agent          a program as the environment (`rollout.agent`)
@@ -12,25 +13,19 @@ agent          a program as the environment (`rollout.agent`)
 runner         EpisodeRunner: plays many episodes at a time
   loop_thread  the event loop they run on
   tokens       their requests, sampled together in rounds or as they come
-  judge        rewards in threads or processes (`padfree.data.reward_worker`)
-writer         EpisodeWriter: groups of prompts to rewarded samples
-  ahead        AheadEpisodeWriter: the same, batches ahead of training
+  judge        rewards in threads or processes, or later by a model (`padfree.data.reward_worker`)
 choose         which environment the settings name
 rehearse       an environment tried out without a model
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent
-from padfree.rollout.environment.ahead import AheadEpisodeWriter
 from padfree.rollout.environment.choose import check_episode_rows, check_episode_settings, load_episode
+from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.policy import Policy, Turn
 from padfree.rollout.environment.rehearse import rehearse
-from padfree.rollout.environment.runner import Played
 from padfree.rollout.environment.trajectory import Trajectory
-from padfree.rollout.environment.writer import EpisodeWriter
 
 __all__ = [
-    "AheadEpisodeWriter",
-    "EpisodeWriter",
     "Finished",
     "Played",
     "Policy",

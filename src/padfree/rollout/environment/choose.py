@@ -1,4 +1,4 @@
-"""Which environment the settings name: the user's own by import path, a program, or none, which is one turn."""
+"""Which environment the settings name: the user's own by import path, or a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from padfree.config.functions import UserFunction
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.environment.agent import agent_episode
 from padfree.rollout.environment.command import check_command, check_row
-from padfree.rollout.environment.policy import Episode, one_turn
+from padfree.rollout.environment.policy import Episode
 from padfree.rollout.prompts import Prompt
 
 USER_ENVIRONMENT = UserFunction(
@@ -44,9 +44,10 @@ def load_episode(settings: RolloutConfig) -> Episode:
     if settings.environment is not None:
         episode: Episode = USER_ENVIRONMENT.load(settings.environment)
         return episode
-    return agent_episode(settings.agent) if settings.agent else one_turn
+    assert settings.agent, "without an environment there are no episodes"
+    return agent_episode(settings.agent)
 
 
 def environment_name(settings: RolloutConfig) -> str:
-    """For messages."""
-    return settings.environment or " ".join(settings.agent) or f"a response for {settings.reward}"
+    """For messages, and for checkpoints to know whose episodes they hold."""
+    return settings.environment or " ".join(settings.agent) or "one response"

@@ -1,8 +1,10 @@
-"""Rewards of episodes, judged concurrently: in threads, or in processes where `rollout.reward_processes` asks for them.
+"""Rewards of texts: in this thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
 
-text, row -> Judge -> thread                                  one for each call
-                   -> process 0, 1, ...   `data.reward_worker`   each judges one text at a time; one that hangs or dies
-                                                              is ended, and another takes its place
+text, row -> Judge.within      this thread                    rewards of responses, unless there are processes
+          -> await Judge       thread                         one for each call: rewards of episodes
+                               process 0, 1, ...   `data.reward_worker`   each judges one text at a time; one that
+                                                              hangs or dies is ended, and another takes its place
+          -> JudgedLater       nothing yet                    all ranks ask the reward model together, see `Collector`
 """
 
 from __future__ import annotations
@@ -17,34 +19,64 @@ from typing import Any
 
 from padfree.data import Reward
 from padfree.data.reward_worker import LENGTH
+from padfree.rollout.within import call_within
 
 
 class Judge:
     """A reward, called from a loop. `processes` 0: threads of this process call it."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
-        self.reward = reward
-        self._processes = processes
+        self._reward, self.name, self.processes = reward, reward.name, processes
         self._free: asyncio.Queue[_Worker] | None = None
         self._workers: list[_Worker] = []
 
-    async def __call__(self, text: str, row: Mapping[str, Any], uid: str) -> float:
-        if not self._processes:
-            return await asyncio.to_thread(self.reward, text, row, uid)
+    def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
+        """The reward by this thread: an alarm interrupts it in the main thread, others leave it behind."""
+        return call_within(seconds, self._late(seconds, uid), self._reward, text, row, uid)
+
+    async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
+        """The reward; `seconds` is what it may take once a process is free for it."""
+        if not self.processes:
+            return await asyncio.to_thread(self._reward, text, row, uid)
         if self._free is None:
             self._free = asyncio.Queue()
-            self._workers = [_Worker(self.reward.name) for _ in range(self._processes)]
+            self._workers = [_Worker(self.name) for _ in range(self.processes)]
             for each in self._workers:
                 self._free.put_nowait(each)
         worker = await self._free.get()
         try:
-            return await worker.judged(text, row, uid)
+            async with asyncio.timeout(seconds) as clock:
+                return await worker.judged(text, row, uid)
+        except TimeoutError:
+            if seconds is None or not clock.expired():
+                raise
+            raise ValueError(self._late(seconds, uid)) from None
         finally:
             self._free.put_nowait(worker)
+
+    def _late(self, seconds: float, uid: str) -> str:
+        return (
+            f"reward: {self.name} took more than {seconds:g} s (rollout.episode_timeout) for sample {uid!r}; correct "
+            "the function, or raise the setting"
+        )
 
     async def close(self) -> None:
         for worker in self._workers:
             await worker.end()
+
+
+class JudgedLater(Judge):
+    """A reward model, which judges the texts of all ranks together when a batch is complete."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.processes = name, 0
+        self._workers = []
+
+    def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
+        return None
+
+    async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
+        return None
 
 
 class _Worker:

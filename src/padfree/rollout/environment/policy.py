@@ -208,9 +208,3 @@ class Policy:
 
 
 Episode = Callable[[Prompt, Policy], Awaitable[Trajectory]]
-
-
-async def one_turn(prompt: Prompt, policy: Policy) -> Trajectory:
-    """A rollout without an environment."""
-    await policy.generate()
-    return policy.trajectory()

@@ -14,8 +14,9 @@ from padfree.data import load_reward
 from padfree.data.chat import ChatRenderer
 from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
 from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.play import Play
 from padfree.rollout.environment.policy import Episode, Words
-from padfree.rollout.environment.runner import EpisodeRunner, Play, RunnerSettings
+from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.token_ids import tokenizer_size

@@ -16,13 +16,12 @@ which they were begun.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from padfree.config.rules import shown_error
 from padfree.data.records import LARGEST, shown
@@ -30,10 +29,10 @@ from padfree.rollout.base import Response, Sampler, SamplingRequest
 from padfree.rollout.environment.gateway import Gateway
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.loop_thread import LoopThread
+from padfree.rollout.environment.play import Play, Played, Watcher
 from padfree.rollout.environment.policy import Episode, Policy, Words
 from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
-from padfree.rollout.prompts import Prompt
 from padfree.rollout.within import shown_safely
 
 MOST_TURNS = 10_000
@@ -41,49 +40,6 @@ MOST_TURNS = 10_000
 
 GRACE = 5.0
 """Seconds that an episode gets to end when it is cancelled."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Play:
-    """An episode to play: the number of its response in the batch, and the key of its draws."""
-
-    number: int
-    prompt: Prompt
-    key: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Played:
-    """What became of an episode. Travels between ranks. With a failure it has no leaves."""
-
-    number: int
-    leaves: tuple[Leaf, ...] = ()
-    failure: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(leaf.reward for leaf in self.leaves)
-
-    @property
-    def reward(self) -> float:
-        """The mean of its leaves; of an episode that failed 0."""
-        return sum(self.rewards) / max(len(self.rewards), 1)
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled in all leaves, shared ones counted with each."""
-        return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
-
-    @property
-    def versions(self) -> NDArray[np.int64]:
-        """Of the weights that wrote its sampled tokens, of all leaves together."""
-        return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.leaves) and all(leaf.ended for leaf in self.leaves)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +56,8 @@ class RunnerSettings:
 class EpisodeRunner:
     """Plays episodes with one sampler. `judge` gives rewards where episodes do not."""
 
+    reward_seconds = 0.0  # rewards are computed beside other episodes
+
     def __init__(
         self, episode: Episode, sampler: Sampler, words: Words, judge: Judge | None, settings: RunnerSettings
     ) -> None:
@@ -110,7 +68,9 @@ class EpisodeRunner:
         self._turn = asyncio.Lock()  # theirs, whose batch begins episodes
         self._gateway = Gateway(words, settings.temperature)
 
-    def play(self, plays: Sequence[Play], tell: Tell, judge: Judge | None = None) -> list[Played]:
+    def play(
+        self, plays: Sequence[Play], tell: Tell, *, judge: Judge | None = None, watch: Watcher | None = None
+    ) -> list[Played]:
         """In the order of the plays. Every rank calls it with its own; `tell` lets all know what one says."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         room = asyncio.Semaphore(self._settings.most)
@@ -122,13 +82,8 @@ class EpisodeRunner:
             raise
         return playing.result()
 
-    def begin(
-        self, plays: Sequence[Play], on_played: Callable[[Played], None], on_failed: Callable[[str], None]
-    ) -> None:
-        """Play these after all that were begun before, and return; the sampler must take requests at any time.
-
-        `on_played` is called with each as it ends, and `on_failed` with what has ended all of them, by threads.
-        """
+    def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
+        """Play these after all that were begun before, and return; the sampler must take requests at any time."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
 
         def ended(playing: Future[Any]) -> None:
@@ -137,9 +92,9 @@ class EpisodeRunner:
             except Exception as error:  # it must reach the thread that waits for the episodes
                 line = f"rollout.environment: {shown_error(error)}; report it, an episode's own errors are caught"
             if line is not None:
-                on_failed(line)
+                watch.on_failed(line)
 
-        self._thread.submit(self._play_in_turn(plays, source, on_played)).add_done_callback(ended)
+        self._thread.submit(self._play_in_turn(plays, source, watch.on_played)).add_done_callback(ended)
 
     def blocked(self) -> str | None:
         """A line if an episode keeps the event loop for itself."""
@@ -258,14 +213,14 @@ class _Session:
     async def _leaves(self, trajectory: Trajectory, judge: Judge | None) -> tuple[Leaf, ...]:
         branches = self._tree.leaves()
         texts = [self._text(branch.ids, branch.ended) for branch in branches]
-        found: list[Awaitable[float]] = []
+        found: list[Awaitable[float | None]] = []
         for branch, text in zip(branches, texts, strict=True):
             own = trajectory.reward if branch.reward is None else branch.reward
             found.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, judge))
         rewards = await asyncio.gather(*found)
-        return tuple(leaf_of(*one) for one in zip(branches, texts, rewards, strict=True))
+        return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
 
-    async def _reward(self, own: Any, text: str, judge: Judge | None) -> float:
+    async def _reward(self, own: Any, text: str, judge: Judge | None) -> float | None:
         prompt, name = self._play.prompt, self._runner._settings.name
         if own is None:
             if judge is None:
@@ -276,8 +231,7 @@ class _Session:
             return await judge(text, prompt.row, prompt.uid)
         if judge is not None:
             raise ValueError(
-                f"rollout.reward: {judge.reward.name!r}, but {name} gave {prompt.uid!r} a reward itself; leave one of "
-                "them out"
+                f"rollout.reward: {judge.name!r}, but {name} gave {prompt.uid!r} a reward itself; leave one of them out"
             )
         if not isinstance(own, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < own < LARGEST:
             raise ValueError(

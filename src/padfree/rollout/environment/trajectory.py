@@ -134,10 +134,11 @@ class Leaf:
     ended: bool
     turns: int
     text: str  # behind the prompt
-    reward: float
+    reward: float | None = None  # None: a reward model judges it when the batch is complete
+    answer: str | None = None  # what is judged in the place of `text`
 
 
-def leaf_of(branch: Branch, text: str, reward: float) -> Leaf:
+def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None = None) -> Leaf:
     return Leaf(
         tokens=np.array(branch.ids, dtype=np.int64),
         sampled=np.array(branch.sampled, dtype=np.bool_),
@@ -147,6 +148,21 @@ def leaf_of(branch: Branch, text: str, reward: float) -> Leaf:
         turns=turns_of(branch),
         text=text,
         reward=reward,
+        answer=answer,
+    )
+
+
+def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
+    """The leaf of an episode of one turn."""
+    before = len(prompt.tokens)
+    return Leaf(
+        tokens=np.concatenate([prompt.tokens, response.tokens]),
+        sampled=np.arange(before + len(response.tokens)) >= before,
+        logprobs=np.concatenate([np.zeros(before, np.float32), response.logprobs]),
+        versions=np.concatenate([np.zeros(before, np.int64), response.token_versions]),
+        ended=response.ended,
+        turns=1,
+        text=text,
     )
 
 

@@ -1,6 +1,6 @@
 """Where the time of a rollout batch went: `seconds/...` of the metrics.
 
-    make_samples                                reference       scorer           engine
+    collector                                   reference       scorer           engine
     |weight_exchange|waiting|sampling|rewards|  |reference|     |old_logprobs|   |update|   |update|
     '------------ one call of it ------------'
 

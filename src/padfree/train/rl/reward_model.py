@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import SFTDataSettings
 from padfree.data.tokenize import PairTokenizer
-from padfree.distributed import watching
+from padfree.distributed import gather_objects
 from padfree.rollout import Prompt
 from padfree.train.limits import Limits
 from padfree.train.scalar import ScalarScorer
@@ -37,41 +36,37 @@ class ModelReward:
         self.scorer, self._tokenize = scorer, PairTokenizer(tokenizer, settings)
         self._positions = Limits.of(scorer.model).positions
 
-    def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """The score of each response text."""
-        tokens, error = self._tokens(answers)
-        group, size = self.scorer.mesh.loss.group, self.scorer.mesh.loss.size
-        everybody: list[Any] = [None] * size
-        with watching("the rewards of rollouts", group):
-            dist.all_gather_object(everybody, (tokens, error), group=group)
-        for _, message in everybody:
-            if message is not None:
-                raise ValueError(message)
-        samples = [Sample(tokens=one) for told, _ in everybody for one in told]
+    def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
+        """The score of each response text, or what is wrong with it."""
+        tokens = self._tokens(answers)
+        readable = [one for one in tokens if not isinstance(one, str)]
+        everybody = gather_objects(readable, self.scorer.mesh.loss.group, "the rewards of rollouts")
+        samples = [Sample(tokens=one) for part in everybody for one in part]
         if not samples:
-            return []
+            return [str(one) for one in tokens]
         scores = self.scorer.rewards(samples)
-        before = sum(len(told) for told, _ in everybody[: self.scorer.mesh.loss.rank])
-        own: list[float] = scores[before : before + len(tokens)].tolist()
-        return own
+        before = sum(len(part) for part in everybody[: self.scorer.mesh.loss.rank])
+        own = iter(scores[before : before + len(readable)].tolist())
+        return [one if isinstance(one, str) else next(own) for one in tokens]
 
-    def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> tuple[list[NDArray[np.int32]], str | None]:
-        """Of each response with its prompt, and what is wrong with one of them."""
+    def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
+        """Of each response with its prompt, or what is wrong with it."""
         # What the policy was asked, before its own chat template.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
         ]
-        found: list[NDArray[np.int32]] = []
+        found: list[NDArray[np.int32] | str] = []
         for (prompt, _), encoded in zip(answers, self._tokenize.answers(rows), strict=True):
             if isinstance(encoded, ValueError):
-                return [], (
+                found.append(
                     f"rollout.reward: the reward model cannot read {prompt.uid} ({encoded}); change the row, or "
                     "data.prompt_format"
                 )
-            if self._positions is not None and len(encoded.tokens) > self._positions:
-                return [], (
+            elif self._positions is not None and len(encoded.tokens) > self._positions:
+                found.append(
                     f"rollout.reward: {prompt.uid} has {len(encoded.tokens)} tokens with its response, the reward "
                     f"model {self._positions} positions; set a lower rollout.max_new_tokens"
                 )
-            found.append(encoded.tokens)
-        return found, None
+            else:
+                found.append(encoded.tokens)
+        return found

@@ -11,12 +11,13 @@ import pytest
 
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout import Prompt
-from padfree.rollout.candidates import Candidates, SparePrompts, overlong_penalty
+from padfree.rollout.collect.candidates import Candidates, SparePrompts
+from padfree.rollout.collect.group import RolloutGroup, overlong_penalty
 from padfree.train.run import train
 from tests.rollout.vllm.test_run import lines, make_config, model_folder
 
 __all__ = ["model_folder"]  # a fixture
-HERE = "tests.rollout.test_candidates"
+HERE = "tests.rollout.collect.test_candidates"
 
 
 def prompts(number: int) -> list[Prompt]:
@@ -25,7 +26,7 @@ def prompts(number: int) -> list[Prompt]:
 
 def candidates(batch: int = 1, *, own: int = 4, there: int = 40, **settings: Any) -> Candidates:
     found = prompts(there)
-    groups = [(prompt,) * 2 for prompt in found[:own]]
+    groups = [RolloutGroup(prompt=prompt, size=2) for prompt in found[:own]]
     return Candidates(batch, groups, RolloutConfig(group=2, filter="equal", **settings), SparePrompts(found, seed=3))
 
 
@@ -33,7 +34,7 @@ def settled(asked: Candidates, differs: Any) -> dict[int, bool]:
     signal: dict[int, bool] = {}
     new = asked.begin()
     while new:
-        signal |= {index: differs(asked.groups[index][0]) for index in new}
+        signal |= {index: differs(asked.groups[index].prompt) for index in new}
         new = asked.more(signal)
     return signal
 
@@ -44,10 +45,10 @@ def test_the_first_groups_that_differ_are_chosen_however_many_are_asked_for_at_o
         return int(prompt.uid[1:]) % 3 != 1
 
     plain = candidates()
-    expected = [plain.groups[index][0].uid for index in plain.chosen(settled(plain, differs))]
+    expected = [plain.groups[index].prompt.uid for index in plain.chosen(settled(plain, differs))]
     asked = candidates(oversample=oversample)
     signal = settled(asked, differs)
-    found = [asked.groups[index][0].uid for index in asked.chosen(signal)]
+    found = [asked.groups[index].prompt.uid for index in asked.chosen(signal)]
     assert found == expected
     assert len(found) == 4
     assert all(signal[index] for index in asked.chosen(signal))
@@ -69,7 +70,7 @@ def test_spare_prompts_are_others_and_follow_from_seed_and_batch() -> None:
     def spare(batch: int) -> list[str]:
         asked = candidates(batch)
         settled(asked, lambda prompt: False)
-        return [group[0].uid for group in asked.groups[4:]]
+        return [group.prompt.uid for group in asked.groups[4:]]
 
     assert spare(1) == spare(1) != spare(2)
     assert not {"p0", "p1", "p2", "p3"} & set(spare(1))
@@ -77,7 +78,7 @@ def test_spare_prompts_are_others_and_follow_from_seed_and_batch() -> None:
 
 
 def test_without_a_filter_the_groups_are_those_of_the_batch() -> None:
-    groups = [(prompt,) * 2 for prompt in prompts(3)]
+    groups = [RolloutGroup(prompt=prompt, size=2) for prompt in prompts(3)]
     asked = Candidates(1, groups, RolloutConfig(group=2), SparePrompts(prompts(9), seed=0))
     assert asked.begin() == range(3)
     assert asked.more({0: False, 1: False, 2: False}) == range(0)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from padfree.record.metrics import line_number
+from padfree.rollout.environment.play import Played
 
 
-class ExamplesFile:
-    """The file of examples. A resumed run drops those of batches that it writes again."""
+class ResponseLog:
+    """A file with lines of batches. A resumed run drops those of batches that it writes again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,3 +43,17 @@ class ExamplesFile:
                         break
                     kept.append(line)
         return kept
+
+
+def log_line(uid: str, prompt: str, played: Played, *, episodes: bool) -> dict[str, Any]:
+    """The first leaf of an episode, to look at; `episodes`: of an environment."""
+    leaf = played.leaves[0]
+    found = {
+        "uid": uid,
+        "prompt": prompt,
+        "response": leaf.text,
+        "reward": leaf.reward,
+        "tokens": int(leaf.sampled.sum()),
+        "ended": leaf.ended,
+    }
+    return {**found, "turns": leaf.turns, "leaves": len(played.leaves)} if episodes else found

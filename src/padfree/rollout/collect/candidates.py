@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from padfree.config.rollout import RolloutConfig
+from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
 
-Group = Sequence[Prompt]
 _SPARE = 1 << 40  # no batch has such a number: spare prompts are not in the order of anybody's draws
 
 
@@ -30,10 +31,10 @@ class SparePrompts:
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
         self._prompts, self._seed = prompts, seed
 
-    def order(self, batch: int, own: Sequence[Group]) -> list[Prompt]:
+    def order(self, batch: int, own: Sequence[RolloutGroup]) -> list[Prompt]:
         """Those that are not among `own`, in the order for this batch."""
         keys = response_keys(self._seed, batch + _SPARE, np.arange(len(self._prompts), dtype=np.int64))
-        there = {group[0].uid for group in own}
+        there = {group.prompt.uid for group in own}
         found = (self._prompts[index] for index in np.argsort(keys, kind="stable"))
         return [prompt for prompt in found if prompt.uid not in there]
 
@@ -41,8 +42,10 @@ class SparePrompts:
 class Candidates:
     """The groups of one batch, its own first; `asked` of them have been asked for."""
 
-    def __init__(self, batch: int, own: Sequence[Group], settings: RolloutConfig, spare: SparePrompts) -> None:
-        self.groups = list(own)
+    def __init__(self, batch: int, own: Sequence[RolloutGroup], settings: RolloutConfig, spare: SparePrompts) -> None:
+        self.groups: list[RolloutGroup] = []
+        for group in own:
+            self._append(group)
         self._wanted, self._settings = len(own), settings
         self._spare: list[Prompt] = []
         self._filtered = settings.filter != "none"
@@ -69,8 +72,12 @@ class Candidates:
         begin = self.asked
         self.asked = min(begin + wanted, self._wanted + len(self._spare))
         for prompt in self._spare[len(self.groups) - self._wanted : self.asked - self._wanted]:
-            self.groups.append((prompt,) * self._settings.group)
+            self._append(RolloutGroup(prompt=prompt, size=self._settings.group))
         return range(begin, self.asked)
+
+    def _append(self, group: RolloutGroup) -> None:
+        first = self.groups[-1].numbers.stop if self.groups else 0
+        self.groups.append(replace(group, first=first))
 
     def chosen(self, signal: Mapping[int, bool]) -> list[int]:
         """As many as the batch has groups of its own, in their order."""
@@ -88,18 +95,3 @@ class Candidates:
             "groups_equal": float(self.asked - different),  # whose rewards were all equal
             "groups_surplus": float(max(different - self._wanted, 0)),  # whose rewards differ, and had no room
         }
-
-
-def has_signal(rewards: Sequence[float]) -> bool:
-    return len(set(rewards)) > 1
-
-
-def overlong_penalty(length: int, room: int, settings: RolloutConfig) -> float:
-    """What a response of so many tokens loses: nothing up to the buffer, then more with every token.
-
-    room 8, buffer 4, penalty 1        length   1 2 3 4 5    6   7    8
-                                       lost     0 0 0 0 0.25 0.5 0.75 1
-    """
-    buffer = min(settings.overlong_buffer, room)
-    over = length - (room - buffer)
-    return settings.overlong_penalty * over / buffer if buffer and over > 0 else 0.0

@@ -1,0 +1,84 @@
+"""The batches of a run that writes its own rollouts, sampled in step with training or ahead of it.
+
+    staleness 0      in training   1     2     3           staleness 2      in training   1     2     3
+                     in the queue  -     -     -                            in the queue  2 3   3 4   4 5
+
+The batcher is ahead of training by the queue. A checkpoint therefore holds its place before the oldest batch of the
+queue: a resumed run takes the same batches again, and the collector knows what there is of them already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from padfree.batch import Sample
+from padfree.config import Config
+from padfree.optim.masters import computing
+from padfree.rollout.collect.collector import Collector
+from padfree.train.engine import Engine
+from padfree.train.training_data import Batcher
+
+
+class SampledBatches:
+    """Takes batches of prompts from the batcher, and gives their samples in the same order."""
+
+    def __init__(self, config: Config, batcher: Batcher, collector: Collector, engine: Engine) -> None:
+        self._batcher, self._collector, self._engine = batcher, collector, engine
+        self._staleness, self._steps = config.rollout.staleness, config.run.steps
+        self._updates = config.loss.epochs * config.loss.mini_batches  # of a batch
+        self._queue: list[tuple[int, dict[str, Any]]] = []  # numbers, and places in the data before them
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        """Seconds of the last batch, see `padfree.train.rl.batch_times`."""
+        return self._collector.timings
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last batch."""
+        return self._collector.metrics()
+
+    def resume(self, step: int, *, remaining: int) -> None:
+        """Have batches sampled ahead while `remaining` updates are still to be made with the one in training."""
+        if self._staleness:
+            self._fill(step, remaining)
+
+    def _fill(self, step: int, remaining: int = 0) -> None:
+        """Hand the present weights over, and have `staleness` batches sampled besides the one that is next."""
+        with computing(self._engine.model):  # the sampler gets the weights in the type that training computes in
+            self._collector.exchange(self._engine.model, step)
+        self._collector.look()
+        while len(self._queue) < self._staleness + (not remaining):
+            version = step + remaining + len(self._queue) * self._updates  # when its turn has come
+            if self._steps is not None and version >= self._steps:
+                break
+            cursor = self._batcher.state_dict()
+            groups: Any = next(self._batcher, None)
+            if groups is None:
+                break
+            self._queue.append((self._batcher.step, cursor))
+            self._collector.put(groups, batch=self._batcher.step, version=version)
+
+    def next(self, step: int) -> tuple[int, list[Sample]] | None:
+        """The number and the samples of the next batch, which is trained after `step` optimizer steps."""
+        with computing(self._engine.model):  # a sampler of this process may share the copies until it has sampled
+            self._fill(step)
+            if not self._queue:
+                return None
+            number, _ = self._queue.pop(0)
+            return number, self._collector.take(number, version=step)
+
+    def cursor(self) -> dict[str, Any]:
+        """The place in the data before all that is not in training yet."""
+        return self._queue[0][1] if self._queue else self._batcher.state_dict()
+
+    def state(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint. Every rank calls it."""
+        return self._collector.state()
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        self._collector.restore(extra)
+
+    def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
+        """Why what a checkpoint has ahead cannot be used; None: it can, or there is nothing."""
+        return self._collector.dropped_reason(extra)
