@@ -20,6 +20,7 @@ from padfree.config.loss_settings import KTOSettings
 from padfree.data.prepare import load_rows
 from padfree.distributed import Mesh, distributed
 from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer, kto_loss, mismatched
+from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.run import mesh_of, train
 from padfree.train.setup import build_engine, build_reference
@@ -70,7 +71,9 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 def make_loop(config: Config, mesh: Mesh) -> Loop:
     source = load_training_data(config, load_tokenizer(config))
     engine = build_engine(config, mesh)
-    return Loop(config, engine, make_batcher(config, source.samples), reference=build_reference(config, mesh, engine))
+    return begin_run(
+        config, engine, make_batcher(config, source.samples), reference=build_reference(config, mesh, engine)
+    )
 
 
 @torch.no_grad()
@@ -132,7 +135,7 @@ def test_the_loss_and_its_gradient_are_those_of_trl(mesh: Mesh, folder: Path, tm
         assert inputs["completion_mask"][row, : len(sample)].bool().tolist() == sample.mask.tolist()
     for row, sample in enumerate(mismatched(samples)):
         assert inputs["KL_input_ids"][row, : len(sample)].tolist() == sample.tokens.tolist()
-    expected = trainer.compute_loss(trainer.model, inputs)
+    expected = trainer.compute_loss(trainer.model.train(), inputs)
     expected.backward()
     assert point == pytest.approx(trainer._metrics["train"]["kl"][-1], rel=1e-5)
     assert loss == pytest.approx(float(expected), rel=1e-5)

@@ -28,6 +28,7 @@ from padfree.model.lora import add_adapters, is_adapter
 from padfree.packing import collate
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
+from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.microbatch import at_ends
 from padfree.train.run import evaluate, train
@@ -80,7 +81,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 def make_loop(config: Config, mesh: Mesh) -> Loop:
     tokenizer = load_tokenizer(config)
     samples = load_training_data(config, tokenizer).samples
-    return Loop(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
+    return begin_run(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
 
 
 def score(model: Any, sample: Sample) -> torch.Tensor:

@@ -195,8 +195,12 @@ class PackedPath:
             kind=settings.layout,
             method=settings.method,
         )
-        kept = {"is_filler": batch.is_filler, "batch_samples": batch.local.batch_samples}
-        local = replace(local, num_labels=int((local.labels != IGNORE).sum()), **kept)
+        local = replace(
+            local,
+            num_labels=int((local.labels != IGNORE).sum()),
+            is_filler=batch.is_filler,
+            batch_samples=batch.local.batch_samples,
+        )
         return replace(batch, packed=packed, local=local)
 
 

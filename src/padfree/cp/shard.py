@@ -91,9 +91,12 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
     if batch.entries is not None:
         entries = _local_entries(batch, context)
         labelled = None if own is None else to_device(entries.numbers, own.device)
-    return LocalBatch(
+    fields: dict[str, Any] = {
         **{field: chosen(getattr(batch, field), own) for field in PackedBatch.ROW_FIELDS},
         **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
+    }
+    return LocalBatch(
+        **fields,
         context=context,
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: chosen(values, labelled)),
         samples=batch.samples,

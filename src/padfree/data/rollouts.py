@@ -196,7 +196,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
     if not len(tokens):
         raise RowError("no tokens; expected one or more")
     prompt = np.ascontiguousarray(tokens[:response_start], dtype=np.int64)
-    arrays = {
+    arrays: dict[str, Any] = {
         field: array
         for field in ROLLOUT_ARRAYS
         if (array := _token_array(row, fields[field], response_start, mask, field in LOGPROBS)) is not None

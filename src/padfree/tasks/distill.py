@@ -80,8 +80,9 @@ class Distill(sft.SFT):
     """Reads and measures as SFT does; with `[rollout]` it reads prompts, which the student answers."""
 
     def read(self, config: Config, tokenizer: Any, **options: Any) -> TrainingData:
-        reader = super() if config.rollout.source is None else rl.TASK
-        return reader.read(config, tokenizer, **options)
+        if config.rollout.source is not None:
+            return rl.TASK.read(config, tokenizer, **options)
+        return super().read(config, tokenizer, **options)
 
     def row_loss(  # type: ignore[override]
         self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None

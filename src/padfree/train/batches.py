@@ -8,15 +8,17 @@ rollouts -> groups -> collector           episodes of prompts, sampled now or wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from padfree.batch import Sample
+from padfree.checkpoint.manifest import Trained
 from padfree.config import Config
 from padfree.tasks.task import Models, task_of
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine
+from padfree.train.finite import check_weights
 from padfree.train.metrics import reward_metrics
 from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import Reference
@@ -39,12 +41,14 @@ class Batches:
         teacher: Scorer | None,
         critic: Critic | None,
         rollouts: SampledBatches | None,
+        end_tokens: tuple[int, ...] = (),
     ) -> None:
+        """`end_tokens`: what ends a response, if that is known."""
         self.config, self.engine, self.batcher = config, engine, batcher
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.rollouts = rollouts
         self.task = task_of(config.loss.command)
-        self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self.end_tokens = end_tokens
         self._had_labels = False  # whether any sample so far had a token to train
         self.groups = self.groups_without_signal = 0  # of all batches so far
 
@@ -74,6 +78,53 @@ class Batches:
     def cursor(self) -> dict[str, Any]:
         """The place in the data behind the batch that was taken last."""
         return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
+
+    @property
+    def highest(self) -> int:
+        """The number of the batch that was begun last."""
+        return self.batcher.step
+
+    def resume(self, step: int, *, remaining: int) -> None:
+        """Go on inside a batch, with which `remaining` updates are still to be made."""
+        if self.rollouts is not None:
+            self.rollouts.resume(step, remaining=remaining)
+
+    def after_updates(self) -> None:
+        """To be called when all updates with a batch are done."""
+        if self.reference is not None:
+            self.reference.after_batch(self.engine.model)
+
+    # Checkpoints
+
+    def check_weights(self, step: int) -> None:
+        """Refuse to save weights that are not finite."""
+        check_weights(self.engine.model, step)
+        if self.critic is not None:
+            check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
+
+    def state(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint, besides the cursor. Every rank calls it."""
+        found = {} if self.rollouts is None else self.rollouts.state()
+        return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
+
+    def saved(self) -> dict[str, Any]:
+        """The models besides the trained one that a checkpoint holds."""
+        return {"reference": None if self.reference is None else self.reference.saved(), "critic": self._trained()}
+
+    def filled(self) -> dict[str, Any]:
+        """The same, for a checkpoint to fill."""
+        return {"reference": None if self.reference is None else self.reference.tensors(), "critic": self._trained()}
+
+    def _trained(self) -> Trained | None:
+        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint holds; the models are filled already."""
+        self.batcher.load_state_dict(extra["batcher"])
+        if self.reference is not None and "reference" in extra:
+            self.reference.load_state_dict(extra["reference"])
+        if self.rollouts is not None:
+            self.rollouts.restore(extra)
 
     def next(self, step: int) -> RolloutBatch | None:
         """None after the last. `step`: how many updates have been made, which is the version of the policy."""

@@ -25,7 +25,7 @@ from padfree.rollout.collect.queue_state import KEY as QUEUE
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
 from padfree.train.rl.update_batch import KEY as ROLLOUTS
-from padfree.train.training_data import TrainingData, make_batcher
+from padfree.tasks.reading import TrainingData, make_batcher
 
 OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
 """Beginnings of the settings that decide what is done after the last step."""
