@@ -353,7 +353,7 @@ def compile_section(setting: Setting, steps: int) -> Row:
     with fresh(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = update_engine(setting, loss="rl", compile="inductor")
-        engine.scorer.max_tokens = 16_384
+        engine.scorer.packer.max_tokens = 16_384
         counters.clear()
         graphs, lengths = [], set()
         for _ in range(steps):

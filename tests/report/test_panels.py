@@ -11,7 +11,7 @@ import pytest
 from padfree.page import COLOURS
 from padfree.report.panels import GROUPS, figure, figures, panels, resumed_at, shortened
 from padfree.report.runs import Run, read_run
-from padfree.train.rl.batch_times import PARTS
+from padfree.train.batch_times import PARTS
 from tests.report.run_folders import rl_step, timed_rl_step, write_lines, write_rl_run, write_sft_run
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
+from padfree.train.batch_times import PARTS
 from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
-from padfree.train.rl.batch_times import PARTS
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import make_batcher
 from tests.models import build

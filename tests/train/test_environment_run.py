@@ -220,7 +220,7 @@ def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Pat
         alone = gradients(engine, samples, old, RowSettings(), 1)  # every leaf in a row of its own
         assert_close(alone, expected, 1e-5)
         shared = gradients(engine, samples, old, RowSettings(share_prefixes=True), 1000)
-        plan = engine.scorer.plan(samples)
+        plan = engine.scorer.packer.plan(samples)
         assert plan.sharing > 1.5
         assert plan.num_micro_batches == 1
         assert_close(shared, expected, 1e-5)

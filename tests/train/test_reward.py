@@ -267,7 +267,7 @@ def judged(rank: int, world: int, config: Config) -> list[list[float]]:
         judge = build_judge(config, mesh)
         assert judge is not None
         if len(found) == world:
-            judge.scorer.max_tokens = 4
+            judge.scorer.packer.max_tokens = 4
         found.append(judge(ANSWERS if rank == 0 else []))
     return found
 

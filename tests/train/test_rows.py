@@ -141,7 +141,7 @@ def rows_on_ranks(rank: int, world: int, folder: Path, context: int) -> list[tup
     for mode in MODES:
         engine = make_engine(mesh, mode, RowSettings(share_prefixes="auto"), grouped=True, max_tokens=400)
         loss, gradients = outcome(engine, data)
-        found.append((loss, gradients, engine.scorer.plan(data).sharing))
+        found.append((loss, gradients, engine.scorer.packer.plan(data).sharing))
     return found
 
 

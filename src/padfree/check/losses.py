@@ -275,4 +275,4 @@ class LossPath(PackedPath):
         super().lay_out(variation)
         if self.checked == "reward":
             pad_token = self.model.config.pad_token_id
-            self.scorer.rows = replace(self.scorer.rows, ends=True, pad_token=pad_token)
+            self.scorer.packer.rows = replace(self.scorer.packer.rows, ends=True, pad_token=pad_token)

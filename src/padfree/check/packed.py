@@ -129,7 +129,7 @@ class PackedPath:
 
     def lay_out(self, variation: Variation) -> None:
         """Divide samples like this from now on."""
-        self.scorer.max_tokens, self.scorer.rows = variation.max_tokens, variation.rows
+        self.scorer.packer.max_tokens, self.scorer.packer.rows = variation.max_tokens, variation.rows
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """[n] of each sample, of every token but the first, whatever is trained; on every rank."""
@@ -183,7 +183,7 @@ class PackedPath:
         return replace(prepared, rows=[(self._with_pad(batch, fill), indices) for batch, indices in prepared.rows])
 
     def _with_pad(self, batch: MicroBatch, fill: Callable[[int], Tensor]) -> MicroBatch:
-        context, settings = self.mesh.context, self.scorer.rows
+        context, settings = self.mesh.context, self.scorer.packer.rows
         packed = batch.packed.padded_to(batch.packed.num_tokens + PAD * context.size)
         real = packed.num_tokens - packed.pad_length
         packed = replace(packed, input_ids=torch.cat([packed.input_ids[:real], fill(packed.num_tokens - real)]))

@@ -127,9 +127,9 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.batches import distinct
     from padfree.train.decide import decide
     from padfree.train.disk import check_disk, disk_line
+    from padfree.train.microbatch import plan_samples
     from padfree.train.row_sharing import copied_keys, run_cost
     from padfree.train.rows import source_shares
-    from padfree.train.scorer import plan_samples
     from padfree.train.settle import device_memory, settle
     from padfree.train.training_data import make_batcher
 

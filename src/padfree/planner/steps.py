@@ -32,7 +32,6 @@ from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
 from padfree.train.batches import distinct
 from padfree.train.decide import decide
-from padfree.train.rl.update_batch import update_parts
 from padfree.train.row_sharing import copied_keys, rows_with_several, run_cost, tree_of_row
 from padfree.train.rows import (
     SourceShare,
@@ -44,6 +43,7 @@ from padfree.train.rows import (
     source_shares,
 )
 from padfree.train.training_data import groups_of, make_batcher
+from padfree.train.update_batch import update_parts
 
 Lengths = NDArray[np.int64]
 

@@ -3,7 +3,7 @@
 batcher  -> groups                        the samples of the data themselves
 rollouts -> groups -> collector           episodes of prompts, sampled now or while earlier batches were trained
          -> old log-probabilities, advantages (of rewards, a critic, a teacher), the reference's log-probabilities
-         -> RolloutBatch                  its samples, which of them each update takes, metrics, times
+         -> UpdateBatch                  its samples, which of them each update takes, metrics, times
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from padfree.batch import Sample
 from padfree.checkpoint.manifest import Trained
 from padfree.config import Config
 from padfree.tasks.task import Models, task_of
+from padfree.train.batch_times import BatchTimes
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine
 from padfree.train.finite import check_weights
 from padfree.train.metrics import reward_metrics
-from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import Reference
 from padfree.train.rl.sampled_batches import SampledBatches
-from padfree.train.rl.update_batch import RolloutBatch, update_parts
 from padfree.train.scorer import Scorer
 from padfree.train.training_data import Batcher
+from padfree.train.update_batch import UpdateBatch, update_parts
 
 
 class Batches:
@@ -126,7 +126,7 @@ class Batches:
         if self.rollouts is not None:
             self.rollouts.restore(extra)
 
-    def next(self, step: int) -> RolloutBatch | None:
+    def next(self, step: int) -> UpdateBatch | None:
         """None after the last. `step`: how many updates have been made, which is the version of the policy."""
         times = BatchTimes()
         if self.rollouts is not None:
@@ -140,7 +140,7 @@ class Batches:
         groups = next(self.batcher, None)
         return None if groups is None else self._prepared(distinct(_flat(groups)), times, self.batcher.step)
 
-    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> UpdateBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
@@ -157,7 +157,7 @@ class Batches:
             metrics = {**self._reward_metrics(batch), **written, **found}
         self.groups += int(metrics.get("groups", 0))
         self.groups_without_signal += int(metrics.get("groups_without_signal", 0))
-        return RolloutBatch(
+        return UpdateBatch(
             samples=batch,
             parts=parts,
             epochs=self.config.loss.epochs,

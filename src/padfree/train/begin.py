@@ -34,9 +34,9 @@ from padfree.train.resume import change_line, check_made_with, check_ranks_agree
 from padfree.train.rl.journal import RunJournal
 from padfree.train.rl.reference_model import ModelReference, Reference
 from padfree.train.rl.sampled_batches import SampledBatches
-from padfree.train.rl.update_batch import KEY, RolloutBatch
 from padfree.train.scorer import Scorer
 from padfree.train.training_data import Batcher
+from padfree.train.update_batch import KEY, UpdateBatch
 from padfree.train.updates import OnActivity, OnStep
 
 CHANGEABLE = ("betas", "eps", "weight_decay")
@@ -191,7 +191,7 @@ def _restored(
     batches.restore(extra)
     batch = None
     if KEY in extra:
-        batch = RolloutBatch.restored(extra, **batches.minibatch_settings(batches.highest))
+        batch = UpdateBatch.restored(extra, **batches.minibatch_settings(batches.highest))
     step = int(extra["step"])
     if rank_state is None:  # another number of ranks: no rank's state is this one's
         loss = engine.mesh.loss

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ from padfree.tasks import task_of
 from padfree.tasks.row_loss import RowLoss
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
-from padfree.train.microbatch import MicroBatch, make_micro_batch
+from padfree.train.microbatch import MicroBatch
 from padfree.train.router_balance import RouterBalance
 from padfree.train.scorer import Scorer
 
@@ -101,33 +101,6 @@ class PreparedStep:
     source_weights: tuple[float, ...] = ()  # what the tokens of each source weigh together
 
 
-class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
-    """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
-
-    def __init__(
-        self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
-    ) -> None:
-        """`slots`: as `StepPlan.rows_of` gives them."""
-        self._slots, self._lay_out = slots, lay_out
-        self._rows: list[tuple[MicroBatch, Indices]] = []
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[MicroBatch, Indices]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[MicroBatch, Indices]]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
-        while len(self._rows) < last:
-            indices, width = self._slots[len(self._rows)]
-            self._rows.append((self._lay_out(indices, width), indices))
-        return self._rows[index]
-
-
 @dataclass(slots=True, eq=False)
 class _Sums:
     """What the micro-batches of this rank add up to."""
@@ -156,7 +129,7 @@ class Engine:
                 settings.loss, temperature=scorer.temperature, memory=settings.head_memory
             )
         self.row_loss: RowLoss = row_loss
-        self.model, self.mesh = scorer.model, scorer.mesh
+        self.model, self.mesh, self.packer = scorer.model, scorer.mesh, scorer.packer
         self.clock = BusyClock.of(scorer.model, scorer.mesh)
         self.router: RouterBalance | None = None
         if settings.router or settings.router_bias:
@@ -180,7 +153,7 @@ class Engine:
 
     def prepare(self, samples: Sequence[Sample], *, whole: bool = True) -> PreparedStep:
         """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
-        plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
+        plan = self.packer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
         groups = [sample.group for sample in samples]
@@ -191,19 +164,7 @@ class Engine:
             constant=settings.constant,
             units=groups if settings.groups_are_rows else None,
         )
-
-        def lay_out(indices: Indices, width: int | None) -> MicroBatch:
-            return make_micro_batch(
-                samples,
-                indices,
-                self.mesh,
-                self.scorer.rows,
-                weights=weights,
-                prefixes=plan.prefixes,
-                width=width,
-            )
-
-        rows = LazyRows(plan.rows_of(self.mesh.data.rank), lay_out)
+        rows = self.packer.lay_out(samples, plan, weights)
         source, totals = None, [0.0] * len(settings.sources)
         if settings.sources:
             source = np.array([settings.sources.index(str(sample.source)) for sample in samples])

@@ -38,7 +38,6 @@ from padfree.tasks.task import Models, task_of
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
 from padfree.train.finite import check_metrics
-from padfree.train.microbatch import make_micro_batch
 from padfree.train.rl.reference_model import Reference
 from padfree.train.scorer import Scorer
 from padfree.train.updates import OnActivity
@@ -70,7 +69,7 @@ class HeldOut:
         self.prepare = prepare or (lambda: samples)
         self.sources = sorted({str(sample.source) for sample in samples})
         self._source = torch.tensor([self.sources.index(str(sample.source)) for sample in samples])
-        self._plan = scorer.plan(samples, keep_groups=measure.keeps_groups)
+        self._plan = scorer.packer.plan(samples, keep_groups=measure.keeps_groups)
 
     def __call__(self, step: int) -> dict[str, float]:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
@@ -78,18 +77,10 @@ class HeldOut:
         with undisturbed(scorer.model):
             samples = self.prepare()
         with undisturbed(scorer.model), computing(scorer.model):
-            rows = self._plan.rows_of(mesh.data.rank)
-            for done, (indices, width) in enumerate(rows):
+            packs, total = scorer.packer.packs(samples, self._plan), len(self._plan.rows_of(mesh.data.rank))
+            for done, (batch, indices) in enumerate(packs):
                 if self.on_activity is not None:
-                    self.on_activity("evaluating", done, len(rows))
-                batch = make_micro_batch(
-                    samples,
-                    indices,
-                    mesh,
-                    scorer.rows,
-                    prefixes=self._plan.prefixes,
-                    width=width,
-                )
+                    self.on_activity("evaluating", done, total)
                 found = inside(scorer.model, measure, batch.local)
                 if not batch.is_filler:
                     totals.index_add_(0, self._source[indices].to(mesh.device), found)
@@ -127,10 +118,13 @@ class SampledResponses:
         settings: EvalConfig,
         seed: int,
         on_activity: OnActivity | None = None,
+        *,
+        reward: Reward | None = None,
     ) -> None:
+        """`reward` replaces that of the run."""
         self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
         self.groups = [RolloutGroup(prompt=prompt, size=settings.draws) for prompt in prompts]
-        self.reward: Reward | None = None if settings.reward is None else load_reward(settings.reward)
+        self.reward = reward
         number = len(prompts) * settings.draws
         self._keys = (
             np.full(number, GREEDY, np.int64)
@@ -214,7 +208,8 @@ def _measure(
     samples = list(held_out.samples)
     if writer is not None:
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
-        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity)
+        reward = None if config.eval.reward is None else load_reward(config.eval.reward)
+        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity, reward=reward)
     rows = [sample for sample in samples if isinstance(sample, Sample)]
     task, scorer = task_of(config.loss.command), engine.scorer
     models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)

@@ -13,7 +13,7 @@ On a GPU an update whose samples are known already is begun before the one befor
 
 A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
 state of every rank and, inside a rollout batch, that batch as its further updates need it (see
-`padfree.train.rl.update_batch`), and responses that were sampled ahead; the schedule follows from the step. So a
+`padfree.train.update_batch`), and responses that were sampled ahead; the schedule follows from the step. So a
 resumed run makes the steps that an undisturbed one would have made, on any number of ranks.
 """
 
@@ -47,8 +47,8 @@ from padfree.train.evaluate import Evaluate
 from padfree.train.finite import NonFiniteError, check_weights
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.rl.journal import RunJournal
-from padfree.train.rl.update_batch import RolloutBatch
 from padfree.train.signals import agreed
+from padfree.train.update_batch import UpdateBatch
 from padfree.train.updates import OnActivity, OnStep, Updates
 
 
@@ -86,7 +86,7 @@ class Place:
     saved: Path | None = None  # the checkpoint
     evaluated: int | None = None  # the step of the last evaluation
     best: Best | None = None
-    batch: RolloutBatch | None = None  # the batch that the checkpoint stands in
+    batch: UpdateBatch | None = None  # the batch that the checkpoint stands in
 
 
 class Loop:
@@ -124,7 +124,7 @@ class Loop:
         )  # fmt: skip
         self.step = self._saved_step = place.step
         self._batch = place.batch  # the batch whose updates are being made
-        self._following: RolloutBatch | None = None  # the batch behind it, if it has been taken already,
+        self._following: UpdateBatch | None = None  # the batch behind it, if it has been taken already,
         self._cursor: dict[str, Any] | None = None  # and the place in the data before that one
         self._ahead: PreparedStep | None = None  # the next update, laid out while the device was busy with the last
         self.begins_ahead = self.mesh.device.type == "cuda"  # elsewhere there is nothing to gain
@@ -258,7 +258,7 @@ class Loop:
 
     # Updates
 
-    def _look_ahead(self, batch: RolloutBatch) -> None:
+    def _look_ahead(self, batch: UpdateBatch) -> None:
         """Lay the next update out, if it needs nothing that the present one may change.
 
         The next batch of RL may do: its responses, or their old log-probabilities, come from the updated model.
@@ -277,7 +277,7 @@ class Loop:
             following, part, self._cursor = self._following, 0, cursor
         self._ahead = self.engine.prepare(following.samples_of(part))
 
-    def _update(self, batch: RolloutBatch, *, vote: bool) -> None:
+    def _update(self, batch: UpdateBatch, *, vote: bool) -> None:
         """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
         if batch.done == 0:
@@ -300,7 +300,7 @@ class Loop:
         self._look_ahead(batch)
         self.updates.finish(keep=1)
         self.step += 1
-        batch.done += 1
+        batch.advance()
         if not self.begins_ahead or self._ahead is None:
             self.updates.finish()
 

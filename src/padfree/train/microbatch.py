@@ -1,4 +1,4 @@
-"""One slot of a step plan as a row on the device.
+"""How the samples of a step are divided into packs, and each pack on the device: the one place that decides both.
 
     samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
     collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
@@ -10,20 +10,24 @@ in every collective of the step, and the row adds exactly 0 to the loss and to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
-from padfree.config.choices import LayoutKind, SharePrefixes
+from padfree.config.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
-from padfree.packing import PrefixTree, collate
-from padfree.packing.collate import with_shared_prefixes
+from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_shared_step, plan_step
+from padfree.packing.collate import prefixes_of, with_shared_prefixes
+from padfree.packing.fill import Indices
+from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]
 
@@ -54,6 +58,116 @@ class MicroBatch:
     def num_labels(self) -> int:
         assert self.local.num_labels is not None
         return self.local.num_labels
+
+
+class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
+    """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
+
+    def __init__(
+        self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
+    ) -> None:
+        """`slots`: as `StepPlan.rows_of` gives them."""
+        self._slots, self._lay_out = slots, lay_out
+        self._rows: list[tuple[MicroBatch, Indices]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[MicroBatch, Indices]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[MicroBatch, Indices]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
+        while len(self._rows) < last:
+            indices, width = self._slots[len(self._rows)]
+            self._rows.append((self._lay_out(indices, width), indices))
+        return self._rows[index]
+
+
+class Packer:
+    """Decides how samples are divided over ranks and micro-batches, and lays the packs of this rank out.
+
+    Training, scoring and evaluation of a model all ask the same one.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        max_tokens: int,
+        rows: RowSettings,
+        overlong: PackOverlong,
+        cost: CostModel,
+        unshared_reason: str | None,
+    ) -> None:
+        """`unshared_reason`: why the model cannot share prefixes; None: it can."""
+        self.mesh, self.max_tokens, self.rows, self.overlong, self.cost = mesh, max_tokens, rows, overlong, cost
+        self.unshared_reason, self._said_unshared = unshared_reason, False
+        self._check_sharing()
+
+    def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
+        """Which sample runs where. A pack may hold `max_tokens` for each of its context ranks.
+
+        With `keep_groups` samples of a group are in one pack.
+        """
+        return plan_samples(
+            samples,
+            self._prefixes(samples),
+            keep_groups=keep_groups,
+            ranks=self.mesh.data.size,
+            max_tokens=self.max_tokens * self.mesh.context.size,
+            cost=self.cost,
+            overlong=self.overlong,
+            contexts=tuple(self.mesh.contexts) or (1,),
+        )
+
+    def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyRows:
+        """This rank's packs of a plan, all of which are kept."""
+
+        def laid_out(indices: Indices, width: int | None) -> MicroBatch:
+            return make_micro_batch(
+                samples, indices, self.mesh, self.rows, weights=weights, prefixes=plan.prefixes, width=width
+            )
+
+        return LazyRows(plan.rows_of(self.mesh.data.rank), laid_out)
+
+    def packs(
+        self, samples: Sequence[Sample], plan: StepPlan, rows: RowSettings | None = None
+    ) -> Iterator[tuple[MicroBatch, Indices]]:
+        """The same one after the other, none of which is kept; with other `rows` than those of training."""
+        for indices, width in plan.rows_of(self.mesh.data.rank):
+            rows = rows or self.rows
+            yield make_micro_batch(samples, indices, self.mesh, rows, prefixes=plan.prefixes, width=width), indices
+
+    def _check_sharing(self) -> None:
+        if self.rows.share_prefixes is True and self.unshared_reason is not None:
+            raise ValueError(f"batch.share_prefixes: True, but {self.unshared_reason}; set batch.share_prefixes=false")
+
+    def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
+        """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""
+        self._check_sharing()
+        if self.rows.share_prefixes is False or not len(samples):
+            return None
+        if self.unshared_reason is None:
+            return prefixes_of(samples, self.rows.share_prefixes, self.cost)
+        if not self._said_unshared and prefixes_of(samples, self.rows.share_prefixes, self.cost).is_shared:
+            self._said_unshared = True
+            if self.mesh.loss.rank == 0:
+                message = f"batch.share_prefixes: samples share prefixes, but each is computed: {self.unshared_reason}"
+                warnings.warn(message, PadfreeWarning, stacklevel=2)
+        return None
+
+
+def plan_samples(
+    samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
+) -> StepPlan:
+    """The plan of one step over these samples, which share `prefixes`; `options` as for `plan_step`."""
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
+    return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
 
 
 def make_micro_batch(

@@ -35,7 +35,7 @@ from padfree.config.loss import TASKS
 from padfree.data import StoredSamples
 from padfree.record.files import CHECKPOINTS
 from padfree.rollout import Prompt
-from padfree.train.rl.update_batch import KEY as ROLLOUTS
+from padfree.train.update_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
 """Where the record is among what a checkpoint keeps."""

@@ -55,19 +55,19 @@ class RouterBalance:
         """Before the micro-batches of a step."""
         self._counts, self._own = None, self._zeros()
         if self.coefficient and len(rows) > 1:
-            self.recorder.on = True
+            self.recorder.record(True)
             with torch.no_grad():
                 for batch, _ in rows:
                     self.recorder.clear()
                     inside(model, _forward, batch.local)
                     self._own += self._choices(batch.local)
-            self.recorder.on = False
+            self.recorder.record(False)
             self._counts = self._summed()
 
     def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """The loss of a row and its part of the routers' loss; called by `inside`."""
         self.recorder.clear()
-        self.recorder.on = True  # until `end`: a layer that is computed again must do what it did
+        self.recorder.record(True)  # until `end`: a layer that is computed again must do what it did
         output = inner(model, batch)
         if self._counts is None:
             self._own += self._choices(batch)
@@ -86,7 +86,7 @@ class RouterBalance:
 
     def end(self) -> None:
         """After the micro-batches of a step."""
-        self.recorder.on = False
+        self.recorder.record(False)
         self.recorder.clear()
 
     def move_biases(self, finite: Tensor) -> None:

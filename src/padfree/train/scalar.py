@@ -32,7 +32,6 @@ from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
 from padfree.tasks.reward import row_scores
 from padfree.train.finite import check_scores
-from padfree.train.microbatch import make_micro_batch
 from padfree.train.scorer import Scorer
 
 
@@ -66,10 +65,9 @@ class ScalarScorer(Scorer):
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
-        rows, plan = replace(self.rows, ends=True, pad_token=self.model.config.pad_token_id), self.plan(samples)
+        rows = replace(self.packer.rows, ends=True, pad_token=self.model.config.pad_token_id)
         with computing(self.model):
-            for indices, width in plan.rows_of(self.mesh.data.rank):
-                batch = make_micro_batch(samples, indices, self.mesh, rows, prefixes=plan.prefixes, width=width)
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), rows):
                 scores = inside(self.model, row_scores, batch.local)
                 if not batch.is_filler:
                     sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)

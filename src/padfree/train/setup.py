@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config
-from padfree.config.choices import Init, ModelHead
+from padfree.config.choices import Init, ModelHead, PackOverlong
 from padfree.config.functions import model_of
 from padfree.distributed import Mesh
 from padfree.estimate.cost_file import read_cost
@@ -149,9 +149,9 @@ def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except ValueError as error:  # the same line on every rank
         raise ValueError(str(error).replace("model: ", "rollout.reward: ", 1)) from None
-    scorer = _scorer(config, mesh, model, "scalar", "rollout.reward")
+    # Texts of another tokenizer are not samples of this run: one that is too long is a pack by itself.
+    scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
-    scorer.overlong = "alone"  # texts of another tokenizer are no samples of this run
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
 
 
@@ -276,7 +276,12 @@ def _load(
 
 
 def _scorer(
-    config: Config, mesh: Mesh, model: PreTrainedModel, head: ModelHead = "tokens", setting: str = "model.path"
+    config: Config,
+    mesh: Mesh,
+    model: PreTrainedModel,
+    head: ModelHead = "tokens",
+    setting: str = "model.path",
+    overlong: PackOverlong | None = None,
 ) -> Scorer:
     ends = config.loss.head == "scalar"
     return (ScalarScorer if head == "scalar" else Scorer)(
@@ -291,7 +296,7 @@ def _scorer(
             pad_token=model.config.pad_token_id if ends else None,
         ),
         temperature=config.loss.temperature,
-        overlong=config.batch.overlong,
+        overlong=overlong or config.batch.overlong,
         cost=None if config.batch.cost is None else read_cost(config.batch.cost),
         setting=setting,
     )

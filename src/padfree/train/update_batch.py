@@ -43,7 +43,7 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class RolloutBatch:
+class UpdateBatch:
     """The samples of a global batch with all that their updates need; `done` counts the updates that were made."""
 
     samples: Sequence[Sample]
@@ -61,6 +61,10 @@ class RolloutBatch:
     def epoch(self) -> int:
         """That of the next update."""
         return self.done * self.epochs // len(self.parts)
+
+    def advance(self) -> None:
+        """An update was made."""
+        self.done += 1
 
     def samples_of(self, update: int) -> list[Sample]:
         return [self.samples[i] for i in self.parts[update]]
@@ -99,7 +103,7 @@ class RolloutBatch:
         return {KEY: about, **tensors}
 
     @staticmethod
-    def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> RolloutBatch:
+    def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> UpdateBatch:
         """What `state` was made of. The settings must still be those that it was begun with."""
         about = extra[KEY]
         rows = about["samples"]
@@ -127,7 +131,7 @@ class RolloutBatch:
             )
             for row in rows
         ]
-        return RolloutBatch(
+        return UpdateBatch(
             samples=samples,
             parts=parts,
             epochs=epochs,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from padfree.batch import TOKEN_ARRAYS, Sample, with_arrays
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
+from padfree.train.update_batch import KEY, UpdateBatch, update_parts
 
 COURSE: dict[str, int] = {"epochs": 2, "mini_batches": 2, "seed": 3, "number": 5}
 
@@ -31,11 +31,11 @@ def samples() -> list[Sample]:
     ]
 
 
-def make_batch(found: list[Sample], *, old: bool = True) -> RolloutBatch:
+def make_batch(found: list[Sample], *, old: bool = True) -> UpdateBatch:
     rng = np.random.default_rng(1)
     if old:
         found = with_arrays(found, old_logprobs=[rng.normal(size=len(sample)).astype(np.float32) for sample in found])
-    return RolloutBatch(
+    return UpdateBatch(
         samples=found,
         parts=update_parts(len(found), **COURSE),
         epochs=2,
@@ -71,7 +71,7 @@ def test_a_checkpoint_brings_it_back(old: bool, tmp_path: Path) -> None:
     path = checkpointer.save(1, model=model, optimizer=None, extra={"step": 1, **batch.state()}, rank_state={})
     extra, _ = checkpointer.load(path, model=model, optimizer=None)
     assert all(isinstance(value, Tensor) == key.startswith(f"{KEY}/") for key, value in extra.items())
-    found = RolloutBatch.restored(extra, **COURSE)
+    found = UpdateBatch.restored(extra, **COURSE)
     assert (found.done, found.epoch, found.epochs) == (3, 1, 2)
     assert found.metrics == {"reward": 1 / 3, "count": 3}
     assert [part.tolist() for part in found.parts] == [part.tolist() for part in batch.parts]
@@ -95,7 +95,7 @@ def test_a_checkpoint_with_old_logprobs_beside_the_samples_is_read() -> None:
     state[f"{KEY}/old"] = state.pop(f"{KEY}/old_logprobs")
     for row in state[KEY]["samples"]:
         row["arrays"].remove("old_logprobs")
-    for sample, other in zip(RolloutBatch.restored(state, **COURSE).samples, batch.samples, strict=True):
+    for sample, other in zip(UpdateBatch.restored(state, **COURSE).samples, batch.samples, strict=True):
         assert sample.old_logprobs is not None
         assert other.old_logprobs is not None
         assert sample.old_logprobs.tobytes() == other.old_logprobs.tobytes()
@@ -105,4 +105,4 @@ def test_a_checkpoint_with_old_logprobs_beside_the_samples_is_read() -> None:
 def test_another_course_inside_a_batch_is_refused(changes: dict[str, int]) -> None:
     state = make_batch(samples()).state()
     with pytest.raises(ValueError, match=r"loss.epochs: \d .* inside a rollout batch of 2 epochs and 4 updates"):
-        RolloutBatch.restored(state, **{**COURSE, **changes})
+        UpdateBatch.restored(state, **{**COURSE, **changes})
