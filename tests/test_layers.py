@@ -299,9 +299,8 @@ def test_constructors_do_no_io(part: str) -> None:
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef) or function.name not in ("__init__", "__post_init__"):
                 continue
-            for call in ast.walk(function):
-                if isinstance(call, ast.Call) and _called(call) in IO_CALLS and name not in MAY_OPEN:
-                    found.append(f"{name}:{call.lineno} {ast.unparse(call)}")
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _called(node) in IO_CALLS]
+            found += [f"{name}:{call.lineno} {ast.unparse(call)}" for call in calls if name not in MAY_OPEN]
     assert found == []
 
 

@@ -18,7 +18,7 @@ from padfree.train.microbatch import at_ends
 from tests.check import cases
 from tests.models import save_with_tokenizer
 
-LOSSES: tuple[CheckedLoss, ...] = ("dpo", "distill", "reward", "value")
+LOSSES: tuple[CheckedLoss, ...] = ("dpo", "kto", "distill", "reward", "value")
 LENGTHS = (7, 12, 5, 9, 11, 6)
 
 

@@ -26,7 +26,18 @@ from padfree.check.exact import exact, make_float64, reference_line
 from padfree.check.model_source import ModelSource, model_source
 from padfree.check.one_at_a_time import Outcome, one_at_a_time
 from padfree.check.packed import PackedPath, Variation, variations
-from padfree.check.plain_losses import DPO, OF_PAIRS, SCALAR, VALUE, CheckedLoss, in_pairs, plain_loss, prepared
+from padfree.check.plain_losses import (
+    DPO,
+    KTO,
+    OF_PAIRS,
+    REFERENCED,
+    SCALAR,
+    VALUE,
+    CheckedLoss,
+    in_pairs,
+    plain_loss,
+    prepared,
+)
 from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
 from padfree.check.run import RANDOM_SAMPLES, TIMEOUT, check_samples, longest_of, shared_report
 from padfree.check.samples import LONGEST, random_samples
@@ -188,7 +199,7 @@ class _LossCheck:
                 for teacher in teachers:
                     make_float64(teacher)
             if given is None:
-                own = one_at_a_time(model, samples).logprobs if self.loss == "dpo" else None
+                own = one_at_a_time(model, samples).logprobs if self.loss in REFERENCED else None
                 given = prepared(self.loss, samples, own)
             return given, plain_loss(model, given, self.loss, teacher=next(iter(teachers), None), **how)
 
@@ -258,7 +269,7 @@ class LossPath(PackedPath):
             settings = DistillSettings()
             row_loss = DistillationRowLoss(settings, self._teacher(scorer.mesh))
             return Engine(scorer, optimizer, LossSettings(loss=settings), row_loss)
-        return Engine(scorer, optimizer, LossSettings(loss=DPO))
+        return Engine(scorer, optimizer, LossSettings(loss=KTO if self.checked == "kto" else DPO))
 
     def _teacher(self, mesh: Mesh) -> PreTrainedModel:
         steps = transformations(mesh, frozen=True, **self._steps)  # type: ignore[arg-type]
