@@ -31,7 +31,7 @@ import torch.distributed as dist
 from timer import Stopwatch, median_seconds
 from torch._C._distributed_c10d import HashStore
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from updates import Step, make_updates
+from updates import make_updates
 
 from padfree import Sample
 from padfree.attention.copies import take_copies
@@ -112,7 +112,7 @@ def compare(
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
     for name, share in shares.items():
-        engine.scorer.rows = RowSettings(share_prefixes=share)
+        engine.scorer.packer.rows = RowSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         found[f"update {name}"], report = update_seconds(engine, samples, repeats, first)
@@ -122,7 +122,7 @@ def compare(
         found[f"scoring {name}"] = seconds(partial(engine.scorer.logprobs, samples), device, repeats, warmup=0)
         found[f"head {name}"] = head_seconds(engine, samples, repeats)
         found[f"TFLOP {name}"] = tera_flops(engine, report)
-    plan = engine.scorer.plan(samples)
+    plan = engine.scorer.packer.plan(samples)
     found["rho"], found["work"] = plan.sharing, found["TFLOP without"] / found["TFLOP with"]
     for what in ("update", "scoring", "head"):
         found[f"{what} gain"] = found[f"{what} without"] / found[f"{what} with"]
@@ -133,8 +133,8 @@ def update_seconds(
     engine: Engine, samples: list[Sample], repeats: int, first: list[Sample]
 ) -> tuple[float, StepReport]:
     """The mean of updates in a row, behind one of `first` that is not counted."""
-    steps: list[Step] = [(samples, None)] * repeats
-    make_updates(engine, [(first, None)])
+    steps = [samples] * repeats
+    make_updates(engine, [first])
     with Stopwatch(engine.mesh.device) as watch:
         report = make_updates(engine, steps)
     return watch.seconds / repeats, report
@@ -363,17 +363,17 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     engine = make_engine(shape, device, args.layers, args.max_tokens)
     if args.gsm8k is not None:
         samples = gsm8k_groups(args.gsm8k, 16)
-        engine.scorer.rows = RowSettings(share_prefixes="auto")
+        engine.scorer.packer.rows = RowSettings(share_prefixes="auto")
         everything = gsm8k_groups(args.gsm8k, 1 << 20)
-        print(f"rho of all {len(everything)} solutions {engine.scorer.plan(everything).sharing:.3f}")
+        print(f"rho of all {len(everything)} solutions {engine.scorer.packer.plan(everything).sharing:.3f}")
         shown("GSM8K, groups of 4", compare(engine, samples, args.repeats))
         return
     if args.calculator is not None:
         for probes, name in ((False, "episodes with a calculator"), (True, "trees, a branch at each answer")):
             samples = calculator_groups(args.calculator, args.groups, probes=probes)
-            engine.scorer.rows = RowSettings(share_prefixes="auto")
+            engine.scorer.packer.rows = RowSettings(share_prefixes="auto")
             everything = calculator_groups(args.calculator, 200, probes=probes)
-            print(f"rho of {len(everything)} samples of 200 groups {engine.scorer.plan(everything).sharing:.3f}")
+            print(f"rho of {len(everything)} samples of 200 groups {engine.scorer.packer.plan(everything).sharing:.3f}")
             print(f"{len(samples)} samples of {args.groups} groups, {sum(map(len, samples))} tokens")
             shown(name, compare(engine, samples, args.repeats))
         return

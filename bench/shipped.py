@@ -21,16 +21,17 @@ from typing import Any
 
 import numpy as np
 from timer import Stopwatch
-from updates import Step, make_updates
+from updates import make_updates
 
+from padfree.batch import Sample, with_arrays
 from padfree.config import Config, load_config
 from padfree.distributed import distributed, make_mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.losses import PolicySettings
 from padfree.model.structure import skeleton
+from padfree.tasks.advantages import with_advantages
 from padfree.train import train
 from padfree.train.engine import Engine
-from padfree.train.rl.advantages import with_advantages
 from padfree.train.settle import device_memory, settle
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
@@ -87,20 +88,21 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
         make_updates(engine, prepared[:SET_UP])
         with Stopwatch() as watch:
             make_updates(engine, prepared[SET_UP:])
-    tokens = sum(len(sample) for samples, _ in prepared[SET_UP:] for sample in samples)
+    tokens = sum(len(sample) for samples in prepared[SET_UP:] for sample in samples)
     return {"tokens/s": tokens / watch.seconds, "estimate": estimate / 2**30}
 
 
-def given(engine: Engine, config: Config, batch: Sequence[Any]) -> Step:
-    """The samples of a step, and old log-probabilities for a policy loss."""
+def given(engine: Engine, config: Config, batch: Sequence[Any]) -> list[Sample]:
+    """The samples of a step, with old log-probabilities for a policy loss."""
     samples = list(batch)
     if not isinstance(engine.settings.loss, PolicySettings):
-        return samples, None
+        return samples
     samples = [
         replace(sample, uid=index) for index, sample in enumerate(with_advantages(samples, config.loss.advantage))
     ]
     vocabulary = engine.model.config.get_text_config().vocab_size
-    return samples, [np.full(len(sample), -np.log(vocabulary), dtype=np.float32) for sample in samples]
+    old = [np.full(len(sample), -np.log(vocabulary), dtype=np.float32) for sample in samples]
+    return with_arrays(samples, old_logprobs=old)
 
 
 if __name__ == "__main__":

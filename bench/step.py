@@ -51,6 +51,7 @@ from step_ways import (
 from timer import DeviceSpan, Stopwatch, mean_in_a_row, median_seconds
 
 from padfree.attention import choose_backend
+from padfree.batch import with_arrays
 from padfree.distributed import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
@@ -276,15 +277,14 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
     checkpointing = "none" if setting.shape == "0.6b" else "selective"
     engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)
     held = torch.cuda.memory_allocated()
-    old = setting.old_logprobs if loss == "rl" else None
-    prepared = engine.prepare(setting.samples, old)
+    prepared = engine.prepare(setting.samples_for(loss))
     for _ in range(3):
         engine.begin(prepared).finish()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        pending = engine.begin(engine.prepare(setting.samples, old))
+        pending = engine.begin(engine.prepare(setting.samples_for(loss)))
         torch.cuda.set_sync_debug_mode("default")
     # The first switch of the mode warns that it is a prototype, in words that hold "synchronizing" as well.
     syncs = [str(warning.message) for warning in caught if "called a synchronizing" in str(warning.message)]
@@ -300,7 +300,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
             with host:
                 with span:
                     pending = engine.begin(prepared, after=earlier)
-                prepared = engine.prepare(setting.samples, old)
+                prepared = engine.prepare(setting.samples_for(loss))
             if earlier is not None:
                 earlier.finish()
             earlier = pending
@@ -322,9 +322,9 @@ def head_section(setting: Setting) -> Row:
         samples = log_normal_samples(
             vocabulary=shape["vocab_size"], prompt_share=share, **SIZES["cuda" if device.type == "cuda" else "cpu"]
         )
-        old = near_uniform_logprobs(samples, shape["vocab_size"])
-        batch = make_micro_batch(samples, np.arange(len(samples)), setting.mesh, RowSettings(), old_logprobs=old)
-        inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
+        samples = with_arrays(samples, old_logprobs=near_uniform_logprobs(samples, shape["vocab_size"]))
+        batch = make_micro_batch(samples, np.arange(len(samples)), setting.mesh, RowSettings())
+        inputs = LossInputs.from_batch(batch.local)
         hidden = torch.randn(batch.local.labels.numel(), shape["hidden_size"], device=device, dtype=setting.dtype)
         weight = torch.randn(shape["vocab_size"], shape["hidden_size"], device=device, dtype=setting.dtype) * 0.02
         hidden.requires_grad_()
@@ -353,13 +353,14 @@ def compile_section(setting: Setting, steps: int) -> Row:
     with fresh(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = update_engine(setting, loss="rl", compile="inductor")
-        engine.scorer.max_tokens = 16_384
+        engine.scorer.packer.max_tokens = 16_384
         counters.clear()
         graphs, lengths = [], set()
         for _ in range(steps):
             chosen = [pool[i] for i in rng.choice(len(pool), size=int(rng.integers(2, 9)), replace=False)]
             lengths.add(sum(len(sample) for sample in chosen))
-            engine.step(chosen, old_logprobs=near_uniform_logprobs(chosen, vocabulary))
+            chosen = with_arrays(chosen, old_logprobs=near_uniform_logprobs(chosen, vocabulary))
+            engine.step(chosen)
             graphs.append(counters["stats"]["unique_graphs"])
     later = graphs[-1] - graphs[0]
     print(f"{steps} steps, {len(lengths)} lengths: {graphs[0]} graphs in the first step, {later} after it")

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from padfree.batch import Sample
+from padfree.batch import Sample, with_arrays
 from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
@@ -65,6 +65,10 @@ class Setting:
     samples: Sequence[Sample]
     old_logprobs: Sequence[Any]
     mesh: Mesh
+
+    def samples_for(self, loss: str) -> list[Sample]:
+        """With old log-probabilities for a policy loss."""
+        return with_arrays(self.samples, **({"old_logprobs": self.old_logprobs} if loss == "rl" else {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +254,9 @@ def padfree_gradients(
     steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)  # type: ignore[arg-type]
     parallelize(model, steps)
     engine = make_engine(model, setting, loss, memory=HEAD_MEMORY.get(checkpointing, "low"))
-    prepared = engine.prepare(setting.samples, setting.old_logprobs if loss == "rl" else None)
+    prepared = engine.prepare(setting.samples_for(loss))
     for fewer in (1, 2):  # other lengths first: what is timed is compiled for any length, as it would be in a run
-        old = setting.old_logprobs[fewer:] if loss == "rl" else None
-        engine.gradients(engine.prepare(setting.samples[fewer:], old))
+        engine.gradients(engine.prepare(setting.samples_for(loss)[fewer:]))
     engine.optimizer.zero_grad(set_to_none=True)
     return lambda: engine.gradients(prepared).loss
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from timer import synchronize
 
 from padfree.batch import Sample
 from padfree.train.engine import Engine, PendingStep, StepReport
 
-Step = tuple[list[Sample], list[Any] | None]
-"""The samples of a step, and old log-probabilities for a policy loss that needs them."""
 
-
-def make_updates(engine: Engine, steps: Sequence[Step]) -> StepReport:
+def make_updates(engine: Engine, steps: Sequence[list[Sample]]) -> StepReport:
     """The numbers of the last one."""
     earlier: PendingStep | None = None
-    following = engine.prepare(*steps[0])
+    following = engine.prepare(steps[0])
     for number in range(len(steps)):
         pending = engine.begin(following, after=earlier)
         if number + 1 < len(steps):
-            following = engine.prepare(*steps[number + 1])
+            following = engine.prepare(steps[number + 1])
         if earlier is not None:
             earlier.finish()
         earlier = pending

@@ -62,10 +62,11 @@ from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.weights import PolicyModel
+from padfree.tasks.advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
 from padfree.tools.demo import SIZES, Demo
 from padfree.tools.page import Page
-from padfree.train.rl.advantages import with_advantages
+from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]

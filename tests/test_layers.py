@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"distributed", "model"},
     "record": {"batch", "config", "distributed", "model", "version"},
     "rollout": {"arrays", "batch", "config", "data", "distributed", "model", "packing", "record", "warning"},
+    "tasks": {"batch", "config", "cp", "data", "head", "losses", "model", "optim", "rollout", "sharding"},
     "train": {
         "attention",
         "batch",
@@ -62,10 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sharding",
         "sizes",
         "stop_signals",
+        "tasks",
         "version",
         "warning",
     },
-    "tools/talk": {"config", "data", "model", "record", "rollout", "train"},
+    "tools/talk": {"config", "data", "model", "record", "rollout", "tasks", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing"},
     "tools/page": set(),
     "tools/report": {"config", "tools/page", "record"},
@@ -98,6 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "packing",
         "sharding",
         "sizes",
+        "tasks",
         "train",
     },
     "api": {"collector", "config", "record", "train"},
@@ -325,3 +328,86 @@ for name in {modules!r}:
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+OWN_OBJECTS = ("train", "tasks", "rollout")
+IO_CALLS = {
+    *("open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "unlink", "touch", "rename", "glob"),
+    *("iterdir", "exists", "stat", "urlopen", "Popen", "from_pretrained", "load_model", "load_reward", "save", "load"),
+    *("broadcast_object_list", "all_gather_object", "barrier", "all_reduce"),
+}
+"""Names of functions and methods that read, write, load, start something or wait for other ranks."""
+
+MAY_OPEN = {"rollout/vllm/launch.py"}
+"""Files whose constructors may: a server process is started when its object is made."""
+
+MAY_SET = {
+    "train/determinism.py": {"torch.backends.cudnn.benchmark"},
+    "rollout/environment/loop_thread.py": {"task._log_destroy_pending"},
+    "rollout/environment/gateway.py": {"episode.tree.failure"},
+    "rollout/environment/policy.py": {"self._branch.reward"},
+}
+"""Attributes of other packages' objects, and of the tree that an episode grows."""
+
+
+@pytest.mark.parametrize("part", OWN_OBJECTS)
+def test_constructors_do_no_io(part: str) -> None:
+    """An object is complete when it is constructed, and whoever constructs it has read and opened what it needs."""
+    found = []
+    for path in (SOURCE / part).rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or function.name not in ("__init__", "__post_init__"):
+                continue
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and _called(node) in IO_CALLS]
+            found += [f"{name}:{call.lineno} {ast.unparse(call)}" for call in calls if name not in MAY_OPEN]
+    assert found == []
+
+
+@pytest.mark.parametrize("part", OWN_OBJECTS)
+def test_attributes_are_set_by_their_own_file(part: str) -> None:
+    """`other.attribute = ...` is for classes of the same file; another file calls a method, or constructs with it."""
+    found = []
+    for path in (SOURCE / part).rglob("*.py"):
+        name, tree = str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+        own = _attributes(tree)
+        for node in ast.walk(tree):
+            for target in _targets(node):
+                if isinstance(target, ast.Attribute) and not _is_self(target.value):
+                    text = ast.unparse(target)
+                    root = text.partition(".")[0]
+                    foreign = root == "options" and name.endswith("plugin.py")  # of torch's process groups
+                    if target.attr not in own and not foreign and text not in MAY_SET.get(name, set()):
+                        found.append(f"{name}:{target.lineno} {text}")
+    assert found == []
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _is_self(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls", "ctx")
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign):
+        return [each for target in node.targets for each in getattr(target, "elts", [target])]
+    return [node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
+
+
+def _attributes(tree: ast.Module) -> set[str]:
+    """Of the classes of a file: fields, and what `self` is given."""
+    found: set[str] = set()
+    for kind in ast.walk(tree):
+        if isinstance(kind, ast.ClassDef):
+            found |= {
+                each.target.id
+                for each in kind.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            }
+            for node in ast.walk(kind):
+                found |= {
+                    each.attr for each in _targets(node) if isinstance(each, ast.Attribute) and _is_self(each.value)
+                }
+    return found

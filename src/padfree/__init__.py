@@ -20,7 +20,7 @@ from padfree.lazy import load_when_used
 from padfree.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from padfree.api import TrainedRun, distill, dpo, evaluate, reward, rl, sft
+    from padfree.api import TrainedRun, distill, dpo, evaluate, kto, reward, rl, sft
     from padfree.attention import varlen_attention
     from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
     from padfree.cp import attend, gather_tokens, make_layout, shard
@@ -45,6 +45,7 @@ _LAZY = {
     "distill": "padfree.api",
     "dpo": "padfree.api",
     "evaluate": "padfree.api",
+    "kto": "padfree.api",
     "reward": "padfree.api",
     "rl": "padfree.api",
     "sft": "padfree.api",
@@ -107,6 +108,7 @@ __all__ = [
     "fused_loss",
     "gather_tokens",
     "hidden_states",
+    "kto",
     "make_layout",
     "pack",
     "plan_step",

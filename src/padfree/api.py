@@ -1,4 +1,4 @@
-"""A whole run in one call: `padfree.sft`, `dpo`, `reward`, `distill`, `rl`, and `padfree.evaluate`.
+"""A whole run in one call: `padfree.sft`, `dpo`, `kto`, `reward`, `distill`, `rl`, and `padfree.evaluate`.
 
     run = padfree.sft(
         model="my-model",                               # [model]      path = "my-model"
@@ -33,6 +33,7 @@ from typing import Any, TypedDict, Unpack
 from padfree.collector import paused_collector
 from padfree.config import Config, config_from_dict
 from padfree.config.hub import check_names
+from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
 
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -48,9 +49,6 @@ MAIN_SETTING = {
     "run": "folder",
 }
 """What a section is about: the setting that stands for a section which is given as one value."""
-
-LOSS_KINDS = {"sft": "sft", "dpo": "dpo", "reward": "reward", "distill": "distill", "rl": "clip"}
-"""The loss of each call, unless `loss` or the recipe names one."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """`batch.samples` and `batch.max_tokens` of a call that neither gives nor has a recipe, as in recipes/."""
@@ -91,71 +89,30 @@ class TrainedRun:
     config: Config  # all settings
 
 
-def sft(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Fine-tune a model on chat, prompt/response or plain text.
+class TrainCall:
+    """`padfree.COMMAND(...)`: the whole run of one task."""
 
-    `on_step` is called with the metrics of each step, `on_note` with what was decided for the user. `progress` prints
-    both, a line each. The other keywords are the sections of a recipe.
-    """
-    return _trained("sft", recipe, sections, on_step, on_note, progress)
+    def __init__(self, command: str) -> None:
+        self.__name__ = self.__qualname__ = command
+        self.__doc__ = f"{TASKS[command].help[0].upper()}{TASKS[command].help[1:]}.\n\n    {TrainCall.__call__.__doc__}"
 
-
-def dpo(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO. The keywords are those of `sft`."""
-    return _trained("dpo", recipe, sections, on_step, on_note, progress)
+    def __call__(
+        self,
+        *,
+        recipe: str | PathLike[str] | None = None,
+        on_step: OnStep | None = None,
+        on_note: OnNote | None = None,
+        progress: bool = False,
+        **sections: Unpack[Sections],
+    ) -> TrainedRun:
+        """`on_step` is called with the metrics of each step, `on_note` with what was decided for the user. `progress`
+        prints both, a line each. The other keywords are the sections of a recipe.
+        """
+        return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
 
-def reward(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Train a reward model on pairs of answers. The keywords are those of `sft`."""
-    return _trained("reward", recipe, sections, on_step, on_note, progress)
-
-
-def distill(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Train a student on the distributions of a `teacher`. The keywords are those of `sft`."""
-    return _trained("distill", recipe, sections, on_step, on_note, progress)
-
-
-def rl(
-    *,
-    recipe: str | PathLike[str] | None = None,
-    on_step: OnStep | None = None,
-    on_note: OnNote | None = None,
-    progress: bool = False,
-    **sections: Unpack[Sections],
-) -> TrainedRun:
-    """Update a policy on rollout files, or on its own responses: `rollout={"reward": my_function}`.
-
-    The keywords are those of `sft`.
-    """
-    return _trained("rl", recipe, sections, on_step, on_note, progress)
+sft, dpo, kto, reward = TrainCall("sft"), TrainCall("dpo"), TrainCall("kto"), TrainCall("reward")
+distill, rl = TrainCall("distill"), TrainCall("rl")
 
 
 def evaluate(
@@ -172,7 +129,7 @@ def evaluate(
     held_out = values.get("eval", {}).get("path")
     if held_out is not None:
         values.setdefault("data", {}).setdefault("path", held_out)  # the training data is not read
-    values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS["rl" if values.get("rollout") else "sft"])
+    values.setdefault("loss", {}).setdefault("kind", TASKS["rl" if values.get("rollout") else "sft"].kind)
     config = config_from_dict(_with_defaults(values, "eval"))
     if not config.eval.path:
         raise ValueError("eval.path: missing; give held-out data, as in eval='test.jsonl'")
@@ -193,7 +150,7 @@ def _trained(
     progress: bool,
 ) -> TrainedRun:
     values = _values(recipe, sections)
-    values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS[command])
+    values.setdefault("loss", {}).setdefault("kind", TASKS[command].kind)
     config = config_from_dict(_with_defaults(values, command))
     if config.loss.command != command:
         raise ValueError(

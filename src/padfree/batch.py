@@ -44,8 +44,11 @@ from padfree.nodes import check_parents, first_positions
 IGNORE = -100
 """The label of a position that is not scored."""
 
-TOKEN_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
-"""Optional per-token arrays of a rollout, entry j belonging to token j of its sample."""
+ROLLOUT_ARRAYS = ("logprobs", "ref_logprobs", "advantages", "returns", "values")
+"""Optional per-token arrays that a rollout file may bring, entry j belonging to token j of its sample."""
+
+TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
+"""All optional per-token arrays of a sample: those, and what the trainer computes before an update."""
 
 
 def need_tensor(name: str, values: object) -> None:
@@ -95,11 +98,13 @@ class Sample:
     advantages: NDArray[np.float32] | None = None  # [n]
     returns: NDArray[np.float32] | None = None  # [n]
     values: NDArray[np.float32] | None = None  # [n]
+    old_logprobs: NDArray[np.float32] | None = None  # [n] the trainer's own, before the first update with the sample
     reward: float | None = None
     raw_reward: Any = None
     uid: str | int | None = None
     group: str | int | None = None
     source: str | None = None
+    terms: Mapping[str, float] | None = None  # numbers that the loss of a task reads, by name: a margin, say
 
     def __post_init__(self) -> None:
         name = _name(self.uid)
@@ -151,6 +156,14 @@ class Sample:
             if (array := getattr(self, field)) is not None
         }
         return replace(self, **cut)
+
+
+def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> list[Sample]:
+    """The same samples, each with its own entry of these lists: `with_arrays(samples, ref_logprobs=found)`."""
+    found = list(samples)
+    for name, values in arrays.items():
+        found = [sample.with_numbers(**{name: own}) for sample, own in zip(found, values, strict=True)]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -253,6 +266,7 @@ class Rollout:
     advantages: Tensor | None = None  # [T]
     returns: Tensor | None = None  # [T]
     values: Tensor | None = None  # [T]
+    old_logprobs: Tensor | None = None  # [T]
 
     def map(self, function: Any) -> Rollout:
         """The same fields with `function` applied to each tensor that is there."""
@@ -270,6 +284,7 @@ class SampleInfo:
     source: str | None = None
     reward: float | None = None
     raw_reward: Any = None
+    terms: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -507,6 +522,7 @@ class LocalBatch:
     """One context rank's tokens, `[T / world]`, and what its attention needs. Made by `padfree.cp.shard`.
 
     With `entries` labels, weights, sample_index and rollout are [e], as in `PackedBatch`.
+    A filler is a pack of one token that is not scored: it keeps a rank in step whose plan has no samples left.
     """
 
     input_ids: Tensor  # [T/world]
@@ -518,6 +534,9 @@ class LocalBatch:
     rollout: Rollout | None = None
     samples: tuple[SampleInfo, ...] = ()
     entries: LocalEntries | None = None
+    num_labels: int | None = None  # positions here that have a label, where the host has counted them
+    is_filler: bool = False
+    batch_samples: int = 1  # of the whole global batch, for losses that weigh whole samples
 
     @property
     def num_tokens(self) -> int:

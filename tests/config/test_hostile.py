@@ -18,7 +18,7 @@ from padfree.config.outputs import check_folder, check_output
 from padfree.config.reader import LARGEST_COUNT
 from padfree.estimate.cost_file import read_cost
 from padfree.record.run_folder import check_run_folder
-from padfree.train.training_data import read_template
+from padfree.tasks.reading import read_template
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 HOSTILE = [

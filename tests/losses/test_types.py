@@ -18,14 +18,15 @@ def test_from_batch_takes_what_the_rollouts_brought() -> None:
     arrays = {name: np.arange(4, dtype=np.float32) + 10 * place for place, name in enumerate(TOKEN_ARRAYS)}
     packed = collate([Sample(tokens=np.arange(4), loss_mask=np.array([0, 0, 1, 1]), **arrays)]).padded_to(6)
     scores = torch.zeros(6)
-    inputs = LossInputs.from_batch(packed, logprobs=scores, old_logprobs=scores, values=scores)
+    inputs = LossInputs.from_batch(packed, logprobs=scores, values=scores)
     assert inputs.mask.tolist() == [False, True, True, False, False, False]
     assert inputs.rollout_logprobs.tolist() == [1, 2, 3, 0, 0, 0]
     assert inputs.ref_logprobs.tolist() == [11, 12, 13, 0, 0, 0]
     assert inputs.advantages.tolist() == [21, 22, 23, 0, 0, 0]
     assert inputs.returns.tolist() == [31, 32, 33, 0, 0, 0]
     assert inputs.old_values.tolist() == [41, 42, 43, 0, 0, 0]
-    assert inputs.logprobs is inputs.old_logprobs is inputs.values is scores
+    assert inputs.old_logprobs.tolist() == [51, 52, 53, 0, 0, 0]
+    assert inputs.logprobs is inputs.values is scores
     assert inputs.weights is packed.weights
     assert inputs.num_samples == 1
 

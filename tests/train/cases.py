@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample
+from padfree.batch import Sample, with_arrays
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import (
     CISPOSettings,
@@ -89,8 +89,8 @@ def make_engine(
 def two_steps(engine: Engine, samples: list[Sample]) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Two updates with the same samples, old log-probabilities from before the first; and the weights then."""
     needs_old = not isinstance(engine.settings.loss, SFTSettings)
-    old = engine.scorer.logprobs(samples) if needs_old else None
-    reports = [engine.step(samples, step=step, old_logprobs=old) for step in range(2)]
+    samples = with_arrays(samples, old_logprobs=engine.scorer.logprobs(samples)) if needs_old else samples
+    reports = [engine.step(samples, step=step) for step in range(2)]
     return reports, weights_of(engine.model)
 
 

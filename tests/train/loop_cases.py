@@ -9,8 +9,9 @@ from typing import Any
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
+from padfree.train.batch_times import PARTS
+from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
-from padfree.train.rl.batch_times import PARTS
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import make_batcher
 from tests.models import build
@@ -103,7 +104,7 @@ def make_loop(
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)
     if make_samples is not None:
         options["rollouts"] = FromFunction(batcher, make_samples)
-    return Loop(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
+    return begin_run(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

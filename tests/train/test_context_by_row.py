@@ -22,7 +22,7 @@ CASES = [("allgather", "gspo"), ("ring", "sft"), ("ulysses", "clip")]
 
 
 def changed(engine: Any, method: str) -> Any:
-    engine.scorer.rows = RowSettings(method=method)
+    engine.scorer.packer.rows = RowSettings(method=method)
     return engine
 
 
@@ -38,7 +38,7 @@ def cases(rank: int, world: int) -> dict[str, Any]:
     engine = make_engine(mesh, LOSSES["clip"])
     old = [sample.ref_logprobs for sample in samples]
     found["shared"] = gradients(engine, samples, old, RowSettings(share_prefixes=True), 16)
-    plan = engine.scorer.plan(samples)
+    plan = engine.scorer.packer.plan(samples)
     found["shared widths"], found["sharing"] = plan.widths, plan.sharing
     return found
 

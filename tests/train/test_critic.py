@@ -16,6 +16,7 @@ from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh
+from padfree.train.begin import begin_run
 from padfree.train.critic import Critic, explained_variance, with_gae
 from padfree.train.loop import Loop
 from padfree.train.run import train
@@ -66,7 +67,7 @@ def several_turns() -> list[Sample]:
 
 
 def make_loop(config: Config, mesh: Mesh) -> Loop:
-    return Loop(
+    return begin_run(
         config,
         build_engine(config, mesh),
         make_batcher(config, several_turns()),

@@ -21,10 +21,10 @@ from padfree.head.full import full_divergence
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tasks.advantages import reverse_kl, teacher_advantages
+from padfree.tasks.distill import DistillationRowLoss
 from padfree.train.decide import check_models
-from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.rl.advantages import reverse_kl, teacher_advantages
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from tests.models import build, save_with_tokenizer

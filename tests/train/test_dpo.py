@@ -18,6 +18,7 @@ from padfree.config import Config, config_from_dict
 from padfree.data import PairDataset, load_pairs
 from padfree.data.settings import SFTDataSettings
 from padfree.distributed import Mesh
+from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference
@@ -69,7 +70,7 @@ def make_config(folder: Path, place: Path, variant: str = "sigmoid", **sections:
 def make_loop(config: Config, mesh: Mesh) -> Loop:
     samples = load_training_data(config, load_tokenizer(config)).samples
     engine = build_engine(config, mesh)
-    return Loop(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))
+    return begin_run(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))
 
 
 def answer(model: PreTrainedModel, sample: Sample) -> tuple[torch.Tensor, int]:

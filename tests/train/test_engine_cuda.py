@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from padfree.batch import with_arrays
 from padfree.distributed import distributed, make_mesh
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, two_steps
 
@@ -37,14 +38,15 @@ def test_the_host_never_waits_within_a_step(name: str, compile: str, reshard: bo
         mesh = make_mesh(device)
         model = small_model(head_dim=64).to(device)
         engine = make_engine(mesh, LOSSES[name], model, dtype=torch.bfloat16, compile=compile, reshard=reshard)
-        old = None if name == "sft" else engine.scorer.logprobs(samples)
+        if name != "sft":
+            samples = with_arrays(samples, old_logprobs=engine.scorer.logprobs(samples))
         for _ in range(2):  # kernels are loaded and compiled
-            engine.step(samples, lr_factor=0.1, old_logprobs=old)
+            engine.step(samples, lr_factor=0.1)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            first = engine.begin(engine.prepare(samples, old), lr_factor=0.1)
-            second = engine.begin(engine.prepare(samples, old), lr_factor=0.1, after=first)
+            first = engine.begin(engine.prepare(samples), lr_factor=0.1)
+            second = engine.begin(engine.prepare(samples), lr_factor=0.1, after=first)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert first.finish().num_samples == second.finish().num_samples == len(samples)

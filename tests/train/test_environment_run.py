@@ -31,8 +31,8 @@ from padfree.rollout.collect.travel import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.tasks.advantages import with_advantages
 from padfree.train.microbatch import RowSettings
-from padfree.train.rl.advantages import with_advantages
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
@@ -221,7 +221,7 @@ def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Pat
         alone = gradients(engine, samples, old, RowSettings(), 1)  # every leaf in a row of its own
         assert_close(alone, expected, 1e-5)
         shared = gradients(engine, samples, old, RowSettings(share_prefixes=True), 1000)
-        plan = engine.scorer.plan(samples)
+        plan = engine.scorer.packer.plan(samples)
         assert plan.sharing > 1.5
         assert plan.num_micro_batches == 1
         assert_close(shared, expected, 1e-5)

@@ -18,7 +18,8 @@ from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.head import matches
-from padfree.train.evaluate import HeldOut, TokenMeasure
+from padfree.tasks.measures import TokenMeasure
+from padfree.train.evaluate import HeldOut
 from padfree.train.loop import Loop, is_better
 from padfree.train.run import train
 from padfree.train.setup import build_engine

@@ -18,7 +18,7 @@ from padfree.cli.main import main
 from padfree.model.export import export_model
 from padfree.model.finite import nonfinite_tensor
 from padfree.model.load import load_model
-from padfree.train.evaluate import TokenMeasure
+from padfree.tasks.measures import TokenMeasure
 from padfree.train.finite import check_metrics
 from tests.models import build, save_with_tokenizer
 

@@ -11,7 +11,7 @@ import torch
 
 from padfree.batch import IGNORE, Sample
 from padfree.distributed import Axis, Mesh
-from padfree.train.microbatch import RowSettings, filler, make_micro_batch
+from padfree.train.microbatch import MicroBatch, RowSettings, filler, make_micro_batch
 from tests.train.cases import make_samples
 
 SETTINGS = RowSettings(layout="balanced")
@@ -35,8 +35,14 @@ def share_of(mesh: Mesh, rank: int, size: int) -> Mesh:
     return replace(mesh, context=Axis(rank=rank, size=size, group=group))
 
 
-def old_logprobs(samples: list[Sample]) -> list[np.ndarray[Any, Any]]:
-    return [1000.0 * i + np.arange(len(sample)) for i, sample in enumerate(samples)]
+def with_old(samples: list[Sample], scale: float = 1000.0) -> list[Sample]:
+    return [one.with_numbers(old_logprobs=scale * i + np.arange(len(one))) for i, one in enumerate(samples)]
+
+
+def old_of(batch: MicroBatch) -> torch.Tensor:
+    assert batch.local.rollout is not None
+    assert batch.local.rollout.old_logprobs is not None
+    return batch.local.rollout.old_logprobs
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -45,18 +51,16 @@ def test_shares_of_a_row(size: int, mesh: Mesh) -> None:
     indices = np.array([1, 3, 5])
     labels = 0
     for rank in range(size):
-        batch = make_micro_batch(
-            samples, indices, share_of(mesh, rank, size), SETTINGS, old_logprobs=old_logprobs(samples)
-        )
+        batch = make_micro_batch(with_old(samples), indices, share_of(mesh, rank, size), SETTINGS)
         local = batch.local
         assert batch.packed.num_tokens % size == 0
         assert batch.num_labels == int((local.labels != IGNORE).sum())
         labels += batch.num_labels
-        assert batch.old_logprobs is not None
+        old = old_of(batch)
         # entry t is of the token that position t predicts: token position + 1 of its sample
         real = (local.sample_index < 3) & (local.labels != IGNORE)
         expected = torch.from_numpy(indices)[local.sample_index[real].long()] * 1000.0 + local.position_ids[real] + 1
-        torch.testing.assert_close(batch.old_logprobs[real], expected.float())
+        torch.testing.assert_close(old[real], expected.float())
     assert labels == sum(samples[i].num_labels for i in indices)
 
 
@@ -64,12 +68,11 @@ def test_a_slot_without_samples_is_a_row_that_weighs_nothing(mesh: Mesh) -> None
     samples = make_samples()
     for indices in (np.array([], dtype=np.int64), np.array([8])):
         batch = make_micro_batch(
-            [*samples, replace(samples[0].truncated(0), uid="empty")],
+            [*with_old(samples), replace(with_old(samples)[0].truncated(0), uid="empty")],
             indices,
             share_of(mesh, 1, 2),
             SETTINGS,
             weights=[np.ones(len(sample), np.float32) for sample in samples] + [np.zeros(0, np.float32)],
-            old_logprobs=[*old_logprobs(samples), np.zeros(0)],
         )
         assert batch.is_filler
         assert (batch.packed.num_tokens, batch.local.num_tokens, batch.num_labels) == (2, 1, 0)
@@ -87,10 +90,7 @@ def test_a_filler_needs_a_token() -> None:
 def test_old_logprobs_lie_where_their_tokens_are_predicted(mesh: Mesh) -> None:
     lengths = (0, 3, 1, 4)
     samples = [Sample(tokens=np.arange(n), uid=index) for index, n in enumerate(lengths)]
-    old = [10.0 * index + np.arange(n) for index, n in enumerate(lengths)]
-    batch = make_micro_batch(samples, np.array([0, 1, 2, 3]), mesh, RowSettings(), old_logprobs=old)
-    assert batch.old_logprobs is not None
-    assert batch.old_logprobs.tolist() == [11.0, 12.0, 0.0, 0.0, 31.0, 32.0, 33.0, 0.0]
-    old[1], old[3] = old[3], old[1]
-    with pytest.raises(ValueError, match=r"old_logprobs: shape \(4,\) for the 3 tokens of sample 1; give one"):
-        make_micro_batch(samples, np.array([0, 1, 2, 3]), mesh, RowSettings(), old_logprobs=old)
+    batch = make_micro_batch(with_old(samples, 10.0), np.array([0, 1, 2, 3]), mesh, RowSettings())
+    assert old_of(batch).tolist() == [11.0, 12.0, 0.0, 0.0, 31.0, 32.0, 33.0, 0.0]
+    with pytest.raises(ValueError, match="old_logprobs"):
+        samples[1].with_numbers(old_logprobs=np.zeros(4))

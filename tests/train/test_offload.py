@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from padfree.batch import with_arrays
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.config import config_from_dict
 from padfree.distributed import Mesh, make_mesh
@@ -40,8 +41,8 @@ def offloaded(mesh: Mesh, folder: Path, **changes: object) -> list[float]:
     """Two steps, saved and exported after them; then one more in a model that is loaded and resumed."""
     engine = make_engine(mesh, LOSSES["clip"], tied_model(), offload=True, **changes)
     samples = make_samples()
-    old = engine.scorer.logprobs(samples)
-    losses = [engine.step(samples, old_logprobs=old).loss for _ in range(2)]
+    samples = with_arrays(samples, old_logprobs=engine.scorer.logprobs(samples))
+    losses = [engine.step(samples).loss for _ in range(2)]
     export_model(engine.model, folder / "model")
     saved = Checkpointer(folder / "checkpoints")
     path = saved.save(2, model=engine.model, optimizer=engine.optimizer, extra={}, rank_state={})
@@ -52,14 +53,14 @@ def offloaded(mesh: Mesh, folder: Path, **changes: object) -> list[float]:
     saved.load(path, model=again.model, optimizer=again.optimizer)
     for name, tensor in named_tensors(model).items():
         assert torch.equal(tensor.full_tensor(), again_model[name].full_tensor()), name
-    return [*losses, again.step(samples, old_logprobs=old).loss]
+    return [*losses, again.step(samples).loss]
 
 
 @pytest.fixture(scope="module")
 def expected(mesh: Mesh) -> list[float]:
     engine = make_engine(mesh, LOSSES["clip"], tied_model())
-    old = engine.scorer.logprobs(make_samples())
-    return [engine.step(make_samples(), old_logprobs=old).loss for _ in range(3)]
+    samples = with_arrays(make_samples(), old_logprobs=engine.scorer.logprobs(make_samples()))
+    return [engine.step(samples).loss for _ in range(3)]
 
 
 def ranks(rank: int, world: int, folder: Path) -> list[float]:

@@ -29,6 +29,7 @@ from padfree.packing import collate
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
 from padfree.tools.check.padded import padded_rows
+from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.microbatch import at_ends
 from padfree.train.run import evaluate, train
@@ -81,7 +82,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 def make_loop(config: Config, mesh: Mesh) -> Loop:
     tokenizer = load_tokenizer(config)
     samples = load_training_data(config, tokenizer).samples
-    return Loop(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
+    return begin_run(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
 
 
 def score(model: Any, sample: Sample) -> torch.Tensor:
@@ -118,11 +119,11 @@ def test_gradients_are_those_of_one_pair_at_a_time(
     total = 0.0
     for first in range(0, len(batch.samples), 2):
         chosen, rejected = batch.samples[first : first + 2]
-        margin = MARGIN + float(chosen.raw_reward)
+        margin = MARGIN + margin_of(chosen)
         pair = -logsigmoid(score(plain, chosen) - score(plain, rejected) - margin) * 2 / len(batch.samples)
         torch.autograd.backward(pair)
         total += float(pair.detach())
-    assert max(float(sample.raw_reward) for sample in batch.samples[::2]) > 0, "rows have margins"
+    assert max(margin_of(sample) for sample in batch.samples[::2]) > 0, "rows have margins"
     assert loss == pytest.approx(total, rel=1e-5)
     expected = {name: weight.grad for name, weight in plain.named_parameters()}
     trained = {name for name, weight in engine.model.named_parameters() if weight.requires_grad}
@@ -135,6 +136,11 @@ def test_gradients_are_those_of_one_pair_at_a_time(
         assert weight.grad is not None
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(weight.grad, expected[name], rtol=1e-5, atol=max(1e-5 * scale, 1e-7))
+
+
+def margin_of(chosen: Sample) -> float:
+    assert chosen.terms is not None
+    return chosen.terms["margin"]
 
 
 @torch.no_grad()
@@ -174,7 +180,7 @@ def test_an_exported_model_gives_transformers_the_same_scores(
         together = model(input_ids=ids, attention_mask=rows.attention_mask).logits[:, 0]
     torch.testing.assert_close(torch.from_numpy(packed), single, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together, single, rtol=1e-4, atol=1e-5)
-    pairs = [float(chosen.raw_reward) + MARGIN for chosen in samples[::2]]
+    pairs = [margin_of(chosen) + MARGIN for chosen in samples[::2]]
     expected = -logsigmoid(single[::2] - single[1::2] - torch.tensor(pairs)).mean()
     assert found[-1]["eval/loss"] == pytest.approx(float(expected), rel=1e-5)
     again = evaluate(make_config(folder, tmp_path / "no run", model={"path": str(exported)}, eval=held_out))
@@ -262,7 +268,7 @@ def judged(rank: int, world: int, config: Config) -> list[list[float | str]]:
         judge = build_judge(config, mesh)
         assert judge is not None
         if len(found) == world:
-            judge.scorer.max_tokens = 4
+            judge.scorer.packer.max_tokens = 4
         found.append(judge(ANSWERS if rank == 0 else []))
     return found
 

@@ -27,6 +27,7 @@ from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.packing import CostModel, collate
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tasks.reading import TrainingData
 from padfree.testing.tokenizers import TEMPLATES
 from padfree.train import training_data
 from padfree.train.batches import distinct
@@ -39,7 +40,6 @@ from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from padfree.train.setup import build_engine
 from padfree.train.training_data import (
-    TrainingData,
     load_held_out,
     load_tokenizer,
     load_training_data,
@@ -142,7 +142,7 @@ def rows_on_ranks(rank: int, world: int, folder: Path, context: int) -> list[tup
     for mode in MODES:
         engine = make_engine(mesh, mode, RowSettings(share_prefixes="auto"), grouped=True, max_tokens=400)
         loss, gradients = outcome(engine, data)
-        found.append((loss, gradients, engine.scorer.plan(data).sharing))
+        found.append((loss, gradients, engine.scorer.packer.plan(data).sharing))
     return found
 
 

@@ -16,9 +16,10 @@ from padfree.model.load import load_model
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tasks.reward import RewardRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
-from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
+from padfree.train.scalar import ScalarScorer, ValueRowLoss
 from tests.train.cases import make_samples, small_model
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ def scalar_samples() -> list[Sample]:
             sample,
             group=index // 2,
             reward=float(1 - index % 2),
-            raw_reward=0.25,
+            terms={"margin": 0.25},
             returns=rng.normal(size=len(sample)).astype(np.float32),
             values=np.zeros(len(sample), np.float32),
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.batch import Sample
+from padfree.batch import Sample, with_arrays
 from padfree.config import LoraConfig
 from padfree.cp import shard
 from padfree.distributed import Mesh, make_mesh
@@ -85,7 +85,7 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 
 def gradients(engine: Engine, samples: list[Sample], old: Any, rows: RowSettings, max_tokens: int) -> dict[str, Tensor]:
-    engine.scorer.rows, engine.scorer.max_tokens = rows, max_tokens
+    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = rows, max_tokens
     engine.gradients(engine.prepare(samples, old))
     found = {
         name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
@@ -110,7 +110,7 @@ def both_ways(mesh: Mesh, settings: LossSettings, name: str = "qwen3") -> None:
     old = [sample.ref_logprobs for sample in samples]
     expected = gradients(engine, samples, old, RowSettings(), 1)  # every sample in a row of its own
     shared = gradients(engine, samples, old, RowSettings(share_prefixes=True), 1000)
-    plan = engine.scorer.plan(samples)
+    plan = engine.scorer.packer.plan(samples)
     assert plan.sharing > 1.8
     assert plan.num_micro_batches == 1
     assert_close(shared, expected, 1e-5)
@@ -179,11 +179,11 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["clip"])
     plain = engine.scorer.logprobs(samples)
-    engine.scorer.rows = RowSettings(share_prefixes=True)
-    engine.scorer.max_tokens = 1000
+    engine.scorer.packer.rows = RowSettings(share_prefixes=True)
+    engine.scorer.packer.max_tokens = 1000
     for one, other in zip(engine.scorer.logprobs(samples), plain, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    report = engine.step(samples, lr_factor=0.0, old_logprobs=plain)
+    report = engine.step(with_arrays(samples, old_logprobs=plain), lr_factor=0.0)
     assert report.num_labels == sum(sample.num_labels for sample in samples)
     assert report.num_tokens == sum(len(sample) for sample in samples)
     assert report.padding_share == 0.0
@@ -193,7 +193,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
 def test_a_changed_leaf_changes_no_other_sample_bitwise(mesh: Mesh) -> None:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["sft"])
-    engine.scorer.rows, engine.scorer.max_tokens = RowSettings(share_prefixes=True), 1000
+    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = RowSettings(share_prefixes=True), 1000
     before = engine.scorer.logprobs(samples)
     tokens = samples[1].tokens.copy()
     tokens[-3:] = (tokens[-3:] + 1) % VOCABULARY
@@ -256,14 +256,14 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"batch.share_prefixes: True, but dropout 0\.1"):
         Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes=True))
     scorer = Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto"))
-    assert scorer.unshared_reason is not None
+    assert scorer.packer.unshared_reason is not None
     samples = [
         replace(sample, tokens=np.append(np.arange(90) % VOCABULARY, sample.tokens), **NO_ARRAYS)
         for sample in tree_samples()
     ]
     with pytest.warns(PadfreeWarning, match=r"each is computed: dropout 0\.1"):
-        assert scorer.plan(samples).prefixes is None
-    assert scorer.plan(samples).prefixes is None  # and says so once
+        assert scorer.packer.plan(samples).prefixes is None
+    assert scorer.packer.plan(samples).prefixes is None  # and says so once
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_other_trees_compile_nothing(mesh: Mesh) -> None:
     gradients(engine, tree_samples(), None, shared, 1000)
     with CompilerWatch() as compiler:
         for samples in (tree_samples(1)[:6], tree_samples(2)[1:], [s.truncated(len(s) - 1) for s in tree_samples(3)]):
-            assert engine.scorer.plan(samples).prefixes is not None
+            assert engine.scorer.packer.plan(samples).prefixes is not None
             gradients(engine, samples, None, shared, 1000)
         assert compiler.count == 0
 
@@ -295,7 +295,9 @@ def test_other_trees_compile_nothing(mesh: Mesh) -> None:
 def test_layers_that_carry_a_state_or_count_positions_are_not_shared(name: str, mesh: Mesh) -> None:
     """The model itself refuses a row that shares, too."""
     model = attach(build(name))
-    assert Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto")).unshared_reason is not None
+    assert (
+        Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto")).packer.unshared_reason is not None
+    )
     with pytest.raises(ValueError, match=r"batch\.share_prefixes: True, but"):
         Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes=True))
     with pytest.raises(ValueError, match=r"share_prefixes: .*; make the row with share_prefixes=False"):

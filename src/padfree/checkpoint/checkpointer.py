@@ -190,6 +190,10 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
+    def keep(self, path: Path | None) -> None:
+        """From now on this checkpoint stays, however old it becomes, and no other."""
+        self.kept = path
+
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """A block after which no save is under way. An error of the block goes before one of the save."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
-LOSSES = ("nll", "dpo", "distill", "reward", "value")
+LOSSES = ("nll", "dpo", "kto", "distill", "reward", "value")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -97,6 +97,7 @@ def run(settings: argparse.Namespace) -> None:
             max_length=settings.max_length,
             trust_remote_code=settings.trust_remote_code,
             pairs=settings.loss in ("dpo", "reward"),
+            labels=settings.loss == "kto",
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")

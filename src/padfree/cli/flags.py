@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from padfree.config import Config
+from padfree.config.loss import TASKS
 from padfree.config.rules import closest
 
 SHORT = {
@@ -43,7 +44,7 @@ ELSEWHERE = {
 }
 """Names that other trainers have for a setting: only for the message that refuses them."""
 
-TAKE_SETTINGS = ("dpo", "reward", "sft", "distill", "rl", "eval")
+TAKE_SETTINGS = (*TASKS, "eval")
 OWN_FLAGS = {
     "check": {
         "model.path": "--model",

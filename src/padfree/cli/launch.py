@@ -31,8 +31,9 @@ from typing import IO, Any
 import padfree
 from padfree.cli.main import COMMANDS, parsed
 from padfree.cli.on_host import ANSWER, RELEASE, shutdown_seconds, source_digest
+from padfree.config.loss import TASKS
 
-LAUNCHED = ("check", "dpo", "reward", "sft", "distill", "rl", "eval")
+LAUNCHED = ("check", *TASKS, "eval")
 """Commands that several processes run together."""
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from padfree.cli.flags import OVERRIDE, meant, understood
 from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
+from padfree.config.loss import TASKS
 from padfree.config.recipes import default_recipe
 from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning
@@ -36,15 +37,11 @@ COMMANDS = {
     "plan": ("padfree.cli.plan", "plan an epoch: packs, balance, time and memory"),
     "recipes": ("padfree.cli.recipes", "list the recipes that come with padfree, or print one"),
     "report": ("padfree.cli.report", "make one HTML page of a run folder, or of several"),
-    "dpo": ("padfree.cli.train", "train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO"),
-    "reward": ("padfree.cli.train", "train a reward model on pairs of answers"),
-    "sft": ("padfree.cli.train", "fine-tune on chat, prompt/response or plain text"),
-    "distill": ("padfree.cli.train", "learn the distributions of a teacher"),
-    "rl": ("padfree.cli.train", "update a policy on rollout files, or on its own responses"),
+    **{name: ("padfree.cli.train", task.help) for name, task in TASKS.items()},
 }
 """By name: the module that has the command, and what it does in a line."""
 
-TRAINING = tuple(name for name, (module, _) in COMMANDS.items() if module == "padfree.cli.train")
+TRAINING = tuple(TASKS)
 STOPPED = 75
 """The exit code of a run that a signal has stopped, and that goes on if it is started again (EX_TEMPFAIL)."""
 

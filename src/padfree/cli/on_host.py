@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import padfree
-from padfree.cli.main import COMMANDS, parsed
+from padfree.cli.main import parsed
 from padfree.config import load_config
 from padfree.config.hub import check_names
+from padfree.config.loss import TASKS
 from padfree.config.recipes import recipe_path
 
 ANSWER = "padfree-answer "
@@ -77,7 +78,7 @@ def checked_recipe(words: list[str]) -> str:
     if not hasattr(settings, "recipe"):
         return ""
     config = load_config(settings.recipe, settings.overrides)
-    if COMMANDS[settings.command][0] == "padfree.cli.train":
+    if settings.command in TASKS:
         check_names(config)
     return hashlib.sha256(recipe_path(settings.recipe).read_bytes()).hexdigest()
 

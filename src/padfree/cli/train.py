@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from padfree.cli.main import COMMANDS, STOPPED
+from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
 from padfree.collector import paused_collector
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
+from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
 from padfree.config.recipes import default_recipe
 from padfree.stop_signals import StopSignals
@@ -35,9 +36,8 @@ SHOWN_STEPS = 4
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    for name, (module, text) in COMMANDS.items():
-        if module != __name__:
-            continue
+    for name, task in TASKS.items():
+        text = task.help
         command = commands.add_parser(
             name,
             help=text,
@@ -128,9 +128,9 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.batches import distinct
     from padfree.train.decide import decide
     from padfree.train.disk import check_disk, disk_line
+    from padfree.train.microbatch import plan_samples
     from padfree.train.row_sharing import copied_keys, run_cost
-    from padfree.train.rows import GROUP_SIZES, source_shares
-    from padfree.train.scorer import plan_samples
+    from padfree.train.rows import source_shares
     from padfree.train.settle import device_memory, settle
     from padfree.train.training_data import make_batcher
 
@@ -144,7 +144,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     check_disk(config, decided.model)
     source, model, data = decided.source, decided.model, processes // context
     cost = run_cost(config, model)
-    in_pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
+    in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
     # Of prompts only the lengths are known. Samples are compared as the run will compare them.
     shares = not sampled and config.batch.share_prefixes is not False and sharing_obstacle(model) is None

@@ -25,12 +25,6 @@ PackOverlong = Literal["error", "truncate", "drop", "alone"]
 SharePrefixes = Literal["auto"] | bool
 
 # loss
-LOSSES_WITH_COMMAND = (
-    "sft",
-    "dpo",
-    "reward",
-    "distill",
-)  # kinds with a command of their own; all others: `rl`
 WeightMode = Literal["token-mean", "sample-mean", "sum-of-sample-mean", "sample-sum", "constant", "group-mean"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "teacher", "given"]
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
@@ -43,14 +37,6 @@ DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]
 
 # eval, checkpoint
 Better = Literal["auto", "lowest", "highest"]
-EVAL_METRICS = {
-    "sft": ("loss", "perplexity", "accuracy"),
-    "dpo": ("loss", "accuracy", "margin"),
-    "reward": ("loss", "accuracy", "margin"),
-    "distill": ("loss", "perplexity", "accuracy"),
-    "rl": ("reward", "pass@1", "pass@k", "response_length"),
-}
-"""What an evaluation measures, by command."""
 LOWER_IS_BETTER = ("loss", "perplexity", "response_length")
 
 # rollout

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from padfree.config.choices import EVAL_METRICS
 from padfree.config.functions import model_of
-from padfree.config.loss import LossConfig
+from padfree.config.loss import TASKS, LossConfig
 from padfree.config.models import (
     CriticConfig,
     LoraConfig,
@@ -72,30 +71,13 @@ class Config:
                 self.schedule.warmup,
                 f"give at most run.steps, {self.run.steps}",
             )
-        if self.loss.command == "rl":
-            cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
-            need(self.batch.samples is not None, "batch.samples", None, cure)
-            all_turns = self.data.loss_on == "assistant"
-            cure = "leave it out, what is trained on in RL is the response"
-            need(all_turns, "data.loss_on", self.data.loss_on, cure)
-        if self.loss.command in ("dpo", "reward"):
-            self._check_pairs()
-        if self.loss.command == "dpo":
-            self._check_pair_reference()
-        else:
-            precompute = self.reference.precompute
-            need(not precompute, "reference.precompute", precompute, "leave it out, it is for padfree dpo")
-        used = self.reference.path is None or self.loss.kl_coefficient > 0 or self.loss.command == "dpo"
-        need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
-        if self.loss.command == "distill" or self.loss.advantage == "teacher":
+        self.loss.settings().check_run(self)
+        self._check_reference()
+        if self.loss.task.has_teacher or self.loss.advantage == "teacher":
             need(self.teacher.path is not None, "teacher.path", None, "set teacher.path=MODEL, what is learned from")
         else:
             cure = "leave it out, or set loss.kind=distill, or loss.advantage=teacher"
             need(self.teacher.path is None, "teacher.path", self.teacher.path, cure)
-        if self.loss.command == "reward":
-            alone = self.lora.rank > 0 and self.lora.export == "adapter"
-            cure = "set lora.export=merged, a reward model's head is trained beside the adapters and not among them"
-            need(not alone, "lora.export", self.lora.export, cure)
         if self.lora.rank:
             cure = "set loss.router_bias=0 with lora.rank: biases of the model are not saved with its adapters"
             need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
@@ -104,26 +86,21 @@ class Config:
         self._check_critic()
         self._check_eval()
 
-    def _check_pairs(self) -> None:
-        """Of data in pairs."""
-        samples = self.batch.samples
-        cure = "give an even number, it counts answers, two of a pair"
-        need(samples is None or samples % 2 == 0, "batch.samples", samples, cure)
-        loss_on = self.data.loss_on
-        need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is compared are the answers")
-        need(self.loss.weights == "token-mean", "loss.weights", self.loss.weights, "leave it out, pairs weigh the same")
-        cap = self.eval.samples
-        need(cap is None or cap % 2 == 0, "eval.samples", cap, "give an even number, it counts answers, two of a pair")
-
-    def _check_pair_reference(self) -> None:
-        """Of DPO. A reference that is not named is the model that the run begins with."""
-        refresh, path = self.reference.refresh, self.reference.path
-        need(refresh is None, "reference.refresh", refresh, "leave it out, the reference of DPO stays what it is")
-        if not self.loss.dpo.needs_reference:
-            cure = f"leave it out, loss.dpo.variant {self.loss.dpo.variant!r} has no reference"
-            need(path is None, "reference.path", path, cure)
-            need(not self.reference.precompute, "reference.precompute", True, cure)
-        elif path is None:
+    def _check_reference(self) -> None:
+        """Of a task that compares with a reference. One that is not named is the model that the run begins with."""
+        task, path, precompute = self.loss.task, self.reference.path, self.reference.precompute
+        may = ", ".join(f"padfree {one.command}" for one in TASKS.values() if one.may_precompute)
+        need(
+            not precompute or task.may_precompute, "reference.precompute", precompute, f"leave it out, it is for {may}"
+        )
+        if not task.has_reference:
+            used = path is None or self.loss.kl_coefficient > 0
+            need(used, "reference.path", path, "leave it out, or set loss.kl_coefficient")
+            return
+        refresh = self.reference.refresh
+        cure = f"leave it out, the reference of {task.title} stays what it is"
+        need(refresh is None, "reference.refresh", refresh, cure)
+        if self.loss.settings().needs_reference and path is None:
             cure = "give it, a model that begins with random weights is no reference"
             need(self.model.init == "weights", "reference.path", path, cure)
             object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
@@ -142,8 +119,8 @@ class Config:
 
     def _check_eval(self) -> None:
         """Of evaluations, and of the checkpoint that they choose."""
-        command, sampled = self.loss.command, self.rollout.source is not None
-        if self.eval.path and (command == "rl" or sampled):
+        task, sampled = self.loss.task, self.rollout.source is not None
+        if self.eval.path and (not task.in_rows or sampled):
             cure = "set rollout.reward, responses to held-out prompts come from the sampler of the run"
             need(sampled, "eval.path", list(self.eval.path), cure)
             stale = self.rollout.staleness
@@ -158,7 +135,7 @@ class Config:
         if best is None:
             return
         need(bool(self.eval.path), "checkpoint.best", best, "set eval.path to held-out data, it is measured there")
-        known = [f"eval/{name}" for name in EVAL_METRICS["rl" if sampled else command]]
+        known = [f"eval/{name}" for name in (TASKS["rl"] if sampled else task).eval_metrics]
         if sampled and self.eval.draws == 1:
             known.remove("eval/pass@k")
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
@@ -166,8 +143,7 @@ class Config:
 
     def _check_rollouts(self, setting: str) -> None:
         """Of responses that are written in the run, because of this setting."""
-        command = self.loss.command
-        sampled = command in ("rl", "distill")
+        command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out, padfree {command} has no rollouts")
         group, samples = self.rollout.group, self.batch.samples
@@ -177,7 +153,7 @@ class Config:
         advantage = self.loss.advantage
         given = advantage == "given"
         need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
-        compared = group > 1 or advantage not in GROUPED or command == "distill"
+        compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
         cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
         need(compared, "rollout.group", group, cure)
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from padfree.config.config import Config
 from padfree.config.functions import model_of
-from padfree.config.loss import CORRECTIONS, OBJECTIVES
+from padfree.config.loss import CORRECTIONS, OBJECTIVES, TASK_TABLES
+from padfree.config.loss_settings import TaskSettings
 
 Reason = Callable[[Config], str | None]
 """What keeps a run from reading a setting, as the end of a sentence; None: it reads it."""
@@ -30,8 +31,11 @@ def _kind(*kinds: str) -> Reason:
     return _unless(lambda config: config.loss.kind in kinds, lambda config: f"with loss.kind={config.loss.kind}")
 
 
-def _command(*commands: str) -> Reason:
-    return _unless(lambda config: config.loss.command in commands, lambda config: f"in padfree {config.loss.command}")
+def _task(read: Callable[[type[TaskSettings]], bool]) -> Reason:
+    return _unless(lambda config: read(config.loss.task), lambda config: f"in padfree {config.loss.command}")
+
+
+_policy = _task(lambda task: task.command == "rl")
 
 
 def _correction(name: str) -> Reason:
@@ -61,7 +65,7 @@ _context = _unless(lambda config: config.parallel.context != 1, lambda config: "
 
 
 _conversations = _first(
-    _command("sft", "distill"),
+    _task(lambda task: task.turns),
     _unless(lambda config: config.rollout.source is None, lambda _: "with rollouts, whose responses are trained"),
 )
 
@@ -182,16 +186,16 @@ READ_BY: dict[str, Reason | None] = {
     "batch.cost": None,
     "batch.share_prefixes": None,
     "loss.kind": None,
-    "loss.weights": _command("sft", "distill", "rl"),
+    "loss.weights": _task(lambda task: task.weighs_tokens),
     "loss.constant": None,
     "loss.temperature": None,
     "loss.router": None,
     "loss.router_bias": None,
-    "loss.advantage": _command("rl"),
+    "loss.advantage": _policy,
     "loss.low": None,
     "loss.high": None,
     "loss.dual": None,
-    **{f"loss.{name}": _kind(name) for name in (*OBJECTIVES, "dpo", "distill", "reward")},
+    **{f"loss.{name}": _kind(name) for name in (*OBJECTIVES, *TASK_TABLES)},
     "loss.distill.beta": _first(
         _kind("distill"),
         _unless(
@@ -213,15 +217,15 @@ READ_BY: dict[str, Reason | None] = {
             lambda config: f"with loss.dpo.variant={config.loss.dpo.variant}",
         ),
     ),
-    "loss.old_policy": _command("rl"),
-    "loss.corrections": _command("rl"),
+    "loss.old_policy": _policy,
+    "loss.corrections": _policy,
     **{f"loss.{name}": _correction(name) for name in CORRECTIONS},
-    "loss.kl_coefficient": _command("rl"),
-    "loss.kl_estimator": _first(_command("rl"), _kl),
-    "loss.kl_weighting": _first(_command("rl"), _kl),
-    "loss.entropy_coefficient": _command("rl"),
-    "loss.epochs": _command("rl"),
-    "loss.mini_batches": _command("rl"),
+    "loss.kl_coefficient": _policy,
+    "loss.kl_estimator": _first(_policy, _kl),
+    "loss.kl_weighting": _first(_policy, _kl),
+    "loss.entropy_coefficient": _policy,
+    "loss.epochs": _policy,
+    "loss.mini_batches": _policy,
     "optimizer.name": None,
     "optimizer.muon": _unless(
         lambda config: config.optimizer.name == "muon", lambda config: f"with optimizer.name={config.optimizer.name}"
@@ -245,7 +249,7 @@ READ_BY: dict[str, Reason | None] = {
     "parallel.kernels": _unless(
         lambda config: config.parallel.compile != "none", lambda _: "with parallel.compile=none"
     ),
-    "parallel.head_memory": _command("sft", "dpo", "distill", "rl"),
+    "parallel.head_memory": _task(lambda task: task.head == "tokens"),
     "parallel.reshard": None,
     "parallel.offload": None,
     "checkpoint.every": None,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from padfree.config.choices import (
-    LOSSES_WITH_COMMAND,
     Advantage,
     KLEstimator,
     KLWeighting,
@@ -34,6 +33,7 @@ from padfree.config.loss_settings import (
     DPOSettings,
     GSPOSettings,
     IcePopSettings,
+    KTOSettings,
     Objective,
     OPSMSettings,
     PolicySettings,
@@ -42,6 +42,7 @@ from padfree.config.loss_settings import (
     SequenceMaskSettings,
     SequenceTISSettings,
     SFTSettings,
+    TaskSettings,
     TokenTISSettings,
     check_number,
 )
@@ -53,7 +54,8 @@ class LossConfig:
     """What is minimised. Everything below `router_bias` is for RL.
 
     The fields that are an `Objective` are the kinds of policy loss, and those that are a `Correction` the corrections:
-    a line here adds one. `low`, `high` and `dual` are for the kind that is chosen, whatever its table says.
+    a line here adds one. Those that are `TaskSettings` are the tasks besides SFT and RL. `low`, `high` and `dual` are
+    for the kind that is chosen, whatever its table says.
     """
 
     kind: str = "sft"  # or one of the objectives below, or the user's own as module:function
@@ -70,6 +72,7 @@ class LossConfig:
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
     dpo: DPOSettings = field(default_factory=DPOSettings)
+    kto: KTOSettings = field(default_factory=KTOSettings)
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = "auto"
     corrections: tuple[str, ...] = ()  # names of those below
@@ -90,23 +93,29 @@ class LossConfig:
     @property
     def command(self) -> str:
         """The command that runs this kind of loss, which decides what its data are."""
-        return self.kind if self.kind in LOSSES_WITH_COMMAND else "rl"
+        return self.task.command
+
+    @property
+    def task(self) -> type[TaskSettings]:
+        """What the command is."""
+        return TASKS.get(self.kind, PolicySettings)
 
     @property
     def head(self) -> ModelHead:
         """Of the model that is trained."""
-        return "scalar" if self.kind == "reward" else "tokens"
+        return self.task.head
 
-    def settings(self) -> SFTSettings | DPOSettings | RewardModelSettings | DistillSettings | PolicySettings:
-        """The loss as `padfree.losses` or `padfree.head` computes it."""
-        if self.kind == "sft":
-            return SFTSettings()
-        if self.kind == "dpo":
-            return self.dpo
-        if self.kind == "reward":
-            return self.reward
-        if self.kind == "distill":
-            return self.distill
+    def settings(self) -> TaskSettings:
+        """The loss as `padfree.tasks` computes it."""
+        if self.kind in TASK_TABLES:
+            chosen: TaskSettings = getattr(self, self.kind)
+            return chosen
+        if self.kind in TASKS:
+            return TASKS[self.kind]()
+        return self.policy()
+
+    def policy(self) -> PolicySettings:
+        """The loss of `padfree rl`."""
         return PolicySettings(
             objective=self._objective(),
             old_policy=self._old_policy(),
@@ -136,8 +145,7 @@ class LossConfig:
 
     def needs_sampler_logprobs(self) -> bool:
         """Whether the log-probabilities that the sampler reported are part of the loss."""
-        settings = self.settings()
-        return isinstance(settings, PolicySettings) and settings.needs_sampler_logprobs
+        return self.task is PolicySettings and self.policy().needs_sampler_logprobs
 
     def __post_init__(self) -> None:
         self._check_kind()
@@ -149,25 +157,17 @@ class LossConfig:
         self._check_weights()
         self._check_bounds()
         self._check_corrections()
-        if self.command != "rl":
+        if self.task is not PolicySettings:
             self._check_without_rollouts()
-        if self.kind != "dpo":
-            unset = self.dpo == DPOSettings()
-            need(unset, "loss.dpo", "set", f"leave it out, loss.kind {self.kind!r} has no such settings")
-        if self.kind != "distill":
-            unset = self.distill == DistillSettings()
-            cure = "leave it out, or set loss.kind=distill"
-            need(unset, "loss.distill.divergence", self.distill.divergence, cure)
-        if self.kind != "reward":
-            unset = self.reward == RewardModelSettings()
-            need(unset, "loss.reward.margin", self.reward.margin, "leave it out, or set loss.kind=reward")
-        else:
-            temperature = self.temperature
-            need(temperature == 1.0, "loss.temperature", temperature, "leave it out, a reward model has no logits")
+        for name, table in TASK_TABLES.items():
+            for entry in fields(table) if self.kind != name else ():
+                value = getattr(getattr(self, name), entry.name)
+                cure = f"leave it out, or set loss.kind={name}"
+                need(value == entry.default, f"loss.{name}.{entry.name}", value, cure)
         self.settings()  # has rules of its own
 
     def _check_kind(self) -> None:
-        known = (*LOSSES_WITH_COMMAND, *OBJECTIVES)
+        known = (*(name for name in TASKS if name != "rl"), *OBJECTIVES)
         if self.kind in known or is_path(self.kind):
             return
         near = closest(self.kind, known)
@@ -205,7 +205,7 @@ class LossConfig:
 
     def _check_without_rollouts(self) -> None:
         """Nothing of RL may be set and then not be used."""
-        name_of = {"distill": "distillation", "reward": "a reward model"}.get(self.kind, self.kind.upper())
+        name_of = self.task.title
         for name, unset in (
             ("advantage", "grpo"),
             ("old_policy", "auto"),
@@ -224,7 +224,7 @@ class LossConfig:
         )
 
 
-Table = TypeVar("Table", Objective, Correction)
+Table = TypeVar("Table", Objective, Correction, TaskSettings)
 
 
 def _tables(kind: type[Table]) -> dict[str, type[Table]]:
@@ -236,3 +236,6 @@ def _tables(kind: type[Table]) -> dict[str, type[Table]]:
 BOUNDS = ("low", "high", "dual")
 OBJECTIVES = _tables(Objective)
 CORRECTIONS = _tables(Correction)
+TASK_TABLES = _tables(TaskSettings)
+TASKS: dict[str, type[TaskSettings]] = {"sft": SFTSettings, **TASK_TABLES, "rl": PolicySettings}
+"""Every command of training."""

@@ -4,6 +4,10 @@
                       corrections    sampler against trainer, in a row    TokenTISSettings | IcePopSettings | ...
                       kl, entropy    added to the loss
 
+A command of training (sft, dpo, ...) is a task. The settings of its loss are a `TaskSettings`. Its class variables say
+what the rest of padfree must know of the command without torch: its help line, how its rows are counted, what its
+evaluation measures, which other models it asks. What the command does is in the file of `padfree.tasks` of that name.
+
 A recipe holds these same objects (`padfree.config.loss`), so messages name what stands in a recipe: `loss.clip.low`.
 The formula of an objective is in the file of `padfree.losses.objectives` that has its `kind` for a name; those of the
 others are in `padfree.losses`.
@@ -19,6 +23,7 @@ from padfree.config.choices import (
     DivergenceKind,
     KLEstimator,
     KLWeighting,
+    ModelHead,
     OldPolicy,
     PreferenceLoss,
     SequenceStatistic,
@@ -58,14 +63,63 @@ def _check_numbers(settings: Any, prefix: str) -> None:
         check_number(type(settings), entry.name, getattr(settings, entry.name), prefix)
 
 
+# Tasks
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SFTSettings:
+class TaskSettings:
+    """The settings of a task's loss, and what the task is."""
+
+    command: ClassVar[str]  # `padfree COMMAND`, `padfree.COMMAND(...)`, and the file of `padfree.tasks`
+    help: ClassVar[str]
+    title: ClassVar[str]  # its name in messages
+    kind: ClassVar[str]  # `loss.kind` where nobody gives one
+    eval_metrics: ClassVar[tuple[str, ...]]  # what held-out data measures, as `eval/NAME`
+    head: ClassVar[ModelHead] = "tokens"  # of the model that is trained
+    group_size: ClassVar[int] = 1  # how many samples of `batch.samples` a row of the data counts for
+    in_rows: ClassVar[bool] = True  # a batch takes rows of the data, not groups of rollouts
+    turns: ClassVar[bool] = False  # a row may become several samples that count as one, and `data.loss_on` is read
+    weighs_tokens: ClassVar[bool] = False  # `loss.weights` is read; else the loss weighs whole samples
+    samples_responses: ClassVar[bool] = False  # the model may write what it is trained on (`[rollout]`)
+    has_teacher: ClassVar[bool] = False
+    has_reference: ClassVar[bool] = False  # by itself, and not for a KL term
+    may_precompute: ClassVar[bool] = False  # `reference.precompute`
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether these settings compare with a reference model."""
+        return self.has_reference
+
+    def check_run(self, config: Any) -> None:
+        """Refuse settings of other sections (`config` is a `Config`) that this task cannot have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTSettings(TaskSettings):
     """Negative log-likelihood."""
 
+    command: ClassVar[str] = "sft"
+    help: ClassVar[str] = "fine-tune on chat, prompt/response or plain text"
+    title: ClassVar[str] = "SFT"
+    kind: ClassVar[str] = "sft"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
+    turns: ClassVar[bool] = True
+    weighs_tokens: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistillSettings:
+class DistillSettings(TaskSettings):
     """The divergence of the student's distribution from the teacher's; `padfree.head.divergence` has the formulas."""
+
+    command: ClassVar[str] = "distill"
+    help: ClassVar[str] = "learn the distributions of a teacher"
+    title: ClassVar[str] = "distillation"
+    kind: ClassVar[str] = "distill"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
+    turns: ClassVar[bool] = True
+    weighs_tokens: ClassVar[bool] = True
+    samples_responses: ClassVar[bool] = True
+    has_teacher: ClassVar[bool] = True
 
     divergence: DivergenceKind = "forward-kl"
     beta: float = number(0.5, SMALLEST, math.nextafter(1.0, 0.0), "give a share above 0 and below 1")  # of jsd
@@ -223,7 +277,7 @@ TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySettings:
+class PolicySettings(TaskSettings):
     """A policy loss: the objective, corrections of it, and what is added to it.
 
     `old_policy` names the denominator of the ratio: the `trainer`'s own log-probabilities before the update
@@ -234,6 +288,14 @@ class PolicySettings:
     differentiable, so it changes the gradient even where it is 1.
     """
 
+    command: ClassVar[str] = "rl"
+    help: ClassVar[str] = "update a policy on rollout files, or on its own responses"
+    title: ClassVar[str] = "RL"
+    kind: ClassVar[str] = "clip"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("reward", "pass@1", "pass@k", "response_length")
+    in_rows: ClassVar[bool] = False
+    weighs_tokens: ClassVar[bool] = True
+    samples_responses: ClassVar[bool] = True
     objective: Objective = ClipSettings()
     old_policy: OldPolicy = "trainer"
     corrections: tuple[Correction, ...] = ()
@@ -262,6 +324,12 @@ class PolicySettings:
             cure = "set loss.old_policy=trainer, with 'current' opsm never masks"
             need(OPSMSettings.kind not in kinds, "loss.corrections", kinds, cure)
 
+    def check_run(self, config: Any) -> None:
+        cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
+        need(config.batch.samples is not None, "batch.samples", None, cure)
+        loss_on = config.data.loss_on
+        need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is trained on in RL is the response")
+
     def _untyped(self) -> tuple[object, object]:
         """Objective and corrections as they were given, whatever they are."""
         return self.objective, self.corrections
@@ -277,7 +345,7 @@ class PolicySettings:
         return self.old_policy == "sampler" or any(correction.compares_sampler for correction in self.corrections)
 
 
-# Losses of other models
+# Losses of pairs, and of other models
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,13 +360,21 @@ class ValueSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DPOSettings:
+class DPOSettings(TaskSettings):
     """Direct preference optimisation and its relatives; `padfree.losses.preference` has the formulas.
 
     `label_smoothing` is the assumed share of wrong labels, `gamma` the margin that SimPO asks for. `normalise`: means
     over the tokens of an answer instead of sums; None: as each loss was made, means for ipo, simpo and orpo.
     """
 
+    command: ClassVar[str] = "dpo"
+    help: ClassVar[str] = "train on pairs of answers: DPO, IPO, hinge, SimPO, ORPO"
+    title: ClassVar[str] = "DPO"
+    kind: ClassVar[str] = "dpo"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    group_size: ClassVar[int] = 2
+    has_reference: ClassVar[bool] = True
+    may_precompute: ClassVar[bool] = True
     variant: PreferenceLoss = "sigmoid"
     beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
     label_smoothing: float = number(0.0, 0.0, math.nextafter(0.5, 0.0), "give 0 up to, but not including, 0.5")
@@ -315,8 +391,14 @@ class DPOSettings:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether answers are compared with what a reference model thinks of them."""
         return self.variant in ("sigmoid", "hinge", "ipo")
+
+    def check_run(self, config: Any) -> None:
+        check_pairs(config)
+        if not self.needs_reference:
+            cure = f"leave it out, loss.dpo.variant {self.variant!r} has no reference"
+            need(config.reference.path is None, "reference.path", config.reference.path, cure)
+            need(not config.reference.precompute, "reference.precompute", True, cure)
 
     @property
     def means(self) -> bool:
@@ -325,10 +407,67 @@ class DPOSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewardModelSettings:
+class KTOSettings(TaskSettings):
+    """Single answers that are desirable or not; `padfree.tasks.kto` has the formula.
+
+    The weights balance labels of which there are more of one kind.
+    """
+
+    command: ClassVar[str] = "kto"
+    help: ClassVar[str] = "train on single answers with a label, desirable or not: KTO"
+    title: ClassVar[str] = "KTO"
+    kind: ClassVar[str] = "kto"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
+    has_reference: ClassVar[bool] = True
+    beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
+    desirable_weight: float = number(1.0, 0.0, LARGEST, "give 0 or more")
+    undesirable_weight: float = number(1.0, 0.0, LARGEST, "give 0 or more")
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "loss.kto.")
+
+    def check_run(self, config: Any) -> None:
+        check_answers(config)
+        samples = config.batch.samples
+        cure = "give 2 or more, the KL term pairs a prompt with the answer of another row"
+        need(samples is None or samples >= 2, "batch.samples", samples, cure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelSettings(TaskSettings):
     """Pairwise loss of a reward model: the chosen answer should score `margin` more than the rejected one."""
 
+    command: ClassVar[str] = "reward"
+    help: ClassVar[str] = "train a reward model on pairs of answers"
+    title: ClassVar[str] = "a reward model"
+    kind: ClassVar[str] = "reward"
+    eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    head: ClassVar[ModelHead] = "scalar"
+    group_size: ClassVar[int] = 2
     margin: float = number(0.0, 0.0, LARGEST, "give 0 or more")  # beside the margins that rows may have
 
     def __post_init__(self) -> None:
         _check_numbers(self, "loss.reward.")
+
+    def check_run(self, config: Any) -> None:
+        check_pairs(config)
+        temperature = config.loss.temperature
+        need(temperature == 1.0, "loss.temperature", temperature, "leave it out, a reward model has no logits")
+        alone = config.lora.rank > 0 and config.lora.export == "adapter"
+        cure = "set lora.export=merged, a reward model's head is trained beside the adapters and not among them"
+        need(not alone, "lora.export", config.lora.export, cure)
+
+
+def check_answers(config: Any) -> None:
+    """Of tasks whose loss weighs whole answers."""
+    loss_on, weights = config.data.loss_on, config.loss.weights
+    need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is compared are the answers")
+    need(weights == "token-mean", "loss.weights", weights, "leave it out, all of them weigh the same")
+
+
+def check_pairs(config: Any) -> None:
+    """Of data in pairs."""
+    cure = "give an even number, it counts answers, two of a pair"
+    for name, count in (("batch.samples", config.batch.samples), ("eval.samples", config.eval.samples)):
+        need(count is None or count % 2 == 0, name, count, cure)
+    check_answers(config)

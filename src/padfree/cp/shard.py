@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -90,9 +91,12 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
     if batch.entries is not None:
         entries = _local_entries(batch, context)
         labelled = None if own is None else to_device(entries.numbers, own.device)
-    return LocalBatch(
+    fields: dict[str, Any] = {
         **{field: chosen(getattr(batch, field), own) for field in PackedBatch.ROW_FIELDS},
         **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
+    }
+    return LocalBatch(
+        **fields,
         context=context,
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: chosen(values, labelled)),
         samples=batch.samples,
@@ -138,6 +142,15 @@ def gather_tokens(
         values, plan, need_group(context), loss == "partial"
     )
     return gathered
+
+
+def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
+    """Sums over the ranks that share a pack; no gradient flows through it."""
+    if context.world == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=context.group)
+    return total
 
 
 def need_group(context: AttnContext) -> ProcessGroup:

@@ -231,6 +231,18 @@ class TokenizedDataset(StoredSamples):
             source=self._files[self._rows[place, 0]]["name"],
         )
 
+    @cached_property
+    def _numbers(self) -> NDArray[np.float64] | None:
+        """[N] of all places of the folder; None where rows were read without."""
+        if not read_metadata(self.folder).get("numbers"):
+            return None
+        return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
+
+    def number(self, index: SupportsIndex) -> float | None:
+        """The number of a sample's row, where rows have one: a margin, a label."""
+        numbers = self._numbers
+        return None if numbers is None else float(numbers[self._kept[as_index(index)]])
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (type(self), self.folder, self.max_length, self.overlong)
 
@@ -239,26 +251,19 @@ class PairDataset(TokenizedDataset):
     """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
 
     `group` names the pair, and `reward` is 1 for the chosen answer and 0 for the other. `report` counts pairs. Where
-    rows may have margins, that of a pair is the `raw_reward` of its chosen answer.
+    rows may have margins, that of a pair is the term `margin` of its chosen answer.
     """
 
     samples_per_row: ClassVar[int | None] = 2
     drops_whole_rows: ClassVar[bool] = True
 
-    @cached_property
-    def _margins(self) -> NDArray[np.float64] | None:
-        """[N] of all places of the folder; None where rows were read without margins."""
-        if not read_metadata(self.folder).get("margins"):
-            return None
-        return np.asarray(open_array(self.folder, "margins", (len(self._rows),)))
-
     def __getitem__(self, index: SupportsIndex) -> Sample:
         sample = super().__getitem__(index)
         chosen = as_index(index) % 2 == 0
-        margins = self._margins
+        margin = self.number(index) if chosen else None
         return replace(
             sample,
-            raw_reward=None if margins is None or not chosen else float(margins[self._kept[as_index(index)]]),
+            terms=None if margin is None else {"margin": margin},
             uid=f"{sample.uid} {'chosen' if chosen else 'rejected'}",
             group=sample.uid,
             reward=float(chosen),

@@ -60,6 +60,7 @@ class Schema:
     elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
     preferred: tuple[str, ...] = ()  # kinds that win over others if a row has both
     rest: str = "not used"
+    number: str | None = None  # the field that is stored as the number of a row: a margin, say
 
     @property
     def known(self) -> tuple[str, ...]:

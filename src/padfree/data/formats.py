@@ -37,7 +37,7 @@ _RESPONSE = "which belongs to the response"
 _TOKENS = "which is about token ids in 'input_ids'"
 _CHAT = "which only a conversation or a prompt can have"
 GUARDED = {
-    "label": "which says whether an answer is good (KTO); training would take every answer for a good one",
+    "label": "which says whether an answer is good; padfree kto reads it, and here every answer would count as good",
     "weight": "which weighs rows; padfree has weights of sources (data.sources) and of messages only",
     "weights": "which weighs rows; padfree has weights of sources (data.sources) and of messages only",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
@@ -51,7 +51,7 @@ GUARDED = {
 _PAIRS = frozenset(("chosen", "rejected")), "train on preference pairs with padfree dpo or padfree reward"
 _UNPAIRED = (
     frozenset(("label",)),
-    "bring two answers for each prompt: padfree has no loss for single labelled ones (KTO)",
+    "train on single answers with a label with padfree kto",
 )
 _TOKENIZED = frozenset(("input_ids",)), "bring text: token ids are for padfree sft and for rollouts"
 _ROLLOUTS = frozenset(("reward",)), "train on rollouts with padfree rl"
@@ -96,6 +96,7 @@ REWARD_SCHEMA = Schema(
     guarded=GUARDED,
     elsewhere=PAIR_SCHEMA.elsewhere,
     preferred=PAIR_SCHEMA.preferred,
+    number="margin",
 )
 
 PROMPT_SCHEMA = Schema(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from padfree.data.chat import chat_renderer
 from padfree.data.dataset import PairDataset, TokenizedDataset
@@ -66,12 +66,12 @@ def load_pairs(
 ) -> PairDataset:
     """Preference pairs, as `load_sft` loads samples: `chosen` and `rejected` of each row, with what is before them.
 
-    With `margins` a row may have a `margin`, too, which is then the `raw_reward` of its chosen answer.
+    With `margins` a row may have a `margin`, too, which is then the term `margin` of its chosen answer.
     """
-    settings = settings or SFTDataSettings()
     kind, schema = (RewardTokenizer, REWARD_SCHEMA) if margins else (PairTokenizer, PAIR_SCHEMA)
-    found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
-    return PairDataset(found, max_length=settings.max_length, overlong=settings.overlong)
+    return load_rows(
+        data, tokenizer, settings, PairDataset, kind, schema, cache=cache, num_workers=num_workers, progress=progress
+    )
 
 
 def load_sft(
@@ -89,9 +89,38 @@ def load_sft(
     are as many as there is text for, up to 8 and the number of cores. `progress`: True for a bar (it needs rich), or a
     function. Processes import the script that started them, so this call belongs under `if __name__ == "__main__":`.
     """
+    return load_rows(
+        data,
+        tokenizer,
+        settings,
+        TokenizedDataset,
+        RowTokenizer,
+        SFT_SCHEMA,
+        cache=cache,
+        num_workers=num_workers,
+        progress=progress,
+    )
+
+
+Dataset = TypeVar("Dataset", bound=TokenizedDataset)
+
+
+def load_rows(
+    data: str | Path | Iterable[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SFTDataSettings | None,
+    dataset: type[Dataset],
+    kind: type[RowTokenizer],
+    schema: Schema,
+    *,
+    cache: str | Path | None = None,
+    num_workers: int | None = None,
+    progress: bool | Progress = False,
+) -> Dataset:
+    """The same for rows of any `schema`, which a `kind` of tokenizer makes samples of and a `dataset` gives back."""
     settings = settings or SFTDataSettings()
-    found = _tokenised(data, RowTokenizer, SFT_SCHEMA, tokenizer, settings, cache, num_workers, progress)
-    return TokenizedDataset(found, max_length=settings.max_length, overlong=settings.overlong)
+    found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
+    return dataset(found, max_length=settings.max_length, overlong=settings.overlong)
 
 
 def _tokenised(
@@ -117,8 +146,8 @@ def _tokenised(
         settings = replace(settings, day=chat.day)  # midnight may come before the last row
     if schema is not SFT_SCHEMA:
         identity["kinds"] = [format.kind for format in schema.formats]
-    if "margin" in schema.known:
-        identity["margins"] = True
+    if schema.number is not None:
+        identity["number"] = schema.number
 
     def build(beside: Path) -> None:
         _build(beside, sources, kind(tokenizer, settings), schema, settings, identity, num_workers, progress)
@@ -179,14 +208,14 @@ def _build(
     rows = [0] * len(sources)
     done = 0
     with (
-        Writer(folder, margins="margin" in schema.known) as writer,
+        Writer(folder, numbers=schema.number is not None) as writer,
         contextlib.closing(results),
         _shown_progress(progress) as report,
     ):
         for number, chunk, result in results:
             if result.skipped and settings.on_bad_row == "error":
                 raise bad_row(result.skipped[0], chunk.unit)
-            writer.append(result.tokens, result.mask, result.lengths, number, result.lines, result.margins)
+            writer.append(result.tokens, result.mask, result.lengths, number, result.lines, result.numbers)
             writer.skipped.extend(result.skipped)
             rows[number] += len(chunk.numbers)
             done += chunk.size

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.batch import ROLLOUT_ARRAYS, Sample
 from padfree.data.chat import ChatRenderer, chat_renderer
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, Format, Schema, check_mapping, resolve
@@ -64,7 +64,7 @@ from padfree.data.sources import Chunk, open_sources, record_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *TOKEN_ARRAYS)
+_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *ROLLOUT_ARRAYS)
 SCHEMA = Schema(
     formats=(
         Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),
@@ -196,9 +196,9 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
     if not len(tokens):
         raise RowError("no tokens; expected one or more")
     prompt = np.ascontiguousarray(tokens[:response_start], dtype=np.int64)
-    arrays = {
+    arrays: dict[str, Any] = {
         field: array
-        for field in TOKEN_ARRAYS
+        for field in ROLLOUT_ARRAYS
         if (array := _token_array(row, fields[field], response_start, mask, field in LOGPROBS)) is not None
     }
     sample = Sample(

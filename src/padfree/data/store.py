@@ -4,7 +4,7 @@
                     mask.npy     bool  [T]
                     offsets.npy  int64 [N+1]   sample i is [offsets[i], offsets[i+1])
                     rows.npy     int64 [N, 2]  its file (a place in metadata's list) and line
-                    margins.npy  float64 [N]   of pairs for a reward model: by how much the chosen answer is better
+                    numbers.npy  float64 [N]   where a row has a number: a margin or a label
                     skipped.jsonl              rows that could not be used
                     metadata.json              what the key was made of, counts, digests of tokens and mask
 
@@ -155,17 +155,17 @@ class ArrayWriter:
 class Writer(contextlib.ExitStack):
     """The files of one folder. It is complete after `finish`."""
 
-    def __init__(self, folder: Path, *, margins: bool = False) -> None:
+    def __init__(self, folder: Path, *, numbers: bool = False) -> None:
         super().__init__()
         self._folder = folder
-        self._margins: ArrayWriter | None = None
+        self._numbers: ArrayWriter | None = None
         with writing(folder):
             self._tokens = ArrayWriter(folder / "tokens.npy", np.dtype(np.int32))
             self._mask = ArrayWriter(folder / "mask.npy", np.dtype(np.bool_))
             self._offsets = ArrayWriter(folder / "offsets.npy", np.dtype(np.int64))
             self._rows = ArrayWriter(folder / "rows.npy", np.dtype(np.int64), (2,))
-            if margins:
-                self._margins = ArrayWriter(folder / "margins.npy", np.dtype(np.float64))
+            if numbers:
+                self._numbers = ArrayWriter(folder / "numbers.npy", np.dtype(np.float64))
             self._offsets.append(np.zeros(1, dtype=np.int64))
         for array in self._arrays:
             self.callback(self._close, array)
@@ -178,7 +178,7 @@ class Writer(contextlib.ExitStack):
     @property
     def _arrays(self) -> tuple[ArrayWriter, ...]:
         found = (self._tokens, self._mask, self._offsets, self._rows)
-        return found if self._margins is None else (*found, self._margins)
+        return found if self._numbers is None else (*found, self._numbers)
 
     @property
     def num_samples(self) -> int:
@@ -191,18 +191,18 @@ class Writer(contextlib.ExitStack):
         lengths: NDArray[np.int64],
         file: int,
         lines: NDArray[np.int64],
-        margins: NDArray[np.float64] | None = None,
+        numbers: NDArray[np.float64] | None = None,
     ) -> None:
-        """Samples of one file: their tokens and masks end to end, their lengths, lines and margins."""
+        """Samples of one file: their tokens and masks end to end, their lengths, lines and numbers."""
         assert len(tokens) == len(mask) == lengths.sum()
         with writing(self._folder):
             self._offsets.append(self._tokens.length + np.cumsum(lengths, dtype=np.int64))
             self._tokens.append(tokens)
             self._mask.append(mask)
             self._rows.append(np.stack([np.full_like(lines, file), lines], axis=1))
-            if self._margins is not None:
-                assert margins is not None
-                self._margins.append(margins)
+            if self._numbers is not None:
+                assert numbers is not None
+                self._numbers.append(numbers)
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
         skipped = "".join(json.dumps(asdict(row)) + "\n" for row in self.skipped)
@@ -210,8 +210,8 @@ class Writer(contextlib.ExitStack):
             "format": FORMAT,
             "samples": self.num_samples,
             "tokens": self._tokens.length,
-            "digests": [array.digest for array in (self._tokens, self._mask, self._margins) if array is not None],
-            "margins": self._margins is not None,
+            "digests": [array.digest for array in (self._tokens, self._mask, self._numbers) if array is not None],
+            "numbers": self._numbers is not None,
             "skipped_bytes": len(skipped.encode()),
         }
         with writing(self._folder):
@@ -291,7 +291,7 @@ def is_whole(folder: Path) -> bool:
             ("mask", (tokens,)),
             ("offsets", (samples + 1,)),
             ("rows", (samples, 2)),
-            *([("margins", (samples,))] if metadata.get("margins") else []),
+            *([("numbers", (samples,))] if metadata.get("numbers") else []),
         ):
             open_array(folder, name, shape)
         return (folder / "skipped.jsonl").stat().st_size == int(metadata["skipped_bytes"])

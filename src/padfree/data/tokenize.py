@@ -42,7 +42,7 @@ class TokenizedChunk(NamedTuple):
     mask: NDArray[np.bool_]  # [T]
     lengths: NDArray[np.int64]  # [N]
     lines: NDArray[np.int64]  # [N]; consecutive samples of one line are of one row
-    margins: NDArray[np.float64]  # [N]; 0 where a row has none
+    numbers: NDArray[np.float64]  # [N] that of its row; 0 where a row has none
     skipped: list[SkippedRow]
 
 
@@ -68,30 +68,31 @@ class RowTokenizer:
                 row = record_of(record)
                 assert fields is not None
                 fields.check(row)
-                rows.append((line, self._margin(row, fields), self._samples(row, fields)))
+                rows.append((line, self._number(row, fields), self._samples(row, fields)))
             except RowError as error:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(error)))
         passages = [one for _, _, found in rows for one in found if isinstance(one, Passage)]
         encoded = iter(self._encoder.encode(passages))
         samples: list[tuple[Encoded, int, float]] = []
-        for line, margin, found in rows:
+        for line, number, found in rows:
             whole = [next(encoded) if isinstance(one, Passage) else one for one in found]
             reason = next((problem for one in whole if (problem := _problem(one)) is not None), None)
             if reason is not None:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=reason))
             else:
-                samples += [(one, line, margin) for one in whole if isinstance(one, Encoded)]
+                samples += [(one, line, number) for one in whole if isinstance(one, Encoded)]
         nothing = np.empty(0, dtype=np.int32)
         return TokenizedChunk(
             tokens=np.concatenate([nothing, *(one.tokens for one, _, _ in samples)]),
             mask=np.concatenate([nothing.astype(np.bool_), *(one.loss_mask for one, _, _ in samples)]),
             lengths=np.array([len(one.tokens) for one, _, _ in samples], dtype=np.int64),
             lines=np.array([line for _, line, _ in samples], dtype=np.int64),
-            margins=np.array([margin for _, _, margin in samples], dtype=np.float64),
+            numbers=np.array([number for _, _, number in samples], dtype=np.float64),
             skipped=sorted(skipped, key=lambda row: row.line),
         )
 
-    def _margin(self, row: Mapping[str, Any], fields: Fields) -> float:
+    def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
+        """What is stored besides the tokens of a row, where its schema has a `number`."""
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
@@ -222,7 +223,7 @@ class PairTokenizer(RowTokenizer):
 class RewardTokenizer(PairTokenizer):
     """The same rows, which may have a `margin`: by how much the chosen answer should score more."""
 
-    def _margin(self, row: Mapping[str, Any], fields: Fields) -> float:
+    def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
         column = fields["margin"]
         value = row.get(column)
         if value is None:

@@ -65,7 +65,6 @@ class LossInputs:
         *,
         logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
-        old_logprobs: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
         """A batch with what came with its rollouts, and with what the trainer has computed for it."""
@@ -77,7 +76,7 @@ class LossInputs:
             num_samples=batch.num_samples,
             logprobs=logprobs,
             entropy=entropy,
-            old_logprobs=old_logprobs,
+            old_logprobs=None if rollout is None else rollout.old_logprobs,
             rollout_logprobs=None if rollout is None else rollout.logprobs,
             ref_logprobs=None if rollout is None else rollout.ref_logprobs,
             advantages=None if rollout is None else rollout.advantages,

@@ -70,6 +70,10 @@ class RouterRecorder:
         for number, router in enumerate(routers):
             router.module.register_forward_hook(self._hook(number, router.num_experts))
 
+    def record(self, on: bool) -> None:
+        """Whether calls of the routers are kept from now on."""
+        self.on = on
+
     def clear(self) -> None:
         self.calls.clear()
 

@@ -256,6 +256,7 @@ def _collate(
                 source=sample.source,
                 reward=sample.reward,
                 raw_reward=sample.raw_reward,
+                terms=sample.terms,
             )
             for sample, index in zip(chosen, part, strict=True)
         ),

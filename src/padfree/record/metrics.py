@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.batch import ROLLOUT_ARRAYS, Sample
 from padfree.record.files import METRICS
 
 
@@ -70,7 +70,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:
-            arrays = {name: array.tolist() for name in TOKEN_ARRAYS if (array := getattr(sample, name)) is not None}
+            arrays = {name: array.tolist() for name in ROLLOUT_ARRAYS if (array := getattr(sample, name)) is not None}
             row = {
                 "uid": sample.uid,
                 "group": sample.group,

@@ -3,28 +3,29 @@
 batcher  -> groups                        the samples of the data themselves
 rollouts -> groups -> collector           episodes of prompts, sampled now or while earlier batches were trained
          -> old log-probabilities, advantages (of rewards, a critic, a teacher), the reference's log-probabilities
-         -> RolloutBatch                  its samples, which of them each update takes, metrics, times
+         -> UpdateBatch                  its samples, which of them each update takes, metrics, times
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from padfree.batch import Sample
+from padfree.checkpoint.manifest import Trained
 from padfree.config import Config
-from padfree.losses import PolicySettings, needs_old_logprobs
+from padfree.tasks.task import Models, task_of
+from padfree.train.batch_times import BatchTimes
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine
+from padfree.train.finite import check_weights
 from padfree.train.metrics import reward_metrics
-from padfree.train.rl.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
-from padfree.train.rl.batch_times import BatchTimes
 from padfree.train.rl.reference_model import Reference
 from padfree.train.rl.sampled_batches import SampledBatches
-from padfree.train.rl.update_batch import RolloutBatch, update_parts
 from padfree.train.scorer import Scorer
 from padfree.train.training_data import Batcher
+from padfree.train.update_batch import UpdateBatch, update_parts
 
 
 class Batches:
@@ -40,11 +41,14 @@ class Batches:
         teacher: Scorer | None,
         critic: Critic | None,
         rollouts: SampledBatches | None,
+        end_tokens: tuple[int, ...] = (),
     ) -> None:
+        """`end_tokens`: what ends a response, if that is known."""
         self.config, self.engine, self.batcher = config, engine, batcher
         self.reference, self.teacher, self.critic = reference, teacher, critic
         self.rollouts = rollouts
-        self.end_tokens: tuple[int, ...] = ()  # what ends a response, where that is known
+        self.task = task_of(config.loss.command)
+        self.end_tokens = end_tokens
         self._had_labels = False  # whether any sample so far had a token to train
         self.groups = self.groups_without_signal = 0  # of all batches so far
 
@@ -56,16 +60,13 @@ class Batches:
     @property
     def waits_for_updates(self) -> bool:
         """Whether a batch needs the model, or a reference, as the updates with the batches before it leave them."""
-        settings = self.engine.settings.loss
-        if self.sampled or not isinstance(settings, PolicySettings):
-            return self.sampled
-        asked = (self.reference, self.teacher, self.critic)
-        return needs_old_logprobs(settings) or any(model is not None for model in asked)
+        asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
+        return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
 
     def without_signal(self) -> str | None:
         """A line if no batch of this start had an advantage other than 0, and no other term changed the weights."""
-        loss = self.engine.settings.loss
-        if not self.groups or self.groups_without_signal < self.groups or not isinstance(loss, PolicySettings):
+        loss = self.config.loss
+        if not self.groups or self.groups_without_signal < self.groups:
             return None
         if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
             return None
@@ -78,7 +79,54 @@ class Batches:
         """The place in the data behind the batch that was taken last."""
         return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
 
-    def next(self, step: int) -> RolloutBatch | None:
+    @property
+    def highest(self) -> int:
+        """The number of the batch that was begun last."""
+        return self.batcher.step
+
+    def resume(self, step: int, *, remaining: int) -> None:
+        """Go on inside a batch, with which `remaining` updates are still to be made."""
+        if self.rollouts is not None:
+            self.rollouts.resume(step, remaining=remaining)
+
+    def after_updates(self) -> None:
+        """To be called when all updates with a batch are done."""
+        if self.reference is not None:
+            self.reference.after_batch(self.engine.model)
+
+    # Checkpoints
+
+    def check_weights(self, step: int) -> None:
+        """Refuse to save weights that are not finite."""
+        check_weights(self.engine.model, step)
+        if self.critic is not None:
+            check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
+
+    def state(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint, besides the cursor. Every rank calls it."""
+        found = {} if self.rollouts is None else self.rollouts.state()
+        return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
+
+    def saved(self) -> dict[str, Any]:
+        """The models besides the trained one that a checkpoint holds."""
+        return {"reference": None if self.reference is None else self.reference.saved(), "critic": self._trained()}
+
+    def filled(self) -> dict[str, Any]:
+        """The same, for a checkpoint to fill."""
+        return {"reference": None if self.reference is None else self.reference.tensors(), "critic": self._trained()}
+
+    def _trained(self) -> Trained | None:
+        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint holds; the models are filled already."""
+        self.batcher.load_state_dict(extra["batcher"])
+        if self.reference is not None and "reference" in extra:
+            self.reference.load_state_dict(extra["reference"])
+        if self.rollouts is not None:
+            self.rollouts.restore(extra)
+
+    def next(self, step: int) -> UpdateBatch | None:
         """None after the last. `step`: how many updates have been made, which is the version of the policy."""
         times = BatchTimes()
         if self.rollouts is not None:
@@ -92,7 +140,7 @@ class Batches:
         groups = next(self.batcher, None)
         return None if groups is None else self._prepared(distinct(_flat(groups)), times, self.batcher.step)
 
-    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> RolloutBatch:
+    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> UpdateBatch:
         """A global batch with everything that its updates need besides the model as it is then."""
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
@@ -101,59 +149,35 @@ class Batches:
                 "train; let the policy write, what an environment adds is not trained"
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
-        settings = self.engine.settings.loss
-        if not isinstance(settings, PolicySettings):
-            if self.reference is not None:
-                batch = self._with_reference(batch, times)
-            if self.rollouts is None:
-                return RolloutBatch(samples=batch, parts=parts)
-            return RolloutBatch(
-                samples=batch,
-                parts=parts,
-                metrics={**self._reward_metrics(batch), **self.rollouts.metrics()},
-                times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
-            )
-        old = None
-        if needs_old_logprobs(settings) or self.teacher is not None:
-            with times.measure("old_logprobs"):
-                old = self.engine.scorer.logprobs(batch)
-        metrics = self._reward_metrics(batch) | ({} if self.rollouts is None else dict(self.rollouts.metrics()))
-        if self.critic is not None:
-            with times.measure("critic"):
-                batch, found = self.critic.judged(batch)
-            metrics |= signal_of(batch, "gae").metrics() | found
-        elif self.teacher is None:
-            metrics |= signal_of(batch, self.config.loss.advantage).metrics()
-            batch = with_advantages(batch, self.config.loss.advantage)
-        else:
-            assert old is not None
-            with times.measure("teacher"):
-                taught = self.teacher.logprobs(batch)
-            batch = teacher_advantages(batch, taught, old)
-            metrics |= signal_of(batch, "teacher").metrics() | {"reverse_kl": reverse_kl(batch)}
-        self.groups += int(metrics["groups"])
-        self.groups_without_signal += int(metrics["groups_without_signal"])
-        if self.reference is not None:
-            batch = self._with_reference(batch, times)
-        return RolloutBatch(
+        batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
+        metrics: dict[str, float] = {}
+        measured = self.rollouts is not None or not self.config.loss.task.in_rows
+        if measured:
+            written = {} if self.rollouts is None else self.rollouts.metrics()
+            metrics = {**self._reward_metrics(batch), **written, **found}
+        self.groups += int(metrics.get("groups", 0))
+        self.groups_without_signal += int(metrics.get("groups_without_signal", 0))
+        return UpdateBatch(
             samples=batch,
             parts=parts,
             epochs=self.config.loss.epochs,
-            old_logprobs=old if needs_old_logprobs(settings) else None,
             metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)),
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if measured else {},
+        )
+
+    def _models(self, times: BatchTimes) -> Models:
+        """The models of the run; how long each takes to answer goes into `times`."""
+        reference, teacher, critic = self.reference, self.teacher, self.critic
+        return Models(
+            policy=times.measured("old_logprobs", self.engine.scorer.logprobs),
+            reference=None if reference is None else times.measured("reference", reference.logprobs),
+            teacher=None if teacher is None else times.measured("teacher", teacher.logprobs),
+            critic=None if critic is None else times.measured("critic", critic.judged),
         )
 
     def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
         sources = [source.label for source in self.config.data.sources]
         return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
-
-    def _with_reference(self, batch: list[Sample], times: BatchTimes) -> list[Sample]:
-        """The same samples with the reference's log-probabilities of their tokens."""
-        assert self.reference is not None
-        with times.measure("reference"):
-            found = self.reference.logprobs(batch)
-        return [sample.with_numbers(ref_logprobs=values) for sample, values in zip(batch, found, strict=True)]
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
         """What decides which samples of the batch with this number are in which of its updates."""

@@ -30,7 +30,7 @@ from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
 from padfree.rollout import Prompt
-from padfree.train.training_data import TrainingData, text_settings
+from padfree.tasks.reading import TrainingData, text_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
 
 def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
     """Where the messages of a conversation stand; nothing for other rows, and where tokens do not tell characters."""
-    if config.loss.command not in ("sft", "distill") or tokenizer is None or not tokenizer.is_fast:
+    if not config.loss.task.turns or tokenizer is None or not tokenizer.is_fast:
         return ()
     name, _, line = place.rpartition(":")
     for label, data in _readings(config):

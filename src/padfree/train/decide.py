@@ -52,12 +52,11 @@ from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.engines import check_engine_name
 from padfree.rollout.environment import check_episode_rows, check_episode_settings
 from padfree.sizes import ModelSizes
+from padfree.tasks.reading import Samples, TrainingData
 from padfree.train.limits import Limits, check_fits
 from padfree.train.resume import check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.rows import (
-    GROUP_SIZES,
-    Samples,
     check_shown,
     epoch_order,
     in_rows,
@@ -67,7 +66,6 @@ from padfree.train.rows import (
 )
 from padfree.train.setup import check_judge, check_placement
 from padfree.train.training_data import (
-    TrainingData,
     check_rollouts,
     groups_of,
     held_out_config,
@@ -314,7 +312,7 @@ def check_source(
         vocabulary_cure="set model.tokenizer to the tokenizer of this model, or give rollouts in its token ids",
         positions_cure=f"set {shorter}data.max_length={limit} and data.overlong=truncate (or drop)",
     )
-    if config.loss.command == "rl" and not sampled:
+    if not config.loss.task.in_rows and not sampled:
         _check_columns(config, source)
         untrained = untrained_samples(source)
         if len(untrained) == len(source.samples):
@@ -349,7 +347,7 @@ def check_lengths(config: Config, source: TrainingData, processes: int, *, budge
         return
     alone = np.arange(len(source.samples) + 1)
     rows = row_starts(config, source.samples)
-    pairs = GROUP_SIZES.get(config.loss.command, 1) > 1
+    pairs = config.loss.task.group_size > 1
     # Both answers of a pair are in one micro-batch; all samples of a row are in one step.
     _check_cap("batch.max_tokens", batch.max_tokens, context, rows if pairs else alone, source)
     if budget and batch.tokens is not None:
@@ -455,7 +453,7 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     assert epochs is not None
     if in_rows(config) and config.batch.samples is not None:
         order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
-        rows = config.batch.samples // GROUP_SIZES[config.loss.command]
+        rows = config.batch.samples // config.loss.task.group_size
         alike = all((part.weight * part.size).denominator == 1 for part in order.parts)  # every epoch has as many rows
         looked_at = range(1 if alike else epochs)
         there = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,14 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padfree.batch import Sample
-from padfree.config.loss_settings import DistillSettings, RewardModelSettings, ValueSettings
+from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
 from padfree.losses import (
-    DPOSettings,
     LossOutput,
     Statistics,
-    TokenLossSettings,
     WeightMode,
     merge_statistics,
     segment_sum,
@@ -49,14 +47,15 @@ from padfree.optim.masters import computing
 from padfree.optim.optimizer import Optimizer
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
-from padfree.rollout.collect.travel import arrived, whole
+from padfree.rollout.collect.travel import whole
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
+from padfree.tasks import task_of
+from padfree.tasks.row_loss import RowLoss
 from padfree.train.busy_clock import BusyClock
 from padfree.train.finite import NonFiniteError, weights_line
-from padfree.train.microbatch import Floats, MicroBatch, make_micro_batch
+from padfree.train.microbatch import MicroBatch
 from padfree.train.router_balance import RouterBalance
-from padfree.train.row_loss import PairRowLoss, RowLoss, TokenRowLoss
 from padfree.train.scorer import Scorer
 
 
@@ -64,7 +63,7 @@ from padfree.train.scorer import Scorer
 class LossSettings:
     """The loss, and how its tokens are weighed."""
 
-    loss: TokenLossSettings | DPOSettings | DistillSettings | RewardModelSettings | ValueSettings
+    loss: TaskSettings | ValueSettings
     weights: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of weights "constant"
     groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
@@ -104,33 +103,6 @@ class PreparedStep:
     source_weights: tuple[float, ...] = ()  # what the tokens of each source weigh together
 
 
-class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
-    """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
-
-    def __init__(
-        self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
-    ) -> None:
-        """`slots`: as `StepPlan.rows_of` gives them."""
-        self._slots, self._lay_out = slots, lay_out
-        self._rows: list[tuple[MicroBatch, Indices]] = []
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[MicroBatch, Indices]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[MicroBatch, Indices]]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
-        last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
-        while len(self._rows) < last:
-            indices, width = self._slots[len(self._rows)]
-            self._rows.append((self._lay_out(indices, width), indices))
-        return self._rows[index]
-
-
 @dataclass(slots=True, eq=False)
 class _Sums:
     """What the micro-batches of this rank add up to."""
@@ -151,10 +123,15 @@ class Engine:
         settings: LossSettings,
         row_loss: RowLoss | None = None,
     ) -> None:
-        """`row_loss` is what is minimised; without one it is the loss of tokens that the settings name."""
+        """`row_loss` is what is minimised; without one it is the loss of the task that the settings name."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
-        self.row_loss: RowLoss = row_loss or make_row_loss(scorer, settings)
-        self.model, self.mesh = scorer.model, scorer.mesh
+        if row_loss is None:
+            assert isinstance(settings.loss, TaskSettings)
+            row_loss = task_of(settings.loss.command).row_loss(
+                settings.loss, temperature=scorer.temperature, memory=settings.head_memory
+            )
+        self.row_loss: RowLoss = row_loss
+        self.model, self.mesh, self.packer = scorer.model, scorer.mesh, scorer.packer
         self.clock = BusyClock.of(scorer.model, scorer.mesh)
         self.router: RouterBalance | None = None
         if settings.router or settings.router_bias:
@@ -169,22 +146,16 @@ class Engine:
         *,
         lr_factor: float = 1.0,
         step: int = 0,
-        old_logprobs: Sequence[Floats] | None = None,
     ) -> StepReport:
         """One update with the samples of a global batch; every rank is given the same ones, in the same order.
 
-        `old_logprobs[i]` [n] are the trainer's own from before the first update with these samples
-        (`Scorer.logprobs`), for losses with a ratio to them. `lr_factor`: what the schedule multiplies all base
-        learning rates by. `step` is only for messages.
+        `lr_factor`: what the schedule multiplies all base learning rates by. `step` is only for messages.
         """
-        return self.begin(self.prepare(samples, old_logprobs), lr_factor=lr_factor, step=step).finish()
+        return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
-    def prepare(
-        self, samples: Sequence[Sample], old_logprobs: Sequence[Floats] | None = None, *, whole: bool = True
-    ) -> PreparedStep:
+    def prepare(self, samples: Sequence[Sample], *, whole: bool = True) -> PreparedStep:
         """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
-        plan = self.scorer.plan(samples, keep_groups=self.row_loss.keeps_groups)
-        here = arrived(samples, plan.micro_batches)
+        plan = self.packer.plan(samples, keep_groups=self.row_loss.keeps_groups)
         settings = self.settings
         grouped = settings.weights == "group-mean"
         groups = [sample.group for sample in samples]
@@ -195,21 +166,7 @@ class Engine:
             constant=settings.constant,
             units=groups if settings.groups_are_rows else None,
         )
-
-        def lay_out(indices: Indices, width: int | None) -> MicroBatch:
-            return make_micro_batch(
-                here,
-                indices,
-                self.mesh,
-                self.scorer.rows,
-                weights=weights,
-                old_logprobs=old_logprobs,
-                pair_weight=2.0 / len(samples) if self.row_loss.keeps_groups else None,
-                prefixes=plan.prefixes,
-                width=width,
-            )
-
-        rows = LazyRows(plan.rows_of(self.mesh.data.rank), lay_out)
+        rows = self.packer.lay_out(samples, plan, weights)
         source, totals = None, [0.0] * len(settings.sources)
         if settings.sources:
             source = np.array([settings.sources.index(str(sample.source)) for sample in samples])
@@ -266,7 +223,7 @@ class Engine:
             if self.router is not None:
                 self.router.begin(self.model, prepared.rows)
             for batch, indices in prepared.rows:
-                output = inside(self.model, row_loss, batch)
+                output = inside(self.model, row_loss, batch.local)
                 assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
                 with torch.autograd.set_multithreading_enabled(False):
@@ -298,14 +255,6 @@ class Engine:
         )
         dist.all_reduce(numbers, group=self.mesh.loss.group)
         return numbers
-
-
-def make_row_loss(scorer: Scorer, settings: LossSettings) -> RowLoss:
-    """The loss that these settings describe, as an engine of this scorer computes it."""
-    assert not isinstance(settings.loss, DistillSettings | RewardModelSettings | ValueSettings), "made by its owner"
-    if isinstance(settings.loss, DPOSettings):
-        return PairRowLoss(settings.loss, temperature=scorer.temperature, memory=settings.head_memory)
-    return TokenRowLoss(settings.loss, temperature=scorer.temperature, memory=settings.head_memory)
 
 
 class PendingStep:

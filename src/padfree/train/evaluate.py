@@ -16,41 +16,34 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import Sample
 from padfree.config import Config, EvalConfig
 from padfree.data import Reward, load_reward
-from padfree.head import matches, score
-from padfree.losses import segment_sum
-from padfree.model import hidden_states, lm_head_of
 from padfree.optim.masters import computing
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector, Outcome
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.noise import GREEDY, response_keys
 from padfree.sharding.parallelize import inside
+from padfree.tasks.measures import RowMeasure
+from padfree.tasks.reading import TrainingData
+from padfree.tasks.task import Models, task_of
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
 from padfree.train.finite import check_metrics
-from padfree.train.microbatch import MicroBatch, make_micro_batch
 from padfree.train.rl.reference_model import Reference
-from padfree.train.row_loss import RowLoss
 from padfree.train.scorer import Scorer
-from padfree.train.training_data import TrainingData
 from padfree.train.updates import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
 """Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
-
-LARGEST_EXPONENT = 709.0
-"""exp of more is more than a float can hold."""
 
 EVALUATION = 1 << 62
 """The number of the batch whose noise evaluations use: no training batch comes so far."""
@@ -59,100 +52,36 @@ EVALUATION = 1 << 62
 # Rows
 
 
-class RowMeasure(Protocol):
-    """Sums of each sample of a row, or this context rank's share of them."""
-
-    names: ClassVar[tuple[str, ...]]
-    keeps_groups: ClassVar[bool]
-
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What is reported, from the means by name."""
-
-
-class TokenMeasure:
-    """Negative log-likelihood of the scored tokens, and how many of them are the likeliest ones."""
-
-    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
-    keeps_groups: ClassVar[bool] = False
-
-    def __init__(self, temperature: float = 1.0) -> None:
-        self.temperature = temperature
-
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        local, head = batch.local, lm_head_of(model)
-        hidden = hidden_states(model, local)
-        scores = score(hidden, head, local.labels, temperature=self.temperature, num_labels=batch.num_labels)
-        sums = [local.labels != IGNORE, -scores.logprobs, matches(hidden, head, local.labels)]
-        return segment_sum(torch.stack([each.double() for each in sums], 1), local.sample_index, local.num_samples)
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        loss = means["loss"]
-        return {**means, "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss)}
-
-
-class PairMeasure:
-    """The loss of each pair, and whether the chosen answer is ahead; counted with the chosen one's source."""
-
-    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
-    keeps_groups: ClassVar[bool] = True
-
-    def __init__(self, row_loss: RowLoss) -> None:
-        self.row_loss = row_loss
-
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        output = self.row_loss(model, batch)
-        assert output.pair_statistics is not None
-        assert batch.pairs is not None
-        shares = output.pair_statistics
-        values = torch.stack([shares[name] for name in ("count", "pair_loss", "accuracy", "margin")], 1)
-        return values.new_zeros(batch.local.num_samples, 4).index_add(0, batch.pairs[:, 0], values)
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        return means
-
-
-MEASURES: dict[str, Callable[[Engine], RowMeasure]] = {
-    "sft": lambda engine: TokenMeasure(engine.scorer.temperature),
-    "dpo": lambda engine: PairMeasure(engine.row_loss),
-    "reward": lambda engine: PairMeasure(engine.row_loss),
-    "distill": lambda engine: TokenMeasure(engine.scorer.temperature),
-}
-"""What is measured on held-out samples, by command."""
-
-
 class HeldOut:
     """Held-out samples, measured on rows that are laid out as in training."""
 
     def __init__(
-        self, scorer: Scorer, measure: RowMeasure, samples: Sequence[Sample], on_activity: OnActivity | None = None
+        self,
+        scorer: Scorer,
+        measure: RowMeasure,
+        samples: Sequence[Sample],
+        on_activity: OnActivity | None = None,
+        *,
+        prepare: Callable[[], Sequence[Sample]] | None = None,
     ) -> None:
-        self.scorer, self.measure, self.samples, self.on_activity = scorer, measure, samples, on_activity
+        """`prepare` gives the samples with all that the measure needs of them at that time."""
+        self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
+        self.prepare = prepare or (lambda: samples)
         self.sources = sorted({str(sample.source) for sample in samples})
         self._source = torch.tensor([self.sources.index(str(sample.source)) for sample in samples])
-        self._plan = scorer.plan(samples, keep_groups=measure.keeps_groups)
+        self._plan = scorer.packer.plan(samples, keep_groups=measure.keeps_groups)
 
     def __call__(self, step: int) -> dict[str, float]:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
+        with undisturbed(scorer.model):
+            samples = self.prepare()
         with undisturbed(scorer.model), computing(scorer.model):
-            rows = self._plan.rows_of(mesh.data.rank)
-            for done, (indices, width) in enumerate(rows):
+            packs, total = scorer.packer.packs(samples, self._plan), len(self._plan.rows_of(mesh.data.rank))
+            for done, (batch, indices) in enumerate(packs):
                 if self.on_activity is not None:
-                    self.on_activity("evaluating", done, len(rows))
-                pair_weight = 1.0 if measure.keeps_groups else None
-                batch = make_micro_batch(
-                    self.samples,
-                    indices,
-                    mesh,
-                    scorer.rows,
-                    pair_weight=pair_weight,
-                    prefixes=self._plan.prefixes,
-                    width=width,
-                )
-                found = inside(scorer.model, measure, batch)
+                    self.on_activity("evaluating", done, total)
+                found = inside(scorer.model, measure, batch.local)
                 if not batch.is_filler:
                     totals.index_add_(0, self._source[indices].to(mesh.device), found)
         dist.all_reduce(totals, group=mesh.loss.group)
@@ -189,10 +118,13 @@ class SampledResponses:
         settings: EvalConfig,
         seed: int,
         on_activity: OnActivity | None = None,
+        *,
+        reward: Reward | None = None,
     ) -> None:
+        """`reward` replaces that of the run."""
         self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
         self.groups = [RolloutGroup(prompt=prompt, size=settings.draws) for prompt in prompts]
-        self.reward: Reward | None = None if settings.reward is None else load_reward(settings.reward)
+        self.reward = reward
         number = len(prompts) * settings.draws
         self._keys = (
             np.full(number, GREEDY, np.int64)
@@ -276,12 +208,13 @@ def _measure(
     samples = list(held_out.samples)
     if writer is not None:
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
-        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity)
+        reward = None if config.eval.reward is None else load_reward(config.eval.reward)
+        return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity, reward=reward)
     rows = [sample for sample in samples if isinstance(sample, Sample)]
-    if reference is not None:  # which stays what it is, so that once is enough
-        found = reference.logprobs(rows)
-        rows = [sample.with_numbers(ref_logprobs=values) for sample, values in zip(rows, found, strict=True)]
-    return HeldOut(engine.scorer, MEASURES[config.loss.command](engine), rows, on_activity)
+    task, scorer = task_of(config.loss.command), engine.scorer
+    models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
+    measure = task.measure(engine.row_loss, scorer.temperature)
+    return HeldOut(scorer, measure, rows, on_activity, prepare=task.evaluation(rows, models, config.loss))
 
 
 @contextmanager

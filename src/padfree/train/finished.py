@@ -22,10 +22,11 @@ from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config
 from padfree.record.files import CHECKPOINTS, EVALUATION, EVENTS, MODEL
 from padfree.rollout.collect.queue_state import KEY as QUEUE
+from padfree.tasks.reading import TrainingData
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
-from padfree.train.rl.update_batch import KEY as ROLLOUTS
-from padfree.train.training_data import TrainingData, make_batcher
+from padfree.train.training_data import make_batcher
+from padfree.train.update_batch import KEY as ROLLOUTS
 
 OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
 """Beginnings of the settings that decide what is done after the last step."""

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.data import StoredSamples
-from padfree.train.rows import Samples, lengths_of
+from padfree.tasks.reading import Samples
+from padfree.train.rows import lengths_of
 
 TABLE_MARGIN = 8
 """A table of positions may have a few rows more than the config says (OPT: two)."""

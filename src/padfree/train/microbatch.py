@@ -1,4 +1,4 @@
-"""One slot of a step plan as a row on the device.
+"""How the samples of a step are divided into packs, and each pack on the device: the one place that decides both.
 
     samples of the global batch, plan, weights        slot [5 9 12] of data rank 1
     collate    [T]       5 5 5 9 9 12 12 12           padded to a multiple of the context ranks
@@ -10,23 +10,25 @@ in every collective of the step, and the row adds exactly 0 to the loss and to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample, at_predictions
-from padfree.config.choices import LayoutKind, SharePrefixes
+from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
+from padfree.config.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
-from padfree.cp.ranges import to_device
 from padfree.distributed import Mesh
-from padfree.losses import preference_pairs
-from padfree.packing import PrefixTree, collate
-from padfree.packing.collate import with_shared_prefixes
+from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_shared_step, plan_step
+from padfree.packing.collate import prefixes_of, with_shared_prefixes
+from padfree.packing.fill import Indices
+from padfree.rollout.collect.travel import arrived
+from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]
 
@@ -44,16 +46,131 @@ class RowSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """A row, this rank's share of it, and what the host knows of that."""
+    """A pack, and this rank's share of it."""
 
     packed: PackedBatch  # on the host, the pad included
     local: LocalBatch
-    num_labels: int  # of `local`
-    old_logprobs: Tensor | None  # [T/cp]
-    is_filler: bool
-    pairs: Tensor | None = None  # [P, 2] (chosen, rejected): places among the samples of the row
-    pair_weights: Tensor | None = None  # [P] float64
-    margins: Tensor | None = None  # [P] float64, where samples have them
+
+    @property
+    def is_filler(self) -> bool:
+        return self.local.is_filler
+
+    @property
+    def num_labels(self) -> int:
+        assert self.local.num_labels is not None
+        return self.local.num_labels
+
+
+class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
+    """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
+
+    def __init__(
+        self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
+    ) -> None:
+        """`slots`: as `StepPlan.rows_of` gives them."""
+        self._slots, self._lay_out = slots, lay_out
+        self._rows: list[tuple[MicroBatch, Indices]] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[MicroBatch, Indices]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[MicroBatch, Indices]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
+        while len(self._rows) < last:
+            indices, width = self._slots[len(self._rows)]
+            self._rows.append((self._lay_out(indices, width), indices))
+        return self._rows[index]
+
+
+class Packer:
+    """Decides how samples are divided over ranks and micro-batches, and lays the packs of this rank out.
+
+    Training, scoring and evaluation of a model all ask the same one.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        max_tokens: int,
+        rows: RowSettings,
+        overlong: PackOverlong,
+        cost: CostModel,
+        unshared_reason: str | None,
+    ) -> None:
+        """`unshared_reason`: why the model cannot share prefixes; None: it can."""
+        self.mesh, self.max_tokens, self.rows, self.overlong, self.cost = mesh, max_tokens, rows, overlong, cost
+        self.unshared_reason, self._said_unshared = unshared_reason, False
+        self._check_sharing()
+
+    def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
+        """Which sample runs where. A pack may hold `max_tokens` for each of its context ranks.
+
+        With `keep_groups` samples of a group are in one pack.
+        """
+        return plan_samples(
+            samples,
+            self._prefixes(samples),
+            keep_groups=keep_groups,
+            ranks=self.mesh.data.size,
+            max_tokens=self.max_tokens * self.mesh.context.size,
+            cost=self.cost,
+            overlong=self.overlong,
+            contexts=tuple(self.mesh.contexts) or (1,),
+        )
+
+    def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyRows:
+        """This rank's packs of a plan, all of which are kept."""
+        here = arrived(samples, plan.micro_batches)
+
+        def laid_out(indices: Indices, width: int | None) -> MicroBatch:
+            return make_micro_batch(
+                here, indices, self.mesh, self.rows, weights=weights, prefixes=plan.prefixes, width=width
+            )
+
+        return LazyRows(plan.rows_of(self.mesh.data.rank), laid_out)
+
+    def packs(
+        self, samples: Sequence[Sample], plan: StepPlan, rows: RowSettings | None = None
+    ) -> Iterator[tuple[MicroBatch, Indices]]:
+        """The same one after the other, none of which is kept; with other `rows` than those of training."""
+        here = arrived(samples, plan.micro_batches)
+        for indices, width in plan.rows_of(self.mesh.data.rank):
+            rows = rows or self.rows
+            yield make_micro_batch(here, indices, self.mesh, rows, prefixes=plan.prefixes, width=width), indices
+
+    def _check_sharing(self) -> None:
+        if self.rows.share_prefixes is True and self.unshared_reason is not None:
+            raise ValueError(f"batch.share_prefixes: True, but {self.unshared_reason}; set batch.share_prefixes=false")
+
+    def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
+        """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""
+        self._check_sharing()
+        if self.rows.share_prefixes is False or not len(samples):
+            return None
+        if self.unshared_reason is None:
+            return prefixes_of(samples, self.rows.share_prefixes, self.cost)
+        if not self._said_unshared and prefixes_of(samples, self.rows.share_prefixes, self.cost).is_shared:
+            self._said_unshared = True
+            if self.mesh.loss.rank == 0:
+                message = f"batch.share_prefixes: samples share prefixes, but each is computed: {self.unshared_reason}"
+                warnings.warn(message, PadfreeWarning, stacklevel=2)
+        return None
+
+
+def plan_samples(
+    samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
+) -> StepPlan:
+    """The plan of one step over these samples, which share `prefixes`; `options` as for `plan_step`."""
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
+    return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
 
 
 def make_micro_batch(
@@ -63,15 +180,13 @@ def make_micro_batch(
     settings: RowSettings,
     *,
     weights: Sequence[Floats] | None = None,
-    old_logprobs: Sequence[Floats] | None = None,
-    pair_weight: float | None = None,
     prefixes: PrefixTree | None = None,
     width: int | None = None,
 ) -> MicroBatch:
-    """The row of `samples[indices]`. `weights[i]` [n] weighs predictions, `old_logprobs[i]` [n] belongs to tokens.
+    """The pack of `samples[indices]`. `weights[i]` [n] weighs the predictions of sample i.
 
-    With `pair_weight`, what each pair weighs, its samples are pairs (`preference_pairs`). `prefixes` is what all
-    `samples` share, as the step's plan has it, and `width` how many ranks share this row, where the plan says it.
+    `prefixes` is what all `samples` share, as the step's plan has it, and `width` how many ranks share this pack, where
+    the plan says it.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices]
@@ -85,18 +200,6 @@ def make_micro_batch(
         if prefixes is not None:
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
     packed = packed.padded_to_multiple(context.size)
-    old_row = None
-    if old_logprobs is not None:
-        old_row = torch.zeros(packed.num_tokens)
-        own = [] if is_filler else [old_logprobs[i] for i in indices]
-        if not is_filler:
-            _check_lengths(chosen, own)
-        if packed.entries is not None:
-            old_row = torch.from_numpy(np.concatenate(own)[packed.entries.tokens]).float()
-        elif not is_filler:
-            end = packed.num_tokens - packed.pad_length
-            offsets = packed.segments.offsets[: len(chosen) + 1]
-            old_row[:end] = torch.from_numpy(at_predictions(np.concatenate(own), offsets))
     on_cuda = mesh.device.type == "cuda"  # page-locked memory is what a copy need not wait for
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),
@@ -106,30 +209,8 @@ def make_micro_batch(
         kind=settings.layout,
         method=settings.method,
     )
-    if old_row is not None:
-        old_row = (old_row.pin_memory() if on_cuda else old_row).to(mesh.device, non_blocking=True)
-        if local.context.layout is not None and local.entries is None:
-            old_row = old_row.index_select(0, local.context.plan.own)
-        elif local.context.layout is not None and local.entries is not None:
-            old_row = old_row.index_select(0, to_device(local.entries.numbers, mesh.device))
-    pairs = pair_weights = margins = None
-    if pair_weight is not None:
-        infos = () if is_filler else packed.samples
-        found = torch.from_numpy(preference_pairs(infos))
-        pairs = (found.pin_memory() if on_cuda else found).to(mesh.device, non_blocking=True)
-        wanted = torch.tensor([infos[place].raw_reward or 0.0 for place in found[:, 0].tolist()], dtype=torch.float64)
-        margins = (wanted.pin_memory() if on_cuda else wanted).to(mesh.device, non_blocking=True)
-        pair_weights = torch.full((len(found),), pair_weight, dtype=torch.float64, device=mesh.device)
-    return MicroBatch(
-        packed=packed,
-        local=local,
-        num_labels=_num_labels(packed, local),
-        old_logprobs=old_row,
-        is_filler=is_filler,
-        pairs=pairs,
-        pair_weights=pair_weights,
-        margins=margins,
-    )
+    local = replace(local, num_labels=_num_labels(packed, local), is_filler=is_filler, batch_samples=len(samples))
+    return MicroBatch(packed=packed, local=local)
 
 
 def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
@@ -154,15 +235,6 @@ def filler(samples: Sequence[Sample]) -> Sample:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
     raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
-
-
-def _check_lengths(samples: Sequence[Sample], values: Sequence[Floats]) -> None:
-    for sample, array in zip(samples, values, strict=True):
-        if np.shape(array) != (len(sample),):
-            raise ValueError(
-                f"old_logprobs: shape {np.shape(array)} for the {len(sample)} tokens of sample {sample.uid!r}; "
-                "give one number per token"
-            )
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:

@@ -31,11 +31,11 @@ from padfree.checkpoint.checkpointer import latest_in
 from padfree.checkpoint.files import CheckpointError, hash_of
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config, config_from_dict
-from padfree.config.choices import LOSSES_WITH_COMMAND
+from padfree.config.loss import TASKS
 from padfree.data import StoredSamples
 from padfree.record.files import CHECKPOINTS
 from padfree.rollout import Prompt
-from padfree.train.rl.update_batch import KEY as ROLLOUTS
+from padfree.train.update_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
 """Where the record is among what a checkpoint keeps."""
@@ -281,7 +281,7 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
             "must stay": False,
             "may change between rollout batches": not inside,
             "may change with batch.samples": here.batch.samples is not None,
-            "may change within RL": all(value not in (*LOSSES_WITH_COMMAND, None) for value in (before, now)),
+            "may change within RL": all(value not in (*TASKS, None) for value in (before, now)),
         }.get(rule, True)
         if not may:
             when = "change it after the rollout batch that the checkpoint stands in" if "between" in rule else "keep it"

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from padfree.batch import LocalBatch
 from padfree.distributed import Mesh
 from padfree.losses import LossOutput
 from padfree.model import hidden_states
 from padfree.model.routers import RouterRecorder, routers_of
 from padfree.sharding.parallelize import inside
+from padfree.tasks.row_loss import RowLoss
 from padfree.train.microbatch import MicroBatch
-from padfree.train.row_loss import RowLoss
 
 
 class RouterBalance:
@@ -54,19 +55,19 @@ class RouterBalance:
         """Before the micro-batches of a step."""
         self._counts, self._own = None, self._zeros()
         if self.coefficient and len(rows) > 1:
-            self.recorder.on = True
+            self.recorder.record(True)
             with torch.no_grad():
                 for batch, _ in rows:
                     self.recorder.clear()
-                    inside(model, _forward, batch)
-                    self._own += self._choices(batch)
-            self.recorder.on = False
+                    inside(model, _forward, batch.local)
+                    self._own += self._choices(batch.local)
+            self.recorder.record(False)
             self._counts = self._summed()
 
-    def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+    def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """The loss of a row and its part of the routers' loss; called by `inside`."""
         self.recorder.clear()
-        self.recorder.on = True  # until `end`: a layer that is computed again must do what it did
+        self.recorder.record(True)  # until `end`: a layer that is computed again must do what it did
         output = inner(model, batch)
         if self._counts is None:
             self._own += self._choices(batch)
@@ -85,7 +86,7 @@ class RouterBalance:
 
     def end(self) -> None:
         """After the micro-batches of a step."""
-        self.recorder.on = False
+        self.recorder.record(False)
         self.recorder.clear()
 
     def move_biases(self, finite: Tensor) -> None:
@@ -109,7 +110,7 @@ class RouterBalance:
         return total
 
     @torch.no_grad()
-    def _choices(self, batch: MicroBatch) -> Tensor:
+    def _choices(self, batch: LocalBatch) -> Tensor:
         """[R, E] of the real tokens that are here."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
@@ -117,7 +118,7 @@ class RouterBalance:
             found[number] += ((choices[:, :, None] == experts) & real[:, None, None]).sum((0, 1))
         return found
 
-    def _part(self, batch: MicroBatch) -> Tensor:
+    def _part(self, batch: LocalBatch) -> Tensor:
         """[] E · Σ_e f_e · p_e with p of the tokens that are here."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
@@ -131,14 +132,14 @@ class RouterBalance:
         return total * (len(shares) / rows).float()
 
 
-def _forward(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    return hidden_states(model, batch.local)
+def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+    return hidden_states(model, batch)
 
 
-def _real_tokens(batch: MicroBatch) -> Tensor:
+def _real_tokens(batch: LocalBatch) -> Tensor:
     """[T/cp] whether the token is one of a sample."""
-    context, segments = batch.local.context, batch.local.context.segments
-    num_tokens = len(batch.local.input_ids)
+    context, segments = batch.context, batch.context.segments
+    num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length
-    own = torch.arange(num_tokens, device=batch.local.input_ids.device) if context.plan is None else context.plan.own
+    own = torch.arange(num_tokens, device=batch.input_ids.device) if context.plan is None else context.plan.own
     return own < real

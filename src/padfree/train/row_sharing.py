@@ -20,7 +20,8 @@ from padfree.model.sharing import sharing_obstacle
 from padfree.packing import CostModel, PrefixTree
 from padfree.packing.collate import prefixes_of
 from padfree.packing.fill import Indices
-from padfree.train.rows import GROUP_SIZES, Samples, in_rows
+from padfree.tasks.reading import Samples
+from padfree.train.rows import in_rows
 
 MOST_ROWS = 64
 """Of so many rows the keys are counted."""
@@ -28,7 +29,7 @@ MOST_ROWS = 64
 
 def rows_with_several(config: Config, samples: Samples) -> Indices:
     """Rows of several samples that a run compares; none for pairs, rollouts and prompts."""
-    if not isinstance(samples, StoredSamples) or not in_rows(config) or GROUP_SIZES[config.loss.command] > 1:
+    if not isinstance(samples, StoredSamples) or not in_rows(config) or config.loss.task.group_size > 1:
         return np.zeros(0, dtype=np.int64)
     if config.batch.share_prefixes is False:
         return np.zeros(0, dtype=np.int64)

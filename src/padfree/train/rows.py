@@ -20,17 +20,14 @@ from padfree.data import StoredSamples
 from padfree.packing.epochs import EpochOrder, Part
 from padfree.packing.fill import Indices
 from padfree.rollout import Prompt
+from padfree.tasks.reading import Samples
 
-Samples = Sequence[Sample | Prompt] | StoredSamples
 Group = Sequence[Sample | Prompt]
-
-GROUP_SIZES = {"sft": 1, "dpo": 2, "reward": 2, "distill": 1}
-"""How many samples of `batch.samples` a row counts for, by command. An SFT row counts for 1, however many it has."""
 
 
 def in_rows(config: Config) -> bool:
     """Whether batches are of rows of the data; else of groups of rollouts, or of prompts."""
-    return config.loss.command != "rl" and config.rollout.source is None
+    return config.loss.task.in_rows and config.rollout.source is None
 
 
 def row_starts(config: Config, samples: Any) -> Indices:
@@ -39,7 +36,7 @@ def row_starts(config: Config, samples: Any) -> Indices:
     Stored samples know their rows. Others are as many to a row as the command says; one each in RL.
     """
     known: Indices | None = getattr(samples, "row_starts", None)
-    size = GROUP_SIZES[config.loss.command] if in_rows(config) else 1
+    size = config.loss.task.group_size if in_rows(config) else 1
     return np.arange(0, len(samples) + 1, size) if known is None else known
 
 

@@ -35,6 +35,8 @@ from padfree.rollout.engines import make_ahead_sampler, make_sampler
 from padfree.rollout.journal import Journal
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
+from padfree.tasks.reading import Samples, TrainingData, text_settings
+from padfree.train.begin import begin_run, refusal
 from padfree.train.decide import Decided, check_free, decide, planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
@@ -42,13 +44,12 @@ from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
-from padfree.train.loop import AFTER_SIGNAL, Loop, OnNote, RunResult, refusal
+from padfree.train.loop import AFTER_SIGNAL, OnNote, RunResult
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import Reference
 from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.row_sharing import copied_keys
-from padfree.train.rows import Samples
 from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
@@ -60,7 +61,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import held_out_config, longest_of, make_batcher
 from padfree.train.updates import OnActivity, OnStep
 
 
@@ -159,7 +160,7 @@ def _train(
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
         batcher = make_batcher(config, samples, source.parts)
-        loop = Loop(
+        loop = begin_run(
             config,
             engine,
             batcher,
@@ -167,6 +168,7 @@ def _train(
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
             rollouts=None if collector is None else SampledBatches(config, batcher, collector, engine),
+            end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
             on_step=on_step,
             on_note=on_note,
             on_activity=doing,
@@ -180,8 +182,6 @@ def _train(
             loop.events.write("note", step=loop.step, text=line)
         if settled.reasons:
             loop.events.write("settled", step=loop.step, **settled.fields())
-        if collector is not None:
-            loop.batches.end_tokens = stop_tokens(tokenizer, engine.model)
         if mesh.loss.rank == 0:
             with writing(loop.folder):
                 source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
@@ -236,8 +236,8 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: Reference | None) -> Reference | None:
-    """What held-out pairs are compared with; policies are evaluated without one."""
-    return reference if config.loss.command == "dpo" else None
+    """What held-out answers are compared with; policies are evaluated without one."""
+    return reference if config.loss.task.has_reference else None
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:

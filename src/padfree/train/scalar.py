@@ -1,6 +1,5 @@
-"""Models with a scalar head in training: reward models on pairs, and critics.
+"""Models with a scalar head in training: critics. The loss of reward models is in `padfree.tasks.reward`.
 
-    RewardRowLoss   pairs of answers on a row    score at the end of each -> Bradley-Terry loss with margins
     ValueRowLoss    rollouts on a row            value of every prediction -> clipped squared error
     ScalarScorer    the same numbers without gradient: rewards [B] of samples, values [n] of their tokens
 
@@ -12,71 +11,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE, Sample
+from padfree.batch import LocalBatch, Sample
 from padfree.losses import (
     LossInputs,
     LossOutput,
-    RewardModelSettings,
     ValueSettings,
-    reward_model_loss,
     segment_sum,
     value_loss,
 )
-from padfree.model import hidden_states
-from padfree.model.scalar import scalar_head_of, scalar_scores
+from padfree.model.scalar import scalar_head_of
 from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
+from padfree.tasks.reward import row_scores
 from padfree.train.finite import check_scores
-from padfree.train.microbatch import MicroBatch, make_micro_batch
-from padfree.train.row_loss import sum_over_context
 from padfree.train.scorer import Scorer
-
-
-def row_scores(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """[T/cp], or [e]: numbers of this rank's entries, exactly 0 where there is no label."""
-    scores = scalar_scores(hidden_states(model, batch.local), scalar_head_of(model))
-    return torch.where(batch.local.labels != IGNORE, scores, 0.0)
-
-
-class RewardRowLoss:
-    """The Bradley-Terry loss of pairs of answers. Both are on one row, and may lie on different context ranks."""
-
-    keeps_groups: ClassVar[bool] = True
-
-    def __init__(self, settings: RewardModelSettings) -> None:
-        self.settings = settings
-
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        assert batch.pairs is not None
-        assert batch.pair_weights is not None
-        local = batch.local
-        return reward_model_loss(
-            row_scores(model, batch), local.labels != IGNORE, local.sample_index, local.num_samples, self.settings,
-            batch.pairs, batch.pair_weights, margins=batch.margins,
-            reduce=partial(sum_over_context, context=local.context),
-        )  # fmt: skip
 
 
 class ValueRowLoss:
     """The clipped squared error of values, against the returns that the samples bring."""
 
     keeps_groups: ClassVar[bool] = False
+    teacher: ClassVar[None] = None
 
     def __init__(self, settings: ValueSettings) -> None:
         self.settings = settings
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        return value_loss(LossInputs.from_batch(batch.local, values=row_scores(model, batch)), self.settings)
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        return value_loss(LossInputs.from_batch(batch, values=row_scores(model, batch)), self.settings)
 
 
 class ScalarScorer(Scorer):
@@ -96,11 +65,10 @@ class ScalarScorer(Scorer):
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
-        rows, plan = replace(self.rows, ends=True, pad_token=self.model.config.pad_token_id), self.plan(samples)
+        rows = replace(self.packer.rows, ends=True, pad_token=self.model.config.pad_token_id)
         with computing(self.model):
-            for indices, width in plan.rows_of(self.mesh.data.rank):
-                batch = make_micro_batch(samples, indices, self.mesh, rows, prefixes=plan.prefixes, width=width)
-                scores = inside(self.model, row_scores, batch)
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), rows):
+                scores = inside(self.model, row_scores, batch.local)
                 if not batch.is_filler:
                     sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)
                     found[torch.from_numpy(indices).to(self.mesh.device)] = sums

@@ -9,11 +9,9 @@ Entry j of a sample's array belongs to its token j; it is 0 where token j is not
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import Sample, at_tokens
+from padfree.batch import LocalBatch, Sample, at_tokens
 from padfree.config.choices import PackOverlong
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
@@ -31,15 +29,12 @@ from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.optim.masters import computing
-from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
-from padfree.packing.collate import prefixes_of
-from padfree.rollout.collect.travel import arrived
+from padfree.packing import CostModel
 from padfree.sharding.parallelize import inside
 from padfree.train.finite import check_scores
-from padfree.train.microbatch import MicroBatch, RowSettings, make_micro_batch
-from padfree.warning import PadfreeWarning
+from padfree.train.microbatch import MicroBatch, Packer, RowSettings
 
-RowScores = Callable[[PreTrainedModel, MicroBatch], Tensor]
+RowScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
 """[T/cp] numbers of this rank's tokens, exactly 0 where there is no label; or [e] of its entries."""
 
 
@@ -62,48 +57,17 @@ class Scorer:
         self.setting = setting
         self._check_head(model)  # refused here rather than in the first step
         self.model, self.mesh, self.temperature = model, mesh, temperature
-        self.rows = rows or RowSettings()
-        self.max_tokens, self.overlong = max_tokens, overlong
-        self.cost = cost or CostModel.from_config(model.config)
-        self.unshared_reason, self._said_unshared = sharing_obstacle(model), False
-        self._check_sharing()
+        self.packer = Packer(
+            mesh,
+            max_tokens=max_tokens,
+            rows=rows or RowSettings(),
+            overlong=overlong,
+            cost=cost or CostModel.from_config(model.config),
+            unshared_reason=sharing_obstacle(model),
+        )
 
     def _check_head(self, model: PreTrainedModel) -> None:
         lm_head_of(model)
-
-    def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
-        """Which sample runs where. A row may hold `max_tokens` for each of its context ranks.
-
-        With `keep_groups` samples of a group are on one row.
-        """
-        return plan_samples(
-            samples,
-            self._prefixes(samples),
-            keep_groups=keep_groups,
-            ranks=self.mesh.data.size,
-            max_tokens=self.max_tokens * self.mesh.context.size,
-            cost=self.cost,
-            overlong=self.overlong,
-            contexts=tuple(self.mesh.contexts) or (1,),
-        )
-
-    def _check_sharing(self) -> None:
-        if self.rows.share_prefixes is True and self.unshared_reason is not None:
-            raise ValueError(f"batch.share_prefixes: True, but {self.unshared_reason}; set batch.share_prefixes=false")
-
-    def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
-        """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""
-        self._check_sharing()
-        if self.rows.share_prefixes is False or not len(samples):
-            return None
-        if self.unshared_reason is None:
-            return prefixes_of(samples, self.rows.share_prefixes, self.cost)
-        if not self._said_unshared and prefixes_of(samples, self.rows.share_prefixes, self.cost).is_shared:
-            self._said_unshared = True
-            if self.mesh.loss.rank == 0:
-                message = f"batch.share_prefixes: samples share prefixes, but each is computed: {self.unshared_reason}"
-                warnings.warn(message, PadfreeWarning, stacklevel=2)
-        return None
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
@@ -118,16 +82,13 @@ class Scorer:
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         with computing(self.model):
-            plan = self.plan(samples)
-            here = arrived(samples, plan.micro_batches)
-            for indices, width in plan.rows_of(self.mesh.data.rank):
-                batch = make_micro_batch(here, indices, self.mesh, self.rows, prefixes=plan.prefixes, width=width)
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
                 if batch.local.entries is not None:
                     # Every context rank has entries of its own, and the sum over ranks puts them together.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
-                    found[tokens] = inside(self.model, scores, batch).float()
+                    found[tokens] = inside(self.model, scores, batch.local).float()
                     continue
-                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or batch.local.context.rank:
                     continue
                 # The head scores exactly 0 where there is no label, so also at the last position of each sample.
@@ -140,24 +101,15 @@ class Scorer:
         check_scores(found_scores, samples, setting=self.setting, what=what)
         return found_scores
 
-    def _scores(self, temperature: float, model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
         """[T/cp]"""
         return score(
-            hidden_states(model, batch.local),
+            hidden_states(model, batch),
             lm_head_of(model),
-            batch.local.labels,
+            batch.labels,
             temperature=temperature,
             num_labels=batch.num_labels,
         ).logprobs
-
-
-def plan_samples(
-    samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
-) -> StepPlan:
-    """The plan of one step over these samples, which share `prefixes`; `options` as for `plan_step`."""
-    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-    plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
-    return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:

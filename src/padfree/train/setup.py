@@ -17,9 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config
-from padfree.config.choices import Init, ModelHead
+from padfree.config.choices import Init, ModelHead, PackOverlong
 from padfree.config.functions import model_of
-from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh
 from padfree.estimate.cost_file import read_cost
 from padfree.model.export import export_adapters, export_model
@@ -28,14 +27,13 @@ from padfree.model.load import load_model, opened_together
 from padfree.model.scalar import WEIGHT, use_pad_token
 from padfree.optim.optimizer import make_optimizer
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.tasks import task_of
 from padfree.train.critic import Critic
-from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
 from padfree.train.rl.reward_model import ModelReward
-from padfree.train.row_loss import RowLoss
-from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
+from padfree.train.scalar import ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 from padfree.train.settle import settle_on
 from padfree.train.training_data import open_tokenizer
@@ -78,7 +76,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
     if config.loss.head == "scalar":
         use_pad_token(model, tokenizer)
     optimizer = make_optimizer(model, config.optimizer)
-    groups_are_rows = config.loss.command in ("sft", "distill") and config.rollout.source is None
+    groups_are_rows = config.loss.task.turns and config.rollout.source is None
     mixed = len(config.data.sources) > 1
     settings = LossSettings(
         loss=config.loss.settings(),
@@ -91,16 +89,12 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         router=config.loss.router,
         router_bias=config.loss.router_bias,
     )
-    row_loss: RowLoss | None = None
-    if isinstance(settings.loss, RewardModelSettings):
-        row_loss = RewardRowLoss(settings.loss)
-    if isinstance(settings.loss, DistillSettings):
-        row_loss = DistillationRowLoss(
-            settings.loss,
-            build_teacher(config, mesh),
-            temperature=config.loss.temperature,
-            memory=config.parallel.head_bytes,
-        )
+    row_loss = task_of(config.loss.command).row_loss(
+        settings.loss,
+        temperature=config.loss.temperature,
+        memory=config.parallel.head_bytes,
+        teacher=build_teacher(config, mesh) if config.loss.task.has_teacher else None,
+    )
     return Engine(_scorer(config, mesh, model, config.loss.head), optimizer, settings, row_loss)
 
 
@@ -146,9 +140,9 @@ def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except ValueError as error:  # the same line on every rank
         raise ValueError(str(error).replace("model: ", "rollout.reward: ", 1)) from None
-    scorer = _scorer(config, mesh, model, "scalar", "rollout.reward")
+    # Texts of another tokenizer are not samples of this run: one that is too long is a pack by itself.
+    scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
-    scorer.overlong = "alone"  # texts of another tokenizer are no samples of this run
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
 
 
@@ -273,7 +267,12 @@ def _load(
 
 
 def _scorer(
-    config: Config, mesh: Mesh, model: PreTrainedModel, head: ModelHead = "tokens", setting: str = "model.path"
+    config: Config,
+    mesh: Mesh,
+    model: PreTrainedModel,
+    head: ModelHead = "tokens",
+    setting: str = "model.path",
+    overlong: PackOverlong | None = None,
 ) -> Scorer:
     ends = config.loss.head == "scalar"
     return (ScalarScorer if head == "scalar" else Scorer)(
@@ -288,7 +287,7 @@ def _scorer(
             pad_token=model.config.pad_token_id if ends else None,
         ),
         temperature=config.loss.temperature,
-        overlong=config.batch.overlong,
+        overlong=overlong or config.batch.overlong,
         cost=None if config.batch.cost is None else read_cost(config.batch.cost),
         setting=setting,
     )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,50 +19,28 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from padfree.batch import Sample
-from padfree.config import Config, DataConfig
-from padfree.config.functions import model_of
+from padfree.config import Config
 from padfree.config.hub import check_name
-from padfree.config.inputs import check_regular
 from padfree.config.rules import shown_error
 from padfree.data import (
     DataReport,
     MixedDataset,
     RolloutDataSettings,
-    SFTDataSettings,
     StoredSamples,
-    TokenizedDataset,
     labelled,
-    load_pairs,
-    load_reward,
-    load_sft,
     of_source,
-    read_rollouts,
 )
 from padfree.data.chat import chat_renderer
-from padfree.data.formats import reading_notes
 from padfree.data.prepare import Progress
-from padfree.data.store import read_metadata
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
-from padfree.rollout import Prompt, read_prompts
+from padfree.rollout import Prompt
 from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.environment import load_episode
-from padfree.train.rl.advantages import check_signal
-from padfree.train.rows import GROUP_SIZES, Group, Rows, Samples, epoch_parts, in_rows, row_counts, row_starts
+from padfree.tasks import task_of
+from padfree.tasks.advantages import check_signal
+from padfree.tasks.reading import Samples, TrainingData, text_settings
+from padfree.train.rows import Group, Rows, epoch_parts, in_rows, row_counts, row_starts
 
 Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TrainingData:
-    """What a run is trained on. `parts`: how many samples come from each of `data.sources`, in order; () without."""
-
-    samples: Samples
-    report: DataReport
-    place: Callable[[int], str]  # the file and line of a sample
-    parts: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()  # how the files are read
-    day: datetime.date | None = None  # that a chat template has written; None: it writes none
-    given_ids: bool = False  # token ids that no tokenizer of ours made
 
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
@@ -76,7 +54,7 @@ def load_tokenizer(config: Config) -> Any:
     """
     path = Path(config.model.tokenizer or config.model.path)
     if path.exists() and not has_tokenizer(path):
-        given = config.loss.command == "rl" and config.rollout.source is None
+        given = not config.loss.task.in_rows and config.rollout.source is None
         if given and config.model.tokenizer is None:
             return None
         raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
@@ -98,30 +76,6 @@ def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> 
         raise ValueError(
             f"{setting}: the tokenizer of {name} cannot be read ({shown_error(error)}); give another"
         ) from error
-
-
-def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
-    """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
-    names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
-    chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
-    chosen["day"] = day
-    if data.chat_template is not None:
-        chosen["chat_template"] = read_template(data.chat_template)
-    return chosen
-
-
-def read_template(name: str, setting: str = "data.chat_template") -> str:
-    """The text of a file with a chat template."""
-    path = Path(name).expanduser()
-    check_regular(path, setting, once=False)
-    try:
-        text = path.read_text(encoding="utf-8")
-        reason = None if text.strip() else "it is empty"
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-    if reason is not None:
-        raise ValueError(f"{setting}: {name} cannot be used ({reason}); give a file with a template")
-    return text
 
 
 def load_training_data(
@@ -148,7 +102,7 @@ def load_training_data(
 
 
 def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
-    read = READERS[config.loss.command]
+    read = task_of(config.loss.command).read
     if not config.data.sources:
         return read(config, tokenizer, **options)
     found: dict[str, TrainingData] = {}
@@ -203,79 +157,6 @@ def _named(name: str, sample: Sample | Prompt) -> Sample | Prompt:
     return of_source(name, sample)
 
 
-def _read_sft(
-    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
-) -> TrainingData:
-    settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data, day))
-    found = load_sft(list(config.data.path), tokenizer, settings, progress=progress)
-    return _of_store(found)
-
-
-def _read_rl(
-    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
-) -> TrainingData:
-    data, read = config.data, RolloutDataSettings(**text_settings(config.data, day))
-    if config.rollout.source is not None:
-        if import_reward and config.rollout.reward is not None and model_of(config.rollout.reward) is None:
-            load_reward(config.rollout.reward)
-        if import_reward and config.rollout.has_episodes:
-            load_episode(config.rollout)
-        room = config.rollout.max_new_tokens
-        prompts = read_prompts(list(data.path), tokenizer, read, max_new_tokens=room)
-        return TrainingData(
-            samples=prompts.prompts,
-            report=prompts.report,
-            place=lambda index: prompts.prompts[index].uid,
-            notes=prompts.notes,
-        )
-    rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=read)
-    return TrainingData(
-        samples=rollouts.samples,
-        report=rollouts.report,
-        place=lambda index: f"{rollouts.samples[index].source}:{rollouts.lines[index]}",
-        notes=rollouts.notes,
-        given_ids=True,
-    )
-
-
-def _read_pairs(
-    config: Config, tokenizer: Any, *, progress: bool | Progress, import_reward: bool, day: datetime.date | None
-) -> TrainingData:
-    settings = SFTDataSettings(**text_settings(config.data, day))
-    margins = config.loss.command == "reward"
-    found = load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=margins)
-    return _of_store(found)
-
-
-def _of_store(found: TokenizedDataset) -> TrainingData:
-    about = read_metadata(found.folder)
-    return TrainingData(
-        samples=found,
-        report=found.report,
-        place=found.place,
-        notes=reading_notes(about["files"]),
-        given_ids=bool(about.get("given_ids")),
-    )
-
-
-Reader = Callable[..., TrainingData]
-
-
-def _read_distill(config: Config, tokenizer: Any, **options: Any) -> TrainingData:
-    """Text to learn from, or prompts that the student answers."""
-    return (_read_sft if config.rollout.source is None else _read_rl)(config, tokenizer, **options)
-
-
-READERS: dict[str, Reader] = {
-    "sft": _read_sft,
-    "distill": _read_distill,
-    "rl": _read_rl,
-    "dpo": _read_pairs,
-    "reward": _read_pairs,
-}
-"""What reads the data of each command: (config, tokenizer, progress=, import_reward=, day=) -> TrainingData."""
-
-
 def load_held_out(
     config: Config,
     tokenizer: Any,
@@ -312,7 +193,7 @@ def held_out_config(config: Config) -> Config:
 def _first(config: Config, samples: Samples) -> Samples:
     """The first `eval.samples` of them: whole rows, counted as `batch.samples` counts."""
     assert config.eval.samples is not None
-    starts, size = row_starts(config, samples), GROUP_SIZES.get(config.loss.command, 1)
+    starts, size = row_starts(config, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
     return [samples[index] for index in range(int(count))]
 
@@ -326,7 +207,7 @@ def longest_of(samples: Samples) -> int:
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
     """Refuse rollout files that there is nothing to learn from; a line to say if that is so for a part of them."""
-    if config.loss.command != "rl" or config.rollout.source is not None:
+    if config.loss.task.in_rows or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
     return check_signal(samples, config.loss.advantage, ", ".join(config.data.paths))
@@ -345,7 +226,7 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
     order["parts"] = epoch_parts(config, sizes)
     if in_rows(config):
         if batch.samples is not None:
-            size = GROUP_SIZES[config.loss.command]
+            size = config.loss.task.group_size
             return FixedSizeBatcher(groups, batch_size=batch.samples // size, length=_num_tokens, **order)
         assert batch.tokens is not None
         return TokenBudgetBatcher(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from padfree.estimate.flops import Flops
-from padfree.losses import PolicySettings
 from padfree.record.events import Events
 from padfree.record.files import NONFINITE
 from padfree.record.metrics import MetricsFile, write_samples
@@ -58,9 +57,12 @@ class Updates:
         events: Events,
         trackers: Trackers,
         on_step: OnStep | None,
+        divided: bool = False,
     ) -> None:
+        """`divided`: a step's seconds are only a part of its batch's, and are written as `seconds/update`, too."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
+        self._divided = divided
         self._begun: list[_Begun] = []
         self._last_end = 0.0
         self.votes = 0  # ranks that wanted to end the run when the update that was finished last began
@@ -116,7 +118,7 @@ class Updates:
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
         self._last_end, self.votes = end, report.votes
-        if isinstance(self._engine.settings.loss, PolicySettings):
+        if self._divided:
             numbers["seconds/update"] = numbers["seconds"]
         written = {**numbers, **begun.metrics}
         with writing(self._folder):

@@ -18,7 +18,7 @@ from padfree.tools.check.plain_losses import CheckedLoss
 from padfree.train.microbatch import at_ends
 from tests.tools.check import cases
 
-LOSSES: tuple[CheckedLoss, ...] = ("dpo", "distill", "reward", "value")
+LOSSES: tuple[CheckedLoss, ...] = ("dpo", "kto", "distill", "reward", "value")
 LENGTHS = (7, 12, 5, 9, 11, 6)
 
 
@@ -73,7 +73,7 @@ def test_mistakes_of_each_loss_are_found(folder: Path, monkeypatch: pytest.Monke
         planted.setattr("padfree.losses.preference.softplus", torch.nn.functional.relu)
         assert ("packed", "loss") in failed("dpo")
     with monkeypatch.context() as planted:
-        planted.setattr("padfree.train.distillation.lm_head_of", lambda model: _scaled(model))
+        planted.setattr("padfree.tasks.distill.lm_head_of", lambda model: _scaled(model))
         assert ("packed", "gradients") in failed("distill")
 
 

@@ -136,9 +136,10 @@ class PackedPath:
 
     def lay_out(self, variation: Variation) -> None:
         """Divide samples like this from now on."""
-        self.scorer.max_tokens, self.scorer.rows = variation.max_tokens, variation.rows
+        packer = self.scorer.packer
+        packer.max_tokens, packer.rows = variation.max_tokens, variation.rows
         if self.checked == "reward":
-            self.scorer.rows = replace(self.scorer.rows, ends=True, pad_token=self.model.config.pad_token_id)
+            packer.rows = replace(packer.rows, ends=True, pad_token=self.model.config.pad_token_id)
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """[n] of each sample, of every token but the first, whatever is trained; on every rank."""
@@ -174,7 +175,7 @@ class PackedPath:
         scores = partial(self.scorer._scores, self.scorer.temperature)
         with torch.no_grad():
             for batch, indices in self._padded(_all_scored(samples), fill).rows:
-                row = gather_tokens(inside(self.model, scores, batch), batch.local.context)
+                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or self.mesh.context.rank:
                     continue
                 for index, values in zip(indices, batch.packed.unpack(row), strict=True):
@@ -192,7 +193,7 @@ class PackedPath:
         return replace(prepared, rows=[(self._with_pad(batch, fill), indices) for batch, indices in prepared.rows])
 
     def _with_pad(self, batch: MicroBatch, fill: Callable[[int], Tensor]) -> MicroBatch:
-        context, settings = self.mesh.context, self.scorer.rows
+        context, settings = self.mesh.context, self.scorer.packer.rows
         packed = batch.packed.padded_to(batch.packed.num_tokens + PAD * context.size)
         real = packed.num_tokens - packed.pad_length
         packed = replace(packed, input_ids=torch.cat([packed.input_ids[:real], fill(packed.num_tokens - real)]))
@@ -204,7 +205,13 @@ class PackedPath:
             kind=settings.layout,
             method=settings.method,
         )
-        return replace(batch, packed=packed, local=local, num_labels=int((local.labels != IGNORE).sum()))
+        local = replace(
+            local,
+            num_labels=int((local.labels != IGNORE).sum()),
+            is_filler=batch.is_filler,
+            batch_samples=batch.local.batch_samples,
+        )
+        return replace(batch, packed=packed, local=local)
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:

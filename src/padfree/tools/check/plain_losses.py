@@ -3,6 +3,7 @@
     kind      what is minimised                                              beside the model
     nll       cross entropy, mean over trained tokens (`one_at_a_time`)
     dpo       sigmoid loss of pairs, means over pairs                        log-probabilities of a reference
+    kto       loss of single answers with labels, mean over answers          the same, and a drawn z₀
     distill   forward KL from a teacher, mean over trained tokens            the model with other norms and biases
     reward    Bradley-Terry loss of pairs, means over pairs                  a scalar head
     value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
@@ -26,16 +27,19 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from padfree.batch import Sample
+from padfree.config.loss_settings import KTOSettings
 from padfree.losses import DPOSettings, ValueSettings
 from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
 from padfree.tools.check.one_at_a_time import Outcome, _take, one_at_a_time, padded_pairs
 from padfree.tools.check.padded import padded_rows
 
-CheckedLoss = Literal["nll", "dpo", "distill", "reward", "value"]
+CheckedLoss = Literal["nll", "dpo", "kto", "distill", "reward", "value"]
 OF_PAIRS = ("dpo", "reward")
 SCALAR = ("reward", "value")
-DPO, VALUE = DPOSettings(), ValueSettings(clip=0.2)
+REFERENCED = ("dpo", "kto")
+DPO, KTO, VALUE = DPOSettings(), KTOSettings(desirable_weight=1.5), ValueSettings(clip=0.2)
+POINT = 0.3
 
 
 def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
@@ -47,15 +51,18 @@ def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
-    """The samples with what the loss needs of them; `own` [n] each are the model's log-probabilities, for DPO."""
+    """The samples with what the loss needs of them; DPO and KTO need `own` [n] each, log-probabilities of the model."""
     found = []
     for index, sample in enumerate(samples):
         rng = np.random.default_rng(index)
         drawn = rng.normal(size=(2, len(sample))).astype(np.float32)
-        if loss == "dpo":
+        if loss in REFERENCED:
             assert own is not None
             noise = drawn[0] / np.sqrt(max(sample.num_labels, 1)).astype(np.float32)
             sample = replace(sample, ref_logprobs=np.asarray(own[index]) + 2.0 * noise)
+            if loss == "kto":
+                label = float(index % 2) if sample.reward is None else sample.reward
+                sample = replace(sample, reward=label, terms={"kl": POINT})
         elif loss == "value":
             sample = replace(sample, returns=drawn[0], values=0.2 * drawn[1])
         found.append(sample)
@@ -95,7 +102,9 @@ def plain_loss(
     ]
     together = padded or loss in OF_PAIRS
     units = [list(samples[i : i + 2]) for i in range(0, len(samples), 2)] if together else [[one] for one in samples]
-    count = len(samples) // 2 if loss in OF_PAIRS else sum(sample.num_labels for sample in samples)
+    count = sum(sample.num_labels for sample in samples)
+    if loss in REFERENCED or loss in OF_PAIRS:
+        count = len(samples) // (2 if loss in OF_PAIRS else 1)
     total = 0.0
     for unit in units:
         outputs = _outputs(model, unit, loss, padded)
@@ -156,7 +165,11 @@ def _unit_loss(
     total = outputs[0].new_zeros(())
     for index, sample in enumerate(unit):
         places = _places(sample, outputs[index])
-        if loss == "value":
+        if loss == "kto":
+            distance = KTO.beta * (_moved(sample, outputs[index]) - POINT)
+            weight, sign = (KTO.desirable_weight, 1.0) if sample.reward else (KTO.undesirable_weight, -1.0)
+            total = total + weight * (1.0 - torch.sigmoid(sign * distance))
+        elif loss == "value":
             values = outputs[index][places - 1]
             returns, old = (
                 torch.from_numpy(np.asarray(getattr(sample, name))).to(values)[places] for name in ("returns", "values")

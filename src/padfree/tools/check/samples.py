@@ -22,8 +22,11 @@ from padfree.data import (
     of_source,
     read_rollouts,
 )
+from padfree.data.prepare import load_rows
 from padfree.data.sources import open_sources
-from padfree.train.training_data import open_tokenizer, text_settings
+from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer
+from padfree.tasks.reading import text_settings
+from padfree.train.training_data import open_tokenizer
 
 SHORTEST, LONGEST = 3, 96
 """Tokens of random samples."""
@@ -37,10 +40,12 @@ def chosen_samples(
     max_length: int,
     trust_remote_code: bool = False,
     pairs: bool = False,
+    labels: bool = False,
 ) -> list[Sample]:
     """`count` samples of SFT data or of rollouts (files with a `reward`), the first `max_length` tokens of each.
 
-    With `pairs` the data are `prompt`, `chosen` and `rejected`, and whole pairs are taken.
+    With `pairs` the data are `prompt`, `chosen` and `rejected`, and whole pairs are taken; with `labels` they are those
+    of `padfree kto`.
 
     `data`: files, or these with the settings of a run's `[data]`. `tokenizer` is a folder or a Hub id; rollouts of
     token ids need none.
@@ -55,6 +60,7 @@ def chosen_samples(
                 max_length=max_length,
                 trust_remote_code=trust_remote_code,
                 pairs=pairs,
+                labels=labels,
             )
             for source in data.sources
         }
@@ -67,6 +73,12 @@ def chosen_samples(
         answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
         places = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
         return [answers[2 * place + member] for place in places for member in range(2)]
+    if labels:
+        if tokenizer is None:
+            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+        loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
+        rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, SCHEMA)
+        return [rows[index] for index in spread(rows.lengths, count)]
     source = open_sources(data.path, split=data.split, subset=data.subset)[0]
     rollouts = "reward" in {data.columns.get(name, name) for name in source.columns() or ()}
     if rollouts:

@@ -211,7 +211,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
     generator = np.random.default_rng(0)
 
     def prepared(lengths: Sequence[int], times: int) -> PreparedStep:
-        scorer.max_tokens = sum(lengths)
+        scorer.packer.max_tokens = sum(lengths)
         found = engine.prepare([Sample(tokens=generator.integers(0, vocabulary, length)) for length in lengths])
         return replace(found, rows=[*found.rows] * times)
 

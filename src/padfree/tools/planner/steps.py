@@ -32,7 +32,6 @@ from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
 from padfree.train.batches import distinct
 from padfree.train.decide import decide
-from padfree.train.rl.update_batch import update_parts
 from padfree.train.row_sharing import copied_keys, rows_with_several, run_cost, tree_of_row
 from padfree.train.rows import (
     SourceShare,
@@ -44,6 +43,7 @@ from padfree.train.rows import (
     source_shares,
 )
 from padfree.train.training_data import groups_of, make_batcher
+from padfree.train.update_batch import update_parts
 
 Lengths = NDArray[np.int64]
 
@@ -93,7 +93,7 @@ def load_steps(
             on_note(note)
     if config.rollout.source is not None:
         return replace(prompt_steps(samples, config, parts), sources=sources)
-    if config.loss.command not in ("sft", "distill"):
+    if not config.loss.task.turns:
         return replace(rollout_steps(samples, config, parts), sources=sources)
     return replace(row_steps(samples, config, parts, found.model), sources=sources)
 

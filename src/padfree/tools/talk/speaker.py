@@ -31,10 +31,11 @@ from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.environment.policy import Words
 from padfree.rollout.noise import GREEDY, response_keys
+from padfree.tasks.reading import read_template
 from padfree.tools.talk.find import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.tools.talk.text_stream import TextStream
 from padfree.train.limits import Limits
-from padfree.train.training_data import open_tokenizer, read_template
+from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
 """Answers that are written together."""

@@ -31,7 +31,7 @@ class SampledBatches:
 
     @property
     def timings(self) -> Mapping[str, float]:
-        """Seconds of the last batch, see `padfree.train.rl.batch_times`."""
+        """Seconds of the last batch, see `padfree.train.batch_times`."""
         return self._collector.timings
 
     def metrics(self) -> Mapping[str, float]:

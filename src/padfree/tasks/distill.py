@@ -1,4 +1,4 @@
-"""Distillation on a row: the student is trained towards the distributions of a teacher.
+"""`padfree distill`: the student is trained towards the distributions of a teacher, on texts or on its own responses.
 
     row of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
                            ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
@@ -10,12 +10,13 @@ student are ready then: backward asks the teacher for nothing, so its weights ar
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from padfree.batch import IGNORE
+from padfree.batch import IGNORE, LocalBatch
+from padfree.config import Config
 from padfree.config.loss_settings import DistillSettings
 from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
@@ -23,7 +24,9 @@ from padfree.losses import LossOutput
 from padfree.model import hidden_states, lm_head_of
 from padfree.optim.masters import computing
 from padfree.sharding.parallelize import inside
-from padfree.train.microbatch import MicroBatch
+from padfree.tasks import rl, sft
+from padfree.tasks.reading import TrainingData
+from padfree.tasks.row_loss import RowLoss
 
 
 class DistillationRowLoss:
@@ -34,25 +37,25 @@ class DistillationRowLoss:
     def __init__(
         self, settings: DistillSettings, teacher: PreTrainedModel, *, temperature: float = 1.0, memory: Memory = "speed"
     ) -> None:
-        self.settings, self.teacher, self.temperature, self.memory = settings, teacher, temperature, memory
-        teacher.train(False)  # a teacher's own dropout would be noise
+        self.settings, self.temperature, self.memory = settings, temperature, memory
+        self.teacher: PreTrainedModel = teacher.train(False)  # a teacher's own dropout would be noise
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        hidden, head, settings = hidden_states(model, batch.local), lm_head_of(model), self.settings
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        hidden, head, settings = hidden_states(model, batch), lm_head_of(model), self.settings
 
         def compare(teacher: PreTrainedModel) -> DistillationLoss:
-            taught = hidden_states(teacher, batch.local)
+            taught = hidden_states(teacher, batch)
             with torch.enable_grad():
                 return distillation_loss(
                     hidden,
                     head,
                     taught,
                     lm_head_of(teacher),
-                    batch.local.labels,
+                    batch.labels,
                     divergence=settings.divergence,
                     beta=settings.beta,
                     top_k=settings.top_k,
-                    weights=batch.local.weights,
+                    weights=batch.weights,
                     temperature=self.temperature,
                     num_labels=batch.num_labels,
                     memory=self.memory,
@@ -60,7 +63,7 @@ class DistillationRowLoss:
 
         with torch.no_grad(), computing(self.teacher):
             found = inside(self.teacher, compare)
-        count = (batch.local.labels != IGNORE).sum()
+        count = (batch.labels != IGNORE).sum()
         statistics = {
             "divergence": found.divergences,
             "cross_entropy": -found.logprobs,
@@ -68,6 +71,24 @@ class DistillationRowLoss:
         }
         return LossOutput(
             loss=found.loss,
-            token_losses=batch.local.weights * found.divergences,
+            token_losses=batch.weights * found.divergences,
             statistics={name: (values.sum(dtype=torch.float64), count) for name, values in statistics.items()},
         )
+
+
+class Distill(sft.SFT):
+    """Reads and measures as SFT does; with `[rollout]` it reads prompts, which the student answers."""
+
+    def read(self, config: Config, tokenizer: Any, **options: Any) -> TrainingData:
+        if config.rollout.source is not None:
+            return rl.TASK.read(config, tokenizer, **options)
+        return super().read(config, tokenizer, **options)
+
+    def row_loss(  # type: ignore[override]
+        self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
+    ) -> RowLoss:
+        assert teacher is not None
+        return DistillationRowLoss(settings, teacher, temperature=temperature, memory=memory)
+
+
+TASK = Distill()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.batch import TOKEN_ARRAYS, Sample, with_arrays
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.train.rl.update_batch import KEY, RolloutBatch, update_parts
+from padfree.train.update_batch import KEY, UpdateBatch, update_parts
 
 COURSE: dict[str, int] = {"epochs": 2, "mini_batches": 2, "seed": 3, "number": 5}
 
@@ -31,13 +31,14 @@ def samples() -> list[Sample]:
     ]
 
 
-def make_batch(found: list[Sample], *, old: bool = True) -> RolloutBatch:
+def make_batch(found: list[Sample], *, old: bool = True) -> UpdateBatch:
     rng = np.random.default_rng(1)
-    return RolloutBatch(
+    if old:
+        found = with_arrays(found, old_logprobs=[rng.normal(size=len(sample)).astype(np.float32) for sample in found])
+    return UpdateBatch(
         samples=found,
         parts=update_parts(len(found), **COURSE),
         epochs=2,
-        old_logprobs=[rng.normal(size=len(sample)).astype(np.float32) for sample in found] if old else None,
         metrics={"reward": np.float64(1 / 3), "count": 3},
     )
 
@@ -49,9 +50,7 @@ def test_every_epoch_has_every_sample_once() -> None:
     while not batch.finished:
         epochs.append(batch.epoch)
         seen[batch.epoch] += [int(i) for i in batch.parts[batch.done]]
-        chosen, old = batch.samples_of(batch.done)
-        assert old is not None
-        assert [len(values) for values in old] == [len(sample) for sample in chosen]
+        assert batch.samples_of(batch.done) == [batch.samples[i] for i in batch.parts[batch.done]]
         batch.done += 1
     assert epochs == [0, 0, 1, 1]
     assert [sorted(order) for order in seen] == [list(range(5))] * 2
@@ -72,7 +71,7 @@ def test_a_checkpoint_brings_it_back(old: bool, tmp_path: Path) -> None:
     path = checkpointer.save(1, model=model, optimizer=None, extra={"step": 1, **batch.state()}, rank_state={})
     extra, _ = checkpointer.load(path, model=model, optimizer=None)
     assert all(isinstance(value, Tensor) == key.startswith(f"{KEY}/") for key, value in extra.items())
-    found = RolloutBatch.restored(extra, **COURSE)
+    found = UpdateBatch.restored(extra, **COURSE)
     assert (found.done, found.epoch, found.epochs) == (3, 1, 2)
     assert found.metrics == {"reward": 1 / 3, "count": 3}
     assert [part.tolist() for part in found.parts] == [part.tolist() for part in batch.parts]
@@ -86,17 +85,24 @@ def test_a_checkpoint_brings_it_back(old: bool, tmp_path: Path) -> None:
                 assert one.tobytes() == two.tobytes()
         assert (sample.uid, sample.group, sample.source) == (other.uid, other.group, other.source)
         assert sample.reward == other.reward or sample.reward != sample.reward
-    if not old:
-        assert found.old_logprobs is None
-        return
-    assert found.old_logprobs is not None
-    assert batch.old_logprobs is not None
-    for values, expected in zip(found.old_logprobs, batch.old_logprobs, strict=True):
-        assert values.tobytes() == expected.tobytes()
+    assert all((sample.old_logprobs is not None) == old for sample in found.samples)
+
+
+def test_a_checkpoint_with_old_logprobs_beside_the_samples_is_read() -> None:
+    """As earlier versions wrote it."""
+    batch = make_batch(samples())
+    state = batch.state()
+    state[f"{KEY}/old"] = state.pop(f"{KEY}/old_logprobs")
+    for row in state[KEY]["samples"]:
+        row["arrays"].remove("old_logprobs")
+    for sample, other in zip(UpdateBatch.restored(state, **COURSE).samples, batch.samples, strict=True):
+        assert sample.old_logprobs is not None
+        assert other.old_logprobs is not None
+        assert sample.old_logprobs.tobytes() == other.old_logprobs.tobytes()
 
 
 @pytest.mark.parametrize("changes", [{"epochs": 3}, {"mini_batches": 4}, {"epochs": 4, "mini_batches": 1}])
 def test_another_course_inside_a_batch_is_refused(changes: dict[str, int]) -> None:
     state = make_batch(samples()).state()
     with pytest.raises(ValueError, match=r"loss.epochs: \d .* inside a rollout batch of 2 epochs and 4 updates"):
-        RolloutBatch.restored(state, **{**COURSE, **changes})
+        UpdateBatch.restored(state, **{**COURSE, **changes})

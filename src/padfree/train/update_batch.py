@@ -25,7 +25,6 @@ from padfree.batch import TOKEN_ARRAYS, Sample
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.travel import whole
-from padfree.train.microbatch import Floats
 
 KEY = "rollouts"
 
@@ -45,13 +44,12 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class RolloutBatch:
+class UpdateBatch:
     """The samples of a global batch with all that their updates need; `done` counts the updates that were made."""
 
     samples: Sequence[Sample]
     parts: Sequence[Indices]
     epochs: int = 1
-    old_logprobs: Sequence[Floats] | None = None  # [n] each
     metrics: Mapping[str, Any] = field(default_factory=dict)  # of the batch, for every update's line
     times: Mapping[str, float] = field(default_factory=dict)  # for the first update's line alone, so no checkpoint's
     done: int = 0
@@ -65,11 +63,12 @@ class RolloutBatch:
         """That of the next update."""
         return self.done * self.epochs // len(self.parts)
 
-    def samples_of(self, update: int) -> tuple[list[Sample], list[Floats] | None]:
-        """Samples and old log-probabilities of an update."""
-        part = self.parts[update]
-        old = self.old_logprobs
-        return [self.samples[i] for i in part], None if old is None else [old[i] for i in part]
+    def advance(self) -> None:
+        """An update was made."""
+        self.done += 1
+
+    def samples_of(self, update: int) -> list[Sample]:
+        return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
         """For `extra` of a checkpoint. `raw_reward` is not kept: no update asks for it. A collective."""
@@ -92,7 +91,6 @@ class RolloutBatch:
                 name: [values for sample in samples if (values := getattr(sample, name)) is not None]
                 for name in TOKEN_ARRAYS
             },
-            "old": list(self.old_logprobs or ()),
         }
         about = {
             "done": self.done,
@@ -107,7 +105,7 @@ class RolloutBatch:
         return {KEY: about, **tensors}
 
     @staticmethod
-    def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> RolloutBatch:
+    def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> UpdateBatch:
         """What `state` was made of. The settings must still be those that it was begun with."""
         about = extra[KEY]
         rows = about["samples"]
@@ -119,10 +117,12 @@ class RolloutBatch:
             )
         pieces = {
             name: _pieces(extra[f"{KEY}/{name}"], [row["length"] for row in rows if _has(row, name)])
-            for name in ("tokens", "mask", "old", *TOKEN_ARRAYS)
+            for name in ("tokens", "mask", *TOKEN_ARRAYS)
             if f"{KEY}/{name}" in extra
         }
-        old = pieces.pop("old", None)
+        if f"{KEY}/old" in extra:  # of a checkpoint that kept them beside the samples
+            pieces["old_logprobs"] = _pieces(extra[f"{KEY}/old"], [row["length"] for row in rows])
+            rows = [{**row, "arrays": [*row["arrays"], "old_logprobs"]} for row in rows]
         arrays = {name: iter(found) for name, found in pieces.items()}
         samples = [
             Sample(
@@ -133,11 +133,10 @@ class RolloutBatch:
             )
             for row in rows
         ]
-        return RolloutBatch(
+        return UpdateBatch(
             samples=samples,
             parts=parts,
             epochs=epochs,
-            old_logprobs=old,
             metrics=about["metrics"],
             done=about["done"],
         )

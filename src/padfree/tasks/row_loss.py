@@ -2,10 +2,10 @@
 
     RowLoss(model, batch) -> LossOutput         the one thing in which the ways of training differ inside a step
       TokenRowLoss      losses of tokens (SFT, policy losses), fused with the head where that can be
-      PairRowLoss       losses of pairs of answers (DPO and its relatives)
+      others            losses of whole answers, each in the file of its task
 
 `Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
-needs, a teacher or a head of its own, it is made with. What it needs of a row is in the `MicroBatch`.
+needs, a teacher or a head of its own, it is made with. What it needs of a pack is in the `LocalBatch`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from padfree.batch import AttnContext
+from padfree.batch import LocalBatch
+from padfree.cp.ranges import to_device
+from padfree.cp.shard import sum_over_context
 from padfree.head import fused_loss, score
 from padfree.head.budget import Memory
 from padfree.losses import (
-    DPOSettings,
     LossInputs,
     LossOutput,
     TokenLossSettings,
     compute_loss,
-    dpo_loss,
     is_elementwise,
     make_token_loss,
     needs_entropy,
+    preference_pairs,
 )
 from padfree.model import hidden_states, lm_head_of
-from padfree.train.microbatch import MicroBatch
 
 
 class RowLoss(Protocol):
@@ -42,7 +42,11 @@ class RowLoss(Protocol):
     keeps_groups: ClassVar[bool]
     """Whether samples of a group must lie on one row (`Sample.group`)."""
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+    @property
+    def teacher(self) -> PreTrainedModel | None:
+        """The frozen model that the loss asks, where there is one."""
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
 
 
@@ -50,15 +54,16 @@ class TokenRowLoss:
     """Losses of tokens. One that is elementwise in the log-probabilities never stores logits."""
 
     keeps_groups: ClassVar[bool] = False
+    teacher: ClassVar[None] = None
 
     def __init__(self, settings: TokenLossSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
         self.settings, self.temperature, self.memory = settings, temperature, memory
 
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         settings, head = self.settings, lm_head_of(model)
-        reduce = partial(sum_over_context, context=batch.local.context)
-        hidden, labels = hidden_states(model, batch.local), batch.local.labels
-        inputs = LossInputs.from_batch(batch.local, old_logprobs=batch.old_logprobs)
+        reduce = partial(sum_over_context, context=batch.context)
+        hidden, labels = hidden_states(model, batch), batch.labels
+        inputs = LossInputs.from_batch(batch)
         entropy = needs_entropy(settings)
         if not is_elementwise(settings):
             scores = score(
@@ -75,30 +80,11 @@ class TokenRowLoss:
         return LossOutput(loss=fused.loss, token_losses=output.token_losses, statistics=output.statistics)
 
 
-class PairRowLoss:
-    """Losses of pairs of answers. Both are on one row, and may lie on different context ranks."""
-
-    keeps_groups: ClassVar[bool] = True
-
-    def __init__(self, settings: DPOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
-        self.settings, self.temperature, self.memory = settings, temperature, memory
-
-    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> LossOutput:
-        assert batch.pairs is not None
-        assert batch.pair_weights is not None
-        scores = score(
-            hidden_states(model, batch.local), lm_head_of(model), batch.local.labels, temperature=self.temperature,
-            num_labels=batch.num_labels, memory=self.memory,
-        )  # fmt: skip
-        reduce = partial(sum_over_context, context=batch.local.context)
-        inputs = LossInputs.from_batch(batch.local, logprobs=scores.logprobs)
-        return dpo_loss(inputs, self.settings, batch.pairs, batch.pair_weights, reduce=reduce)
-
-
-def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
-    """Sums over the ranks that share a row."""
-    if context.world == 1:
-        return values
-    total = values.clone()
-    dist.all_reduce(total, group=context.group)
-    return total
+def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[P, 2] (chosen, rejected) places among the samples of a pack; [P] float64 weights and margins of the pairs."""
+    pairs = preference_pairs(() if batch.is_filler else batch.samples)
+    weights = np.full(len(pairs), 2.0 / batch.batch_samples)
+    terms = [batch.samples[place].terms or {} for place in pairs[:, 0].tolist()]
+    margins = np.array([term.get("margin", 0.0) for term in terms], dtype=np.float64)
+    device = batch.labels.device
+    return to_device(pairs, device), to_device(weights, device), to_device(margins, device)

@@ -12,7 +12,7 @@ import pytest
 
 from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
-from padfree.train.rl.batch_times import PARTS, BatchTimes
+from padfree.train.batch_times import PARTS, BatchTimes
 from tests.train.loop_cases import RL, SFT, make_config, make_loop, save_config
 
 WAIT = 0.05

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from padfree.batch import Sample
-from padfree.train.rl.advantages import Advantage, check_signal, signal_of, with_advantages
+from padfree.tasks.advantages import Advantage, check_signal, signal_of, with_advantages
 
 
 def samples() -> list[Sample]:

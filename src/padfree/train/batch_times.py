@@ -12,8 +12,13 @@ what they leave of the call is sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+from padfree.batch import Sample
+
+Found = TypeVar("Found")
 
 PARTS = (
     "sampling",
@@ -39,7 +44,16 @@ class BatchTimes:
         assert part in PARTS, part
         begin = time.perf_counter()
         yield
-        self.seconds[part] = time.perf_counter() - begin
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
+
+    def measured(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
+        """The same function, whose seconds are those of `part`."""
+
+        def timed(samples: Sequence[Sample]) -> Found:
+            with self.measure(part):
+                return ask(samples)
+
+        return timed
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
         """Divide what was measured as sampling into what its `timings` name, and the rest."""

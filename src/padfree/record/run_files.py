@@ -1,0 +1,47 @@
+"""The files that a run writes while it goes on, opened together: metrics, evaluations, events, trackers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from padfree.config import Config
+from padfree.distributed import Mesh
+from padfree.record.events import Events, environment
+from padfree.record.files import CONFIG, EVALUATION
+from padfree.record.metrics import MetricsFile
+from padfree.record.run_folder import writing
+from padfree.record.trackers import Trackers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunFiles:
+    folder: Path
+    metrics: MetricsFile
+    evaluations: MetricsFile
+    events: Events
+    trackers: Trackers
+
+
+def open_run_files(
+    config: Config, mesh: Mesh, *, step: int, evaluated: bool, resumed: Mapping[str, Any] | None
+) -> RunFiles:
+    """The files of a run that goes on after `step` steps, and after an evaluation if it was `evaluated` there.
+
+    `resumed`: what is written of the checkpoint that it goes on from.
+    """
+    folder, rank = Path(config.run.folder), mesh.loss.rank
+    with writing(folder):
+        metrics = MetricsFile(folder, rank=rank, step=step)
+        evaluations = MetricsFile(folder, rank=rank, step=step + evaluated, name=EVALUATION)
+        if rank == 0:
+            (folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
+        events = Events(folder, rank=rank)
+        events.write("start", step=step, **environment(mesh, replicate=config.parallel.replicate))
+        if resumed is not None:
+            events.write("resume", step=step, **resumed)
+        trackers = Trackers(config.track, folder, config.to_dict(), rank=rank, step=step)
+    return RunFiles(folder=folder, metrics=metrics, evaluations=evaluations, events=events, trackers=trackers)

@@ -1,0 +1,72 @@
+"""`padfree dpo`: pairs of answers, compared by their log-probabilities (DPO, IPO, hinge, SimPO, ORPO).
+
+Both answers of a pair are in one pack, and may lie on different context ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+from functools import partial
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from padfree.batch import LocalBatch
+from padfree.config import Config
+from padfree.config.loss_settings import DPOSettings
+from padfree.cp.shard import sum_over_context
+from padfree.data import SFTDataSettings, load_pairs
+from padfree.data.prepare import Progress
+from padfree.head import score
+from padfree.head.budget import Memory
+from padfree.losses import LossInputs, LossOutput, dpo_loss
+from padfree.model import hidden_states, lm_head_of
+from padfree.tasks.measures import PairMeasure, RowMeasure
+from padfree.tasks.reading import TrainingData, of_store, text_settings
+from padfree.tasks.row_loss import RowLoss, pairs_of
+from padfree.tasks.task import Task
+
+
+class PairRowLoss:
+    """Losses of pairs of answers."""
+
+    keeps_groups: ClassVar[bool] = True
+    teacher: ClassVar[None] = None
+
+    def __init__(self, settings: DPOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
+        self.settings, self.temperature, self.memory = settings, temperature, memory
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        scores = score(
+            hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=self.temperature,
+            num_labels=batch.num_labels, memory=self.memory,
+        )  # fmt: skip
+        reduce = partial(sum_over_context, context=batch.context)
+        inputs = LossInputs.from_batch(batch, logprobs=scores.logprobs)
+        pairs, weights, _ = pairs_of(batch)
+        return dpo_loss(inputs, self.settings, pairs, weights, reduce=reduce)
+
+
+class DPO(Task):
+    def read(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        progress: bool | Progress,
+        import_reward: bool,
+        day: datetime.date | None,
+    ) -> TrainingData:
+        settings = SFTDataSettings(**text_settings(config.data, day))
+        return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress))
+
+    def row_loss(
+        self, settings: DPOSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
+    ) -> RowLoss:
+        return PairRowLoss(settings, temperature=temperature, memory=memory)
+
+    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+        return PairMeasure(row_loss)
+
+
+TASK = DPO()

@@ -1,0 +1,263 @@
+"""`padfree kto`: single answers with a label, desirable or not (KTO, https://arxiv.org/abs/2402.01306).
+
+    row        prompt, response, label              a text or messages, as for `padfree sft`; the label is true or false
+    x          Σ over an answer's tokens of log π − log π_ref
+    z₀         max(0, mean of x over mismatched pairs), without gradient: an estimate of KL(π ‖ π_ref)
+    loss       desirable     desirable_weight · (1 − σ(beta · (x − z₀)))           mean over the answers of the
+               undesirable   undesirable_weight · (1 − σ(beta · (z₀ − x)))         global batch
+
+A mismatched pair is the prompt of an answer with the answer before it in the global batch, the last one for the first:
+(p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂). Both models score these pairs before the update. So z₀ belongs
+to the global batch, and is the same in every micro-batch, on every rank and in every layout. It is also what TRL's
+`KTOTrainer` computes if its batch is the global batch. A pair may be longer than any sample; it is cut at the length of
+the longest sample of the data, so that it fits wherever the samples fit.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, SupportsIndex
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import LocalBatch, Sample
+from padfree.config import Config, LossConfig
+from padfree.config.loss_settings import KTOSettings
+from padfree.cp.ranges import to_device
+from padfree.cp.shard import sum_over_context
+from padfree.data import SFTDataSettings, TokenizedDataset
+from padfree.data.encode import Encoded, Passage, Piece
+from padfree.data.fields import Fields, Format, Schema
+from padfree.data.formats import GUARDED, HINTS, NAMES, SFT_SCHEMA
+from padfree.data.prepare import Progress, load_rows
+from padfree.data.records import RowError, shown, string
+from padfree.data.tokenize import PairTokenizer
+from padfree.head import score
+from padfree.head.budget import Memory
+from padfree.losses import LossInputs, LossOutput, segment_sum, spread
+from padfree.model import hidden_states, lm_head_of
+from padfree.tasks.measures import RowMeasure
+from padfree.tasks.reading import TrainingData, of_store, text_settings
+from padfree.tasks.row_loss import RowLoss
+from padfree.tasks.task import Models, Task
+
+# Data
+
+SCHEMA = Schema(
+    formats=(Format(kind="pair", needs=("prompt", "response", "label"), may=("input", "system", "history", "tools")),),
+    names=NAMES,
+    hints=HINTS,
+    guarded={name: why for name, why in GUARDED.items() if name != "label"},
+    elsewhere=SFT_SCHEMA.elsewhere,
+    number="label",
+)
+
+
+class LabelTokenizer(PairTokenizer):
+    """A prompt with one answer and its label: one sample, whose answer is trained."""
+
+    def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
+        if self.renders_chat:
+            return [self._answered(self.reader.completed(row, fields), fields["response"])]
+        prompt, response = self.reader.plain_prompt(row, fields), string(row, fields["response"])
+        return [Passage(pieces=(Piece(prompt, False), Piece(response, True)))]
+
+    def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
+        value = row.get(fields["label"])
+        if not isinstance(value, (bool, int)) or value not in (0, 1):
+            raise RowError(f"{fields['label']!r} is {shown(value)}; expected true or false")
+        return float(value)
+
+
+class LabelledDataset(TokenizedDataset):
+    """Answers with a label, which is the `reward` of the sample: 1 for desirable, 0 for undesirable."""
+
+    samples_per_row: ClassVar[int | None] = 1
+
+    @cached_property
+    def _longest(self) -> float:
+        return float(self.lengths.max(initial=0))
+
+    def __getitem__(self, index: SupportsIndex) -> Sample:
+        return replace(super().__getitem__(index), reward=self.number(index), terms={"longest": self._longest})
+
+
+# The KL term
+
+
+def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """The prompt of each sample with the answer of the one before it, the last one's for the first."""
+    starts = [int(np.argmax(sample.mask)) for sample in samples]  # where the answers begin
+    longest = max((int((sample.terms or {}).get("longest", 0)) for sample in samples), default=0)
+    found = []
+    for i, sample in enumerate(samples):
+        other, start = samples[i - 1], starts[i - 1]
+        pair = Sample(
+            tokens=np.concatenate([sample.tokens[: starts[i]], other.tokens[start:]]),
+            loss_mask=np.concatenate([np.zeros(starts[i], np.bool_), other.mask[start:]]),
+            uid=i,
+        )
+        found.append(pair.truncated(longest) if longest else pair)
+    return found
+
+
+def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """[B] what the log-probabilities of each answer add up to; they are 0 where a token is not scored."""
+    return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
+
+
+def with_reference_point(
+    samples: Sequence[Sample], own: NDArray[np.float64], theirs: NDArray[np.float64]
+) -> list[Sample]:
+    """The same samples with z₀, from what both models [B] say of the mismatched pairs."""
+    point = max(0.0, float(np.mean(own - theirs)))
+    return [replace(sample, terms={**(sample.terms or {}), "kl": point}) for sample in samples]
+
+
+# The loss
+
+
+def kto_loss(
+    logratios: Tensor, labels: Tensor, point: Tensor, settings: KTOSettings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[B] losses of answers from their x, their slopes in x, the rewards beta · x, and on which side of z₀ they are.
+
+    `labels` [B] are 1 for desirable and 0 for undesirable answers, `point` [B] is z₀.
+    """
+    desirable = labels > 0
+    sign = torch.where(desirable, 1.0, -1.0).to(logratios)
+    weight = torch.where(desirable, settings.desirable_weight, settings.undesirable_weight).to(logratios)
+    margin = sign * settings.beta * (logratios - point)
+    losses = weight * torch.sigmoid(-margin)
+    slopes = -weight * sign * settings.beta * torch.sigmoid(margin) * torch.sigmoid(-margin)
+    return losses, slopes, settings.beta * logratios, margin > 0
+
+
+class KTORowLoss:
+    """The loss of the answers of a pack. Under context parallelism a rank holds some tokens of an answer.
+
+    It returns its share of the answer's loss, with the gradient of the whole loss for the tokens that it holds.
+    """
+
+    keeps_groups: ClassVar[bool] = False
+    teacher: ClassVar[None] = None
+
+    def __init__(self, settings: KTOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
+        self.settings, self.temperature, self.memory = settings, temperature, memory
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        scores = score(
+            hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=self.temperature,
+            num_labels=batch.num_labels, memory=self.memory,
+        )  # fmt: skip
+        inputs = LossInputs.from_batch(batch, logprobs=scores.logprobs)
+        moved = inputs.need("logprobs", "the KTO loss") - inputs.need("ref_logprobs", "the KTO loss")
+        local = segment_sum(moved, inputs.sample_index, inputs.num_samples)
+        held = segment_sum(inputs.mask, inputs.sample_index, inputs.num_samples)
+        sums = sum_over_context(torch.stack([local.detach(), held], dim=1), batch.context)
+        totals, all_held = sums.unbind(1)
+        share = held / all_held.clamp(min=1.0)
+        labels, point = _known(batch)
+        losses, slopes, rewards, right = kto_loss(totals, labels, point, self.settings)
+        losses, weight = share * losses, 1.0 / batch.batch_samples
+        # The value is this rank's share; the gradient is that of the whole loss in the tokens that are here.
+        attached = losses + slopes * (local - local.detach())
+        by_label = {"desirable": share * labels, "undesirable": share * (1.0 - labels)}
+        return LossOutput(
+            loss=(weight * attached).sum().to(scores.logprobs.dtype),
+            token_losses=spread(weight * losses, inputs.sample_index).to(scores.logprobs.dtype),
+            statistics={
+                "accuracy": ((share * right).sum(), share.sum()),
+                "kl": ((share * point).sum(), share.sum()),
+                **{name: ((own * rewards).sum(), own.sum()) for name, own in by_label.items()},
+            },
+            pair_statistics={
+                "count": share,
+                "loss": losses,
+                "accuracy": share * right,
+                "kl": share * point,
+                "desirables": by_label["desirable"],
+                **{name: own * rewards for name, own in by_label.items()},
+            },
+        )
+
+
+def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
+    """[B] float64 labels and z₀ of the samples of a pack."""
+    labels = np.array([info.reward for info in batch.samples], dtype=np.float64)
+    point = np.array([(info.terms or {})["kl"] for info in batch.samples], dtype=np.float64)
+    return to_device(labels, batch.labels.device), to_device(point, batch.labels.device)
+
+
+class AnswerMeasure:
+    """The loss of each answer, whether it is on its side of z₀, and how far rewards of either label are apart."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")
+    keeps_groups: ClassVar[bool] = False
+
+    def __init__(self, row_loss: RowLoss) -> None:
+        self.row_loss = row_loss
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+        shares = self.row_loss(model, batch).pair_statistics
+        assert shares is not None
+        return torch.stack([shares[name] for name in ("count", *self.names)], 1)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        found = {name: means[name] for name in ("loss", "accuracy", "kl")}
+        part = means["desirables"]
+        if 0.0 < part < 1.0:  # else there is nothing to compare
+            found["margin"] = means["desirable"] / part - means["undesirable"] / (1.0 - part)
+        return found
+
+
+class KTO(Task):
+    def read(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        progress: bool | Progress,
+        import_reward: bool,
+        day: datetime.date | None,
+    ) -> TrainingData:
+        settings = SFTDataSettings(**text_settings(config.data, day))
+        paths = list(config.data.path)
+        found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, SCHEMA, progress=progress)
+        return of_store(found)
+
+    def row_loss(
+        self, settings: KTOSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
+    ) -> RowLoss:
+        return KTORowLoss(settings, temperature=temperature, memory=memory)
+
+    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+        return AnswerMeasure(row_loss)
+
+    def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
+        return self.evaluation(samples, models, loss)(), {}
+
+    def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
+        return True
+
+    def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
+        assert models.reference is not None
+        samples, _ = super().prepare(samples, models, loss)
+        others = mismatched(samples)
+        theirs = answer_sums(models.reference(others))
+        return partial(self._with_present_point, samples, others, theirs, models)
+
+    def _with_present_point(
+        self, samples: list[Sample], others: list[Sample], theirs: NDArray[np.float64], models: Models
+    ) -> list[Sample]:
+        return with_reference_point(samples, answer_sums(models.policy(others)), theirs)
+
+
+TASK = KTO()

@@ -1,0 +1,73 @@
+"""What an evaluation measures on held-out samples: sums of each sample of a pack."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import IGNORE, LocalBatch
+from padfree.head import matches, score
+from padfree.losses import segment_sum
+from padfree.model import hidden_states, lm_head_of
+from padfree.tasks.row_loss import RowLoss, pairs_of
+
+LARGEST_EXPONENT = 709.0
+"""exp of more is more than a float can hold."""
+
+
+class RowMeasure(Protocol):
+    """Sums of each sample of a row, or this context rank's share of them."""
+
+    names: ClassVar[tuple[str, ...]]
+    keeps_groups: ClassVar[bool]
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+        """[B, 1 + len(names)] float64: what is counted, and the sum of each of the names over that."""
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """What is reported, from the means by name."""
+
+
+class TokenMeasure:
+    """Negative log-likelihood of the scored tokens, and how many of them are the likeliest ones."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    keeps_groups: ClassVar[bool] = False
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        self.temperature = temperature
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+        head = lm_head_of(model)
+        hidden = hidden_states(model, batch)
+        scores = score(hidden, head, batch.labels, temperature=self.temperature, num_labels=batch.num_labels)
+        sums = [batch.labels != IGNORE, -scores.logprobs, matches(hidden, head, batch.labels)]
+        return segment_sum(torch.stack([each.double() for each in sums], 1), batch.sample_index, batch.num_samples)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        loss = means["loss"]
+        return {**means, "perplexity": math.inf if loss > LARGEST_EXPONENT else math.exp(loss)}
+
+
+class PairMeasure:
+    """The loss of each pair, and whether the chosen answer is ahead; counted with the chosen one's source."""
+
+    names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
+    keeps_groups: ClassVar[bool] = True
+
+    def __init__(self, row_loss: RowLoss) -> None:
+        self.row_loss = row_loss
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+        output = self.row_loss(model, batch)
+        assert output.pair_statistics is not None
+        shares = output.pair_statistics
+        values = torch.stack([shares[name] for name in ("count", "pair_loss", "accuracy", "margin")], 1)
+        return values.new_zeros(batch.num_samples, 4).index_add(0, pairs_of(batch)[0][:, 0], values)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        return means

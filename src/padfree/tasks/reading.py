@@ -1,0 +1,67 @@
+"""What a task reads: the samples of a run, or the prompts that responses are still to be written to."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from padfree.batch import Sample
+from padfree.config import DataConfig
+from padfree.config.inputs import check_regular
+from padfree.data import DataReport, StoredSamples, TokenizedDataset
+from padfree.data.formats import reading_notes
+from padfree.data.store import read_metadata
+from padfree.rollout import Prompt
+
+Samples = Sequence[Sample | Prompt] | StoredSamples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainingData:
+    """What a run is trained on. `parts`: how many samples come from each of `data.sources`, in order; () without."""
+
+    samples: Samples
+    report: DataReport
+    place: Callable[[int], str]  # the file and line of a sample
+    parts: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()  # how the files are read
+    day: datetime.date | None = None  # that a chat template has written; None: it writes none
+    given_ids: bool = False  # token ids that no tokenizer of ours made
+
+
+def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
+    """What `padfree.data` is told of how rows become tokens, a chat template's file read."""
+    names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
+    chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
+    chosen["day"] = day
+    if data.chat_template is not None:
+        chosen["chat_template"] = read_template(data.chat_template)
+    return chosen
+
+
+def read_template(name: str, setting: str = "data.chat_template") -> str:
+    """The text of a file with a chat template."""
+    path = Path(name).expanduser()
+    check_regular(path, setting, once=False)
+    try:
+        text = path.read_text(encoding="utf-8")
+        reason = None if text.strip() else "it is empty"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+    if reason is not None:
+        raise ValueError(f"{setting}: {name} cannot be used ({reason}); give a file with a template")
+    return text
+
+
+def of_store(found: TokenizedDataset) -> TrainingData:
+    about = read_metadata(found.folder)
+    return TrainingData(
+        samples=found,
+        report=found.report,
+        place=found.place,
+        notes=reading_notes(about["files"]),
+        given_ids=bool(about.get("given_ids")),
+    )

@@ -1,0 +1,83 @@
+"""`padfree reward`: a model with a scalar head, trained on pairs of answers by the Bradley-Terry loss with margins.
+
+The score of an answer is the head's number at its last token. Both answers of a pair are in one pack, and may lie on
+different context ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import IGNORE, LocalBatch
+from padfree.config import Config
+from padfree.config.loss_settings import RewardModelSettings
+from padfree.cp.shard import sum_over_context
+from padfree.data import SFTDataSettings, load_pairs
+from padfree.data.prepare import Progress
+from padfree.head.budget import Memory
+from padfree.losses import LossOutput, reward_model_loss
+from padfree.model import hidden_states
+from padfree.model.scalar import scalar_head_of, scalar_scores
+from padfree.tasks.measures import PairMeasure, RowMeasure
+from padfree.tasks.reading import TrainingData, of_store, text_settings
+from padfree.tasks.row_loss import RowLoss, pairs_of
+from padfree.tasks.task import Task
+
+
+def row_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+    """[T/cp], or [e]: numbers of this rank's entries, exactly 0 where there is no label."""
+    scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
+    return torch.where(batch.labels != IGNORE, scores, 0.0)
+
+
+class RewardRowLoss:
+    """The Bradley-Terry loss of pairs of answers."""
+
+    keeps_groups: ClassVar[bool] = True
+    teacher: ClassVar[None] = None
+
+    def __init__(self, settings: RewardModelSettings) -> None:
+        self.settings = settings
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        pairs, weights, margins = pairs_of(batch)
+        return reward_model_loss(
+            row_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
+            pairs, weights, margins=margins, reduce=partial(sum_over_context, context=batch.context),
+        )  # fmt: skip
+
+
+class RewardModel(Task):
+    def read(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        progress: bool | Progress,
+        import_reward: bool,
+        day: datetime.date | None,
+    ) -> TrainingData:
+        settings = SFTDataSettings(**text_settings(config.data, day))
+        return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=True))
+
+    def row_loss(
+        self,
+        settings: RewardModelSettings,
+        *,
+        temperature: float,
+        memory: Memory,
+        teacher: PreTrainedModel | None = None,
+    ) -> RowLoss:
+        return RewardRowLoss(settings)
+
+    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+        return PairMeasure(row_loss)
+
+
+TASK = RewardModel()

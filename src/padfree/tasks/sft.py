@@ -1,0 +1,43 @@
+"""`padfree sft`: the negative log-likelihood of the trained tokens of conversations, responses or plain text."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from padfree.config import Config
+from padfree.config.loss_settings import SFTSettings
+from padfree.data import SFTDataSettings, load_sft
+from padfree.data.prepare import Progress
+from padfree.head.budget import Memory
+from padfree.tasks.measures import RowMeasure, TokenMeasure
+from padfree.tasks.reading import TrainingData, of_store, text_settings
+from padfree.tasks.row_loss import RowLoss, TokenRowLoss
+from padfree.tasks.task import Task
+
+
+class SFT(Task):
+    def read(
+        self,
+        config: Config,
+        tokenizer: Any,
+        *,
+        progress: bool | Progress,
+        import_reward: bool,
+        day: datetime.date | None,
+    ) -> TrainingData:
+        settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data, day))
+        return of_store(load_sft(list(config.data.path), tokenizer, settings, progress=progress))
+
+    def row_loss(
+        self, settings: SFTSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
+    ) -> RowLoss:
+        return TokenRowLoss(settings, temperature=temperature, memory=memory)
+
+    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+        return TokenMeasure(temperature)
+
+
+TASK = SFT()
