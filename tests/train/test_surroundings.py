@@ -211,13 +211,14 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(
     assert run.exists() == (message is None and not dry), "nothing is written before it is refused"
 
 
-def test_the_space_is_counted_as_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_space_is_counted_as_it_is_used(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "cache"))
     recipe = write_recipe(tmp_path)
     seen: list[disk.DiskUse] = []
     counted = disk.disk_use
     monkeypatch.setattr(disk, "disk_use", lambda *args: seen.append(counted(*args)) or seen[-1])
-    assert main(["sft", str(recipe), "run.steps=1"]) == 0
+    assert main(["sft", str(recipe), "run.steps=1", f"optimizer.name={optimizer}"]) == 0
     run = tmp_path / "run"
     saved = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*.safetensors"))
     exported = (run / "model" / "model.safetensors").stat().st_size

@@ -18,6 +18,7 @@ An estimate: memory that an allocator cannot use, buffers of collectives and the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,7 @@ from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offl
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, skeleton
-from padfree.optim.optimizer import RULES, make_groups
+from padfree.optim.optimizer import RULES, make_groups, state_bytes
 from padfree.sizes import ModelSizes
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -133,9 +134,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weights + critic,
         gradients=counts.trained * FLOAT32 + critic,
-        optimizer=sum(
-            RULES[group["rule"]].state_bytes(_share(each, shards)) for group in groups for each in group["params"]
-        ),
+        optimizer=state_bytes(groups, partial(_share, shards=shards)),
         optimizer_state=", ".join(dict.fromkeys(RULES[group["rule"]].remembers for group in groups)),
         offloaded=config.parallel.offload,
         gathered=_gathered(model, size, reshard) if sharded else 0,

@@ -18,7 +18,7 @@ With `parallel.offload` parameters, gradients and state are on the CPU, and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,11 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
     if not groups:
         raise ValueError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze some")
     return Optimizer(groups)
+
+
+def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
+    """Of the state of float32 parameters; `numbers`: how many numbers of a parameter there are, if not all."""
+    return sum(RULES[group["rule"]].state_bytes(numbers(each)) for group in groups for each in group["params"])
 
 
 def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:

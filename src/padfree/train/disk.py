@@ -1,7 +1,7 @@
 """Whether the disk can hold what a run will write: its first checkpoint and the exported model.
 
-    checkpoint    float32 weights and the two moments of AdamW: 12 bytes per trained parameter, 4 per frozen one
-                  (of a model with adapters: the adapters alone); a critic besides; a reference that is refreshed
+    checkpoint    float32 weights, and the optimizer state of trained ones (of a model with adapters: the adapters
+                  alone); a critic besides; a reference that is refreshed
     export        the whole model in `checkpoint.export_dtype`, or the adapters
 
 A lower bound: what a run adds to its log files, and checkpoints that are kept beside the newest one, are not counted.
@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
+from padfree.optim.optimizer import make_groups, state_bytes
 
-FLOAT32, MOMENTS = 4, 8
+FLOAT32 = 4
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 INODES = 64
 """Files and folders of a run, at least."""
@@ -46,14 +47,14 @@ def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
         adapted = skeleton(config.model.path, trust_remote_code=code, head=config.loss.head)
         add_adapters(adapted, config.lora)
         trained = _count(adapted, trained=True)
-        checkpoint = trained * (FLOAT32 + MOMENTS)
+        checkpoint = trained * FLOAT32 + state_bytes(make_groups(adapted, config.optimizer))
     else:
         trained = _count(model, trained=True)
-        checkpoint = parameters * FLOAT32 + trained * MOMENTS
+        checkpoint = parameters * FLOAT32 + state_bytes(make_groups(model, config.optimizer))
     if config.loss.advantage == "gae":
         path = config.critic.path or config.model.path
-        critic = _count(skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar"))
-        checkpoint += critic * (FLOAT32 + MOMENTS)
+        critic = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
+        checkpoint += _count(critic) * FLOAT32 + state_bytes(make_groups(critic, config.optimizer))
     export = 0
     if config.checkpoint.export:
         alone = config.lora.rank > 0 and config.lora.export == "adapter"
