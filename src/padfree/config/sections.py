@@ -31,6 +31,9 @@ from padfree.config.models import expand_home
 from padfree.config.prompt_template import template_parts
 from padfree.config.rules import LARGEST_GIB, SMALLEST_GIB, check_seconds, need
 
+MOST_EPOCHS = 100_000
+"""The steps of a run are counted epoch by epoch before it starts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -80,7 +83,12 @@ class DataConfig:
         if self.prompt_template is not None:
             template_parts(self.prompt_template)
         need(self.max_length is None or self.max_length >= 2, "data.max_length", self.max_length, "give 2 or more")
-        need(self.epochs is None or self.epochs >= 1, "data.epochs", self.epochs, "give 1 or more")
+        need(
+            self.epochs is None or 1 <= self.epochs <= MOST_EPOCHS,
+            "data.epochs",
+            self.epochs,
+            f"give 1 to {MOST_EPOCHS:,}, or none and run.steps",
+        )
 
     @property
     def paths(self) -> tuple[str, ...]:
