@@ -1,6 +1,6 @@
 """One optimizer step over a global batch of samples, for SFT and for policy losses alike.
 
-    samples (all of them, on every rank)
+    samples (every rank knows of all; tokens that were written in the run come to the rank that trains on them)
       prepare -> plan            which sample is in which micro-batch of which data rank
               -> token weights   from the masks of the whole global batch: losses of parts add up to that of the whole
               -> rows            this rank's micro-batches on the device

@@ -26,10 +26,11 @@ from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.travel import arrived, facts_of, stand_ins, whole
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.train.run import train
 from padfree.train.scorer import plan_samples
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
-from tests.train.test_rollouts_run import make_config, model_folder
+from tests.train.test_rollouts_run import lines, make_config, model_folder
 
 __all__ = ["model_folder"]  # a fixture
 PROMPT = np.array([1, 2, 3])
@@ -179,3 +180,22 @@ def test_bytes_that_a_rank_receives(per_rank: bool, model_folder: Path, tmp_path
         assert tokens[8] + facts[8] <= tokens[2] + facts[2]
     else:
         assert max(tokens.values()) <= 8 * 6 * (ROOM + 8)
+
+
+def trained(rank: int, world: int, configs: Sequence[Config]) -> None:
+    for config in configs:
+        train(config)
+
+
+def test_two_ranks_resume_inside_a_batch(model_folder: Path, tmp_path: Path) -> None:
+    """Every update of a batch may divide its samples anew, and a checkpoint in between has them all."""
+
+    def config(name: str, steps: int) -> Config:
+        loss = {"kind": "clip", "epochs": 2, "mini_batches": 2, "old_policy": "trainer"}
+        return make_config(tmp_path / name, model_folder, loss=loss, run={"steps": steps})
+
+    run_ranks(2, trained, [config("whole", 5), config("parts", 3), config("parts", 5)])
+    train(config("one", 5))
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    for line, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "one"), strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-5)

@@ -128,8 +128,9 @@ def first_samples(config: Config) -> list[Sample]:
     engine = build_engine(config, mesh)
     sampler = make_sampler(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     collector = Collector(config, mesh, sampler, tokenizer, vocabulary=vocabulary_of(engine.model))
+    groups: Any = next(batcher)
     with closing(collector):
-        return whole(collector.collect(engine.model, next(batcher), batch=batcher.step, version=0))
+        return whole(collector.collect(engine.model, groups, batch=batcher.step, version=0))
 
 
 def ranks(rank: int, world: int, config: Config) -> list[Sample]:

@@ -478,7 +478,7 @@ class Collector:
         everybody = self._gathered(own)
         unfinished = total = 0
         for batch, queued in self._batches.items():
-            missing = set().union(*(one[batch] for one in everybody))
+            missing: set[int] = set().union(*(one[batch] for one in everybody))
             groups = queued.candidates.groups[: queued.candidates.asked]
             total += len(groups)
             unfinished += sum(not missing.isdisjoint(group.numbers) for group in groups)

@@ -66,7 +66,7 @@ class Words:
 
     def decode(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """As it was written, control tokens too."""
-        ids = [int(token) for token in tokens]
+        ids = tokens.tolist() if isinstance(tokens, np.ndarray) else [int(token) for token in tokens]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def between(self, content: str, role: str, end: str) -> str:
