@@ -86,7 +86,7 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 def gradients(engine: Engine, samples: list[Sample], old: Any, rows: RowSettings, max_tokens: int) -> dict[str, Tensor]:
     engine.scorer.packer.rows, engine.scorer.packer.max_tokens = rows, max_tokens
-    engine.gradients(engine.prepare(samples, old))
+    engine.gradients(engine.prepare(samples if old is None else with_arrays(samples, old_logprobs=old)))
     found = {
         name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
         for name, parameter in engine.model.named_parameters()
