@@ -6,6 +6,8 @@ collect          Collector: groups of prompts to rewarded samples, in step with 
 environment      episodes of several turns
 engines          make_sampler: the sampler that `rollout.engine` names
   in_process     the training process samples
+  servers        servers sample, whichever engine they run; vllm is one such engine
+loop_thread      an event loop in a thread of its own, for episodes and for servers
 noise            random numbers that follow from what they are for, on any device
 """
 

@@ -4,7 +4,7 @@
     an environment         policy.add([999999])            the episode fails                  (environment.policy)
     text of either         a tokenizer may know more tokens than the model has embeddings     (environment.policy)
     a user's engine        Response(tokens=[-1], ...)      the run ends with one line         (engines)
-    a server               "token_ids": [true]             the server is asked again          (vllm.http)
+    a server               "token_ids": [true]             the server is asked again          (engines.servers)
 
 An id that is not an index of the embedding matrix ends a GPU process without a usable message, so no such id may get
 into a batch. Indices that no token of the tokenizer has (rows that pad the matrix) are allowed: the policy can sample

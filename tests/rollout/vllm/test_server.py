@@ -59,6 +59,7 @@ VENV = Path(os.environ.get("PADFREE_VLLM", "without-vllm"))
 PYTHON = VENV / "bin" / "python"
 COMMAND = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "512"]
 COMMAND += ["--middleware", "answered.Answered"]
+COMMAND += ["--max-num-batched-tokens", "16384"]  # or prompts are prefilled in parts, which ends vLLM 0.32 on the CPU
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
