@@ -255,7 +255,7 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     (last,) = [row for row in rows_of(both) if row[0] == "loss, last"]
     assert last[1] == "–"
     assert float(last[2]) == pytest.approx(2.5, abs=0.2)
-    assert both.count("<figure") == 3
+    assert both.count("<figure") == 4
 
 
 def test_a_run_of_constants_has_their_table(tmp_path: Path) -> None:

@@ -188,6 +188,13 @@ def test_where_the_time_went_comes_first_and_is_stacked(tmp_path: Path, rng: np.
     assert list(figure(panels([run])[0][TIMES][1], [run])["data"][0]["x"]) == [0, 2, 4]
 
 
+def test_what_is_no_part_of_a_step_is_not_stacked(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [{"seconds/evaluation": 1.0 + step, "lr": 1e-3} for step in range(3)])
+    (panel,) = panels([run])[0][TIMES]
+    assert (panel.title, panel.unit, panel.stacked) == ("Seconds evaluation", "s", False)
+    assert panels([run])[1] == ["lr"], "a learning rate that never changes is in the table"
+
+
 def test_a_part_has_its_colour_whatever_else_is_there(tmp_path: Path, rng: np.random.Generator) -> None:
     both = run_of(tmp_path / "a", [timed_rl_step(step, rng) for step in range(3)], "a")
     alone = run_of(tmp_path / "b", [{"seconds/update": 1.0}, {"seconds/update": None}], "b")

@@ -15,7 +15,7 @@ has those without a heading of their own), the title from its words, the unit fr
     seconds/...                bars upon each other, a colour a metric; more runs: a figure a run
 
 A series of more than 200 values is drawn faint with its running mean above it. A metric that never changes in any run
-is a row of a table, unless it is under a heading of `ALWAYS`.
+is a row of a table, unless its figure is one of `ALWAYS`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ FOUND: Mapping[str, Sequence[str]] = {
 """By heading, in the order of the page: patterns of the metrics under it. The first that matches counts. A metric with
 another prefix is under that prefix, one without is under "Other"."""
 
-ALWAYS = ("Where the time went", "Learning", "Evaluation")
+ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
+"""Figures that are drawn even if their metrics never change."""
+
 TITLES = {
     "mfu": "Model FLOP utilisation",
     "fill": "Fill of the micro-batches",
@@ -84,7 +86,7 @@ UNITS = (
     (r"version_age", "optimizer steps"),
     (r"(groups|queue).*", "groups"),
     (r"tokens_per_second", "tokens/s"),
-    (r"seconds/?", "s"),
+    (r"seconds/.*|seconds", "s"),
     (r"gib", "GiB"),
     (r"tflops_per_device", "TFLOP/s"),
     (r"norm", "norm"),
@@ -134,7 +136,8 @@ def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
     for heading, figures in lines.items():
         for figure, metrics in figures.items():
             series = [run.metrics[name] for run in runs for name in metrics if name in run.metrics]
-            if heading not in ALWAYS and all(map(_is_constant, series)):
+            always = any(fnmatchcase(figure, pattern) for pattern in ALWAYS)
+            if not always and all(map(_is_constant, series)):
                 constant += metrics
             else:
                 found.setdefault(heading, []).append(_panel(figure, metrics))
@@ -150,7 +153,7 @@ def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
 def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
     """The figure that a metric is drawn in (the name of its first metric), and what its line there is called."""
     prefix, _, rest = name.rpartition("/")
-    if prefix == "seconds":
+    if prefix == "seconds" and rest in PARTS:
         return "seconds/", _words(name)
     if prefix == "eval" and rest in names:
         return rest, "held-out"
@@ -243,8 +246,7 @@ def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
     stretch = -(-len(steps) // MOST_BARS)
     traces = []
     for name in used:  # a part has the same colour on every page
-        part, label = name.removeprefix("seconds/"), panel.metrics[name]
-        index = PARTS.index(part) if part in PARTS else len(PARTS) + used.index(name)
+        index, label = PARTS.index(name.removeprefix("seconds/")), panel.metrics[name]
         values = np.zeros(len(steps))
         values[np.searchsorted(steps, run.metrics[name].steps)] = np.nan_to_num(run.metrics[name].values)
         bars = {"type": "bar", "name": label, "x": stretch_means(steps, stretch)}
