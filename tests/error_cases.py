@@ -66,7 +66,6 @@ from padfree.tasks.advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
 from padfree.tools.demo import SIZES, Demo
 from padfree.tools.page import Page
-from tests.models import build, row, save_with_tokenizer
 from tests.rollout.vllm.error_cases import CASES as SERVER_CASES
 
 ROOT = Path(__file__).parents[1]

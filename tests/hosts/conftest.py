@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from padfree.testing.models import save_with_tokenizer
 from tests.hosts.network import Host, connected_hosts, no_hosts_reason
-from tests.models import save_with_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 from padfree.config import Config, config_from_dict
 from padfree.packing import CostModel, plan_step
 from padfree.packing.context_sizes import context_sizes
+from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.traffic import Placement, Traffic, step_traffic
 from padfree.train.decide import decide
 from padfree.train.run import train
 from padfree.train.training_data import make_batcher
 from tests.hosts.network import Host
-from tests.models import save_with_tokenizer
 from tests.ranks import torchrun
 from tests.train.loop_cases import lines
 

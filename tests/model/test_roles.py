@@ -13,7 +13,7 @@ from padfree.config import LoraConfig
 from padfree.model.lora import add_adapters
 from padfree.model.roles import roles_of
 from padfree.model.scalar import scalar_model
-from tests.models import ARCHITECTURES, build
+from padfree.testing.models import ARCHITECTURES, build
 
 
 def by_name(model: nn.Module) -> dict[str, str]:

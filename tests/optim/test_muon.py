@@ -19,7 +19,7 @@ from padfree.optim.muon import orthogonalize
 from padfree.optim.optimizer import Optimizer, make_optimizer
 from padfree.optim.reference import muon_step, orthogonal_factor
 from padfree.optim.settings import MuonSettings, OptimizerConfig
-from tests.models import build
+from padfree.testing.models import build
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
 from tests.train.loop_cases import SFT, lines, make_config, make_loop, save_config

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from padfree.distributed import Mesh
 from padfree.optim.optimizer import RULES, Optimizer, make_optimizer
 from padfree.optim.settings import MuonSettings, OptimizerConfig
-from tests.models import build
+from padfree.testing.models import build
 
 
 def small_model() -> nn.Module:

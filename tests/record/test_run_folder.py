@@ -30,8 +30,8 @@ from padfree.record.run_folder import (
     mark_run_folder,
     read_identity,
 )
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
-from tests.models import save_with_tokenizer
 from tests.ranks import PRELOAD, run_ranks
 from tests.train.loop_cases import make_config
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests.models import LETTERS
+from padfree.testing.models import LETTERS
 
 EOS = 0
 VOCABULARY = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS, ":"])}

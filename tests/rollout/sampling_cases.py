@@ -12,7 +12,7 @@ from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.noise import gumbel_noise, response_keys
-from tests.models import VOCABULARY, build
+from padfree.testing.models import VOCABULARY, build
 
 STOPS = (2, 5, 11, 40)
 TEMPERATURE = 0.7

@@ -12,7 +12,7 @@ from padfree.rollout import SamplingRequest, write_responses
 from padfree.rollout.engines.in_process import decode as decode_module
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder, lane_counts
-from tests.models import VOCABULARY
+from padfree.testing.models import VOCABULARY
 from tests.rollout.sampling_cases import (
     STOPS,
     TEMPERATURE,

@@ -15,7 +15,7 @@ from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.engines.in_process.weights import PolicyModel
-from tests.models import VOCABULARY, build
+from padfree.testing.models import VOCABULARY, build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
 
 pytestmark = pytest.mark.gpu

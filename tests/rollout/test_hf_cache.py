@@ -15,7 +15,7 @@ from padfree.rollout.engines.in_process.hf_cache import cache_use
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.rollout.noise import gumbel_noise, response_keys
-from tests.models import VOCABULARY, build
+from padfree.testing.models import VOCABULARY, build
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.sampling_cases import assert_responses
 

@@ -15,7 +15,7 @@ from padfree.optim.masters import computing, keep_masters
 from padfree.rollout.collect.collector import divided
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.engines.in_process.weights import PolicyModel
-from tests.models import build
+from padfree.testing.models import build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, group_requests
 
 CPU = torch.device("cpu")

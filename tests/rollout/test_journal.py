@@ -14,10 +14,10 @@ from padfree.rollout.base import Response
 from padfree.rollout.engines.in_process import hf_cache
 from padfree.rollout.engines.in_process import sampler as in_process
 from padfree.rollout.journal import Journal, Origin
+from padfree.testing.models import build
 from padfree.train.resume import made_with
 from padfree.train.rl.journal import settings_digest
 from padfree.train.run import train
-from tests.models import build
 from tests.rollout.vllm.test_run import SAMPLES, lines, make_config, model_folder
 
 __all__ = ["model_folder"]  # a fixture

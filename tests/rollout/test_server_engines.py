@@ -23,8 +23,8 @@ from padfree.rollout.engines.servers import launch
 from padfree.rollout.engines.servers.api import Drawing, LateError, RestartedError, ServerLostError, VersionError
 from padfree.rollout.loop_thread import LoopThread
 from padfree.testing.line_server import LineServer, LineService
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
-from tests.models import save_with_tokenizer
 from tests.rollout.vllm.test_http import served_of
 from tests.rollout.vllm.test_run import SAMPLES, RecordedLauncher, launchers, lines, make_config, servers_of
 from tests.rollout.vllm.vllm_cases import unused_url

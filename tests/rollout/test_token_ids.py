@@ -22,7 +22,7 @@ from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.policy import Words
 from padfree.rollout.token_ids import checked_ids, vocabulary_of
-from tests.models import build
+from padfree.testing.models import build
 from tests.rollout.environment.environment_cases import VOCABULARY, Scripted, ids, play, prompt, text, tokenizer
 
 SIZE = len(VOCABULARY)

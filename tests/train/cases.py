@@ -23,9 +23,9 @@ from padfree.losses import (
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.testing.models import build
 from padfree.train.engine import Engine, LossSettings, StepReport
 from padfree.train.scorer import Scorer
-from tests.models import build
 
 VOCABULARY = 40
 LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)

@@ -9,12 +9,12 @@ from typing import Any
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
+from padfree.testing.models import build
 from padfree.train.batch_times import PARTS
 from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import make_batcher
-from tests.models import build
 from tests.train.cases import VOCABULARY, make_samples
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}

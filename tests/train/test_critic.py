@@ -16,13 +16,13 @@ from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.begin import begin_run
 from padfree.train.critic import Critic, explained_variance, with_gae
 from padfree.train.loop import Loop
 from padfree.train.run import train
 from padfree.train.setup import build_critic, build_engine, export_critic
 from padfree.train.training_data import make_batcher
-from tests.models import save_with_tokenizer
 from tests.train.cases import small_model, weights_of
 from tests.train.loop_cases import lines, samples
 

@@ -17,11 +17,11 @@ from padfree.cli.main import main
 from padfree.config import Config
 from padfree.data import SFTDataSettings, load_pairs, load_sft
 from padfree.data.store import read_metadata
+from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
 from padfree.train.decide import decide
 from padfree.train.resume import KEY
 from padfree.train.run import train
-from tests.models import save_with_tokenizer
 from tests.train.test_train import make_config, write_lines
 
 MONDAY, TUESDAY = datetime.date(2024, 5, 6), datetime.date(2024, 5, 7)

@@ -15,10 +15,10 @@ import pytest
 from padfree.cli.main import main
 from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
+from padfree.testing.models import build, save_with_tokenizer
 from padfree.train import run as whole_run
 from padfree.train.decide import check_context, check_settings, count_steps, decide
 from padfree.train.training_data import load_tokenizer, load_training_data
-from tests.models import build, save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 Write = Callable[..., str]

@@ -23,11 +23,11 @@ from padfree.optim.settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.advantages import reverse_kl, teacher_advantages
 from padfree.tasks.distill import DistillationRowLoss
+from padfree.testing.models import build, save_with_tokenizer
 from padfree.train.decide import check_models
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
-from tests.models import build, save_with_tokenizer
 from tests.train.cases import MAX_TOKENS, VOCABULARY, make_samples, small_model
 from tests.train.loop_cases import TIMES
 

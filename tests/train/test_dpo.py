@@ -18,12 +18,12 @@ from padfree.config import Config, config_from_dict
 from padfree.data import PairDataset, load_pairs
 from padfree.data.settings import SFTDataSettings
 from padfree.distributed import Mesh
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.models import save_with_tokenizer
 from tests.train.cases import weights_of
 from tests.train.loop_cases import lines
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from padfree.config import Config, config_from_dict
+from padfree.testing.models import save_with_tokenizer
 from padfree.train import early_imports, run
 from padfree.train.early_imports import COMPILER, EPILOGUES, FLASH_ATTENTION_4, HEAD, EarlyImports, first_step_modules
-from tests.models import save_with_tokenizer
 
 
 def config_of(**sections: dict[str, Any]) -> Config:

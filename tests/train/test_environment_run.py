@@ -32,11 +32,11 @@ from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.tasks.advantages import with_advantages
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.microbatch import RowSettings
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving

@@ -19,11 +19,11 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.head import matches
 from padfree.tasks.measures import TokenMeasure
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.evaluate import HeldOut
 from padfree.train.loop import Loop, is_better
 from padfree.train.run import train
 from padfree.train.setup import build_engine
-from tests.models import save_with_tokenizer
 from tests.train.cases import make_samples, weights_of
 from tests.train.loop_cases import SFT, lines, make_config, make_loop, save_config
 

@@ -29,8 +29,8 @@ from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
 from padfree.record.metrics import MetricsFile
 from padfree.stop_signals import SAME_REQUEST_SECONDS
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from tests.models import save_with_tokenizer
 from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of

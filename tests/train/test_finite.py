@@ -19,8 +19,8 @@ from padfree.model.export import export_model
 from padfree.model.finite import nonfinite_tensor
 from padfree.model.load import load_model
 from padfree.tasks.measures import TokenMeasure
+from padfree.testing.models import build, save_with_tokenizer
 from padfree.train.finite import check_metrics
-from tests.models import build, save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from padfree.cli.main import main
-from tests.models import save_with_tokenizer
+from padfree.testing.models import save_with_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "src" / "padfree" / "recipes" / "sft.toml"
 CONTENTS = {

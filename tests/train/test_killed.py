@@ -14,8 +14,8 @@ import pytest
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.config import Config
 from padfree.record.files import CHECKPOINTS
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
-from tests.models import save_with_tokenizer
 from tests.train.loop_cases import lines
 from tests.train.processes import alone, ended, forked
 from tests.train.ways import way_config, write_data

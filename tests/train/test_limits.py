@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from padfree.batch import Sample
+from padfree.testing.models import build
 from padfree.train.limits import Limits, check_fits, lengths_of
-from tests.models import build
 
 
 def test_limits_are_read_off_the_modules() -> None:

@@ -22,8 +22,8 @@ from padfree.model.export import export_model
 from padfree.model.load import local_part, named_tensors
 from padfree.model.mixers import installed
 from padfree.model.routers import routers_of
+from padfree.testing.models import build, row
 from padfree.train.loop import Loop
-from tests.models import build, row
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
 from tests.train.cases import make_samples, weights_of

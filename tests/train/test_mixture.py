@@ -19,12 +19,12 @@ from padfree.cli.main import main
 from padfree.cli.train import description
 from padfree.config import Config, config_from_dict
 from padfree.record.files import CHECKPOINTS
+from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.steps import load_steps
 from padfree.train.decide import count_steps, decide
 from padfree.train.rows import source_shares
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.loop_cases import lines
 from tests.train.processes import alone, ended, forked

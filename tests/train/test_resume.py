@@ -13,9 +13,9 @@ import pytest
 from padfree.checkpoint.files import hash_of
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
+from padfree.testing.models import build, save_with_tokenizer
 from padfree.train.resume import RULES, Rule, data_record, flat_settings, rule_of
 from padfree.train.run import train
-from tests.models import build, save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.cases import VOCABULARY
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config

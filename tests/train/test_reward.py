@@ -28,6 +28,7 @@ from padfree.model.lora import add_adapters, is_adapter
 from padfree.packing import collate
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
+from padfree.testing.models import save_with_tokenizer
 from padfree.tools.check.padded import padded_rows
 from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
@@ -36,7 +37,6 @@ from padfree.train.run import evaluate, train
 from padfree.train.scalar import ScalarScorer
 from padfree.train.setup import build_engine, build_judge
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.cases import alone
 from tests.train.loop_cases import lines

@@ -27,10 +27,10 @@ from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.in_process.weights import copy_weights
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.sharding.parallelize import parallelize, transformations
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.loop_cases import TIMES
 

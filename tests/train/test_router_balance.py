@@ -18,8 +18,8 @@ from padfree.layers.compile import compile_layers
 from padfree.losses import SFTSettings
 from padfree.model.routers import routers_of
 from padfree.model.structure import layers_of
+from padfree.testing.models import EXPERTS, build
 from padfree.train.engine import LossSettings
-from tests.models import EXPERTS, build
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
 from tests.train.cases import alone, make_engine, make_samples, small_model
@@ -174,7 +174,7 @@ def test_stock_experts_are_compiled_without_a_break() -> None:
     """In bfloat16, for which there is a grouped matmul; in compiled layers as out of them."""
     from padfree.cp import shard
     from padfree.model import attach
-    from tests.models import row
+    from padfree.testing.models import row
 
     model = attach(build("qwen3_moe").bfloat16())
     assert model.config._experts_implementation == "grouped_mm"

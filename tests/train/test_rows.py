@@ -28,6 +28,7 @@ from padfree.optim.settings import OptimizerConfig
 from padfree.packing import CostModel, collate
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.reading import TrainingData
+from padfree.testing.models import build, save_with_tokenizer
 from padfree.testing.tokenizers import TEMPLATES
 from padfree.train import training_data
 from padfree.train.batches import distinct
@@ -46,7 +47,6 @@ from padfree.train.training_data import (
     make_batcher,
 )
 from tests.data.stores import conversation, write_store
-from tests.models import build, save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.train.loop_cases import lines
 from tests.train.ways import write

@@ -32,11 +32,11 @@ from padfree.losses import (
 )
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing import collate
+from padfree.testing.models import build
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import RowSettings
 from padfree.train.scorer import Scorer
 from padfree.warning import PadfreeWarning
-from tests.models import build
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, VOCABULARY, make_engine, small_model
 

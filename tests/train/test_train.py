@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from padfree.config import Config, LossConfig, config_from_dict
 from padfree.distributed import distributed, make_mesh
 from padfree.losses import OPSMSettings, PolicySettings, SequenceTISSettings
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 
 

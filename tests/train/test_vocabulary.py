@@ -15,9 +15,9 @@ import pytest
 from padfree.cli.main import main
 from padfree.config import Config, load_config
 from padfree.config.hub import GIVEN_TEXT, named_models
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.decide import decide
 from padfree.train.vocabulary import compare
-from tests.models import save_with_tokenizer
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 

@@ -21,8 +21,8 @@ from padfree.cli.main import main
 from padfree.config import Config
 from padfree.model.load import load_model
 from padfree.model.wrapper import language_config, wrapper_of
+from padfree.testing.models import LETTERS
 from padfree.train.run import train
-from tests.models import LETTERS
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
 from tests.train.test_train import make_config, write_lines

@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from padfree.config import Config, config_from_dict
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
-from tests.models import save_with_tokenizer
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.test_run import fake_of
 from tests.rollout.vllm.vllm_cases import serving

@@ -21,8 +21,8 @@ from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.trajectory import Leaf
+from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.vllm_cases import Remembering, serving

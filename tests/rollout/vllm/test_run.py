@@ -35,11 +35,11 @@ from padfree.rollout.engines.servers.api import LateError, RestartedError, Versi
 from padfree.rollout.engines.servers.launch import Launched, Launcher
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.testing.models import save_with_tokenizer
 from padfree.train import run as run_module
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
 from tests.rollout.vllm import vllm_cases
 from tests.rollout.vllm.test_http import served_of

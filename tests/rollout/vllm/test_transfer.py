@@ -28,7 +28,7 @@ from padfree.rollout.engines.servers.weight_sync import (
 )
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.sharding.parallelize import parallelize, transformations
-from tests.models import build
+from padfree.testing.models import build
 from tests.ranks import run_ranks
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 

@@ -13,7 +13,6 @@ from padfree.tools.report.panels import PARTS as SHOWN_PARTS
 from padfree.tools.report.panels import Panel, figure, figures, panels, resumed_at, shortened
 from padfree.tools.report.runs import Run, read_run
 from padfree.train.batch_times import PARTS
-from tests.report.run_folders import rl_step, timed_rl_step, write_lines, write_rl_run, write_sft_run
 from tests.tools.report.run_folders import rl_step, timed_rl_step, write_lines, write_rl_run, write_sft_run
 
 

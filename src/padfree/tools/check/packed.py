@@ -38,13 +38,14 @@ from padfree.optim.optimizer import make_optimizer
 from padfree.optim.settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
 from padfree.sharding.parallelize import inside, parallelize, transformations
+from padfree.tasks.distill import DistillationRowLoss
+from padfree.tasks.reward import RewardRowLoss
 from padfree.tools.check.compare import Extent, extent
 from padfree.tools.check.model_source import ModelSource
-from padfree.tools.check.plain_losses import DPO, SCALAR, VALUE, CheckedLoss, make_teacher
-from padfree.train.distillation import DistillationRowLoss
+from padfree.tools.check.plain_losses import DPO, KTO, SCALAR, VALUE, CheckedLoss, make_teacher
 from padfree.train.engine import Engine, LossSettings, PreparedStep
 from padfree.train.microbatch import MicroBatch, RowSettings
-from padfree.train.scalar import RewardRowLoss, ScalarScorer, ValueRowLoss
+from padfree.train.scalar import ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
 
 Logprobs = list[NDArray[np.float32]]
@@ -225,7 +226,7 @@ def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) 
     if teacher is not None:
         settings = DistillSettings()
         return Engine(scorer, optimizer, LossSettings(loss=settings), DistillationRowLoss(settings, teacher))
-    return Engine(scorer, optimizer, LossSettings(loss=DPO if loss == "dpo" else SFTSettings()))
+    return Engine(scorer, optimizer, LossSettings(loss={"dpo": DPO, "kto": KTO}.get(loss, SFTSettings())))
 
 
 def _all_scored(samples: Sequence[Sample]) -> list[Sample]:

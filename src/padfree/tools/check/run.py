@@ -49,6 +49,7 @@ from padfree.tools.check.one_at_a_time import Outcome, one_at_a_time
 from padfree.tools.check.packed import Logprobs, PackedPath, Variation, variations, with_other_tokens
 from padfree.tools.check.plain_losses import (
     OF_PAIRS,
+    REFERENCED,
     SCALAR,
     CheckedLoss,
     in_pairs,
@@ -211,7 +212,7 @@ def _reference(
             for teacher in teachers:
                 make_float64(teacher)
         if given is None:
-            own = one_at_a_time(model, samples).logprobs if loss == "dpo" else None
+            own = one_at_a_time(model, samples).logprobs if loss in REFERENCED else None
             given = prepared(loss, samples, own)
         return given, plain_loss(model, given, loss, teacher=next(iter(teachers), None), padded=padded)
 
