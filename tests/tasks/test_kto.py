@@ -21,12 +21,12 @@ from padfree.data.prepare import load_rows
 from padfree.distributed import Mesh, distributed
 from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 from padfree.train.begin import begin_run
 from padfree.train.loop import Loop
 from padfree.train.run import mesh_of, train
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from tests.data.tiny_tokenizers import tiny_tokenizer
 from tests.ranks import run_ranks
 from tests.train.cases import weights_of
 from tests.train.loop_cases import lines
