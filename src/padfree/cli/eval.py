@@ -20,6 +20,7 @@ from padfree.config import load_config
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_output
 from padfree.config.processes import processes_of
+from padfree.errors import UserError
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,7 +40,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
     if not config.eval.path:
-        raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
+        raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
     first = processes_of().is_first
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
@@ -60,7 +61,7 @@ def run(settings: argparse.Namespace) -> None:
         try:
             target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--json: {target} cannot be written ({error.strerror}); give another file") from None
+            raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:<{width}}  {value:.6g}")

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from padfree.config import Config
-from padfree.config.rules import closest
+from padfree.errors import closest
 
 SHORT = {
     "model": "model.path",

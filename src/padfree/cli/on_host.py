@@ -26,6 +26,7 @@ import padfree
 from padfree.cli.main import COMMANDS, parsed
 from padfree.config import load_config
 from padfree.config.hub import check_names
+from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
 """Before the answer: a shell may print other lines first."""
@@ -60,7 +61,7 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
         return {**found, "refused": f"--folder: {order['folder']} cannot be entered ({error.strerror}); {cure}"}
     try:
         found["recipe"] = checked_recipe(order["words"])
-    except ValueError as error:
+    except UserError as error:
         return {**found, "refused": str(error)}
     if not order["counts_gpus"]:
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from padfree.config.choices import EVAL_METRICS
@@ -16,7 +16,6 @@ from padfree.config.models import (
     TeacherConfig,
 )
 from padfree.config.rollout import RolloutConfig
-from padfree.config.rules import need
 from padfree.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -28,6 +27,8 @@ from padfree.config.sections import (
     ScheduleConfig,
     TrackConfig,
 )
+from padfree.config.setting import check_needs
+from padfree.errors import need
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 """Advantages that compare the samples of a group."""
@@ -61,6 +62,7 @@ class Config:
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
+        check_needs(self)
         endless = self.data.epochs is None and self.run.steps is None
         need(not endless, "run.steps", None, "set run.steps=1000, or data.epochs=1, or the run never ends")
         falls = self.schedule.kind != "constant"
@@ -76,16 +78,10 @@ class Config:
         if self.loss.command == "rl":
             cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
             need(self.batch.samples is not None, "batch.samples", None, cure)
-            all_turns = self.data.loss_on == "assistant"
-            cure = "leave it out, what is trained on in RL is the response"
-            need(all_turns, "data.loss_on", self.data.loss_on, cure)
         if self.loss.command in ("dpo", "reward"):
             self._check_pairs()
         if self.loss.command == "dpo":
             self._check_pair_reference()
-        else:
-            precompute = self.reference.precompute
-            need(not precompute, "reference.precompute", precompute, "leave it out, it is for padfree dpo")
         used = self.reference.path is None or self.loss.kl_coefficient > 0 or self.loss.command == "dpo"
         need(used, "reference.path", self.reference.path, "leave it out, or set loss.kl_coefficient")
         if self.loss.command == "distill" or self.loss.advantage == "teacher":
@@ -102,7 +98,9 @@ class Config:
             need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
-        self._check_critic()
+        if self.run.steps is not None:
+            cure = f"give less than run.steps, {self.run.steps}, or the policy is never trained"
+            need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, cure)
         self._check_eval()
 
     def _check_pairs(self) -> None:
@@ -110,8 +108,6 @@ class Config:
         samples = self.batch.samples
         cure = "give an even number, it counts answers, two of a pair"
         need(samples is None or samples % 2 == 0, "batch.samples", samples, cure)
-        loss_on = self.data.loss_on
-        need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is compared are the answers")
         need(self.loss.weights == "token-mean", "loss.weights", self.loss.weights, "leave it out, pairs weigh the same")
         cap = self.eval.samples
         need(cap is None or cap % 2 == 0, "eval.samples", cap, "give an even number, it counts answers, two of a pair")
@@ -129,18 +125,6 @@ class Config:
             need(self.model.init == "weights", "reference.path", path, cure)
             object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
 
-    def _check_critic(self) -> None:
-        """Of a critic, which is there where advantages come from it."""
-        if self.loss.advantage != "gae":
-            for entry in fields(CriticConfig):
-                value = getattr(self.critic, entry.name)
-                cure = "leave it out, or set loss.advantage=gae"
-                need(value == entry.default, f"critic.{entry.name}", value, cure)
-            return
-        steps = self.run.steps
-        cure = f"give less than run.steps, {steps}, or the policy is never trained"
-        need(steps is None or self.critic.warmup < steps, "critic.warmup", self.critic.warmup, cure)
-
     def _check_eval(self) -> None:
         """Of evaluations, and of the checkpoint that they choose."""
         command, sampled = self.loss.command, self.rollout.source is not None
@@ -152,13 +136,9 @@ class Config:
                 "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler is busy with batches ahead"
             )
             need(stale == 0, "rollout.staleness", stale, cure)
-        for name, unset in (("reward", None), ("greedy", True), ("draws", 1), ("passes", 1.0)):
-            value = getattr(self.eval, name)
-            need(sampled or value == unset, f"eval.{name}", value, "leave it out, nothing is sampled in this run")
         best = self.checkpoint.best
         if best is None:
             return
-        need(bool(self.eval.path), "checkpoint.best", best, "set eval.path to held-out data, it is measured there")
         known = [f"eval/{name}" for name in EVAL_METRICS["rl" if sampled else command]]
         if sampled and self.eval.draws == 1:
             known.remove("eval/pass@k")

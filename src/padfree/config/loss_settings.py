@@ -12,8 +12,8 @@ others are in `padfree.losses`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from padfree.config.choices import (
     DivergenceKind,
@@ -23,39 +23,8 @@ from padfree.config.choices import (
     PreferenceLoss,
     SequenceStatistic,
 )
-from padfree.config.rules import check_choice, need
-
-SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers that a setting may be, both ends included, and what is said of others."""
-
-    low: float
-    high: float
-    cure: str
-
-    def check(self, name: str, value: object) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        need(number and self.low <= value <= self.high, name, value, self.cure)  # type: ignore[operator]
-
-
-def number(default: float | None, low: float, high: float, cure: str) -> Any:
-    """A field with its bounds; None is right where it is the default."""
-    return field(default=default, metadata={"range": Range(low, high, cure)})
-
-
-def check_number(settings: type[Any], name: str, value: object, prefix: str) -> None:
-    """Refuse a value that the field of this name may not have."""
-    entry = settings.__dataclass_fields__[name]
-    if "range" in entry.metadata and not (value is None and entry.default is None):
-        entry.metadata["range"].check(f"{prefix}{name}", value)
-
-
-def _check_numbers(settings: Any, prefix: str) -> None:
-    for entry in fields(settings):
-        check_number(type(settings), entry.name, getattr(settings, entry.name), prefix)
+from padfree.config.setting import check_table, need_of, setting
+from padfree.errors import UserError, check_choice, need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +37,20 @@ class DistillSettings:
     """The divergence of the student's distribution from the teacher's; `padfree.head.divergence` has the formulas."""
 
     divergence: DivergenceKind = "forward-kl"
-    beta: float = number(0.5, SMALLEST, math.nextafter(1.0, 0.0), "give a share above 0 and below 1")  # of jsd
-    top_k: int | None = None  # over the teacher's most probable tokens and all others as one; None: over all tokens
+    beta: float = setting(
+        0.5,
+        above=0,
+        below=1,
+        fix="give a share above 0 and below 1",
+        needs=need_of("divergence", "jsd", fix="leave it out, or set loss.distill.divergence=jsd"),
+    )  # of jsd
+    top_k: int | None = setting(
+        None, least=1, fix="give 1 or more, or leave it out"
+    )  # over the teacher's most probable tokens and all others as one; None: over all tokens
 
     def __post_init__(self) -> None:
         check_choice("loss.distill.divergence", self.divergence, DivergenceKind)
-        _check_numbers(self, "loss.distill.")
-        need(self.top_k is None or self.top_k >= 1, "loss.distill.top_k", self.top_k, "give 1 or more, or leave it out")
-        used = self.divergence == "jsd" or self.beta == 0.5
-        need(used, "loss.distill.beta", self.beta, "leave it out, or set loss.distill.divergence=jsd")
+        check_table(self, "loss.distill.")
 
 
 # Objectives
@@ -89,7 +63,7 @@ class Objective:
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _check_numbers(self, f"loss.{self.kind}.")
+        check_table(self, f"loss.{self.kind}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +71,9 @@ class ClipSettings(Objective):
     """Clipped ratio (PPO, GRPO): the ratio is kept in [1 - low, 1 + high]; `dual` bounds it where A < 0."""
 
     kind: ClassVar[str] = "clip"
-    low: float = number(0.2, 0.0, 1.0, "give 0 up to 1")
-    high: float = number(0.2, 0.0, math.inf, "give 0 or more")
-    dual: float | None = number(None, math.nextafter(1.0, 2.0), math.inf, "give more than 1, or leave it out")
+    low: float = setting(0.2, least=0, most=1, fix="give 0 up to 1")
+    high: float = setting(0.2, least=0, most=math.inf, fix="give 0 or more")
+    dual: float | None = setting(None, above=1, most=math.inf, fix="give more than 1, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +81,8 @@ class GSPOSettings(Objective):
     """Clipped sequence ratio. The defaults are the paper's: a mean over tokens moves far less than one token."""
 
     kind: ClassVar[str] = "gspo"
-    low: float = number(3e-4, 0.0, 1.0, "give 0 up to 1")
-    high: float = number(4e-4, 0.0, math.inf, "give 0 or more")
+    low: float = setting(3e-4, least=0, most=1, fix="give 0 up to 1")
+    high: float = setting(4e-4, least=0, most=math.inf, fix="give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +90,8 @@ class CISPOSettings(Objective):
     """Clipped importance weight: in [1 - low, 1 + high], without a lower bound where `low` is None."""
 
     kind: ClassVar[str] = "cispo"
-    low: float | None = number(None, 0.0, 1.0, "give 0 up to 1, or leave it out for no lower bound")
-    high: float = number(4.0, 0.0, math.inf, "give 0 or more")
+    low: float | None = setting(None, least=0, most=1, fix="give 0 up to 1, or leave it out for no lower bound")
+    high: float = setting(4.0, least=0, most=math.inf, fix="give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +120,7 @@ class Correction:
     compares_sampler: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_numbers(self, f"loss.{self.kind}.")
+        check_table(self, f"loss.{self.kind}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +186,7 @@ class OPSMSettings(Correction):
 
     kind: ClassVar[str] = "opsm"
     compares_sampler: ClassVar[bool] = False
-    delta: float = number(1e-4, 0.0, math.inf, "give 0 or more")
+    delta: float = setting(1e-4, least=0, most=math.inf, fix="give 0 or more")
 
 
 TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
@@ -237,21 +211,21 @@ class PolicySettings:
     objective: Objective = ClipSettings()
     old_policy: OldPolicy = "trainer"
     corrections: tuple[Correction, ...] = ()
-    kl_coefficient: float = number(0.0, 0.0, LARGEST, "give 0 or more")
+    kl_coefficient: float = setting(0.0, least=0, fix="give 0 or more")
     kl_estimator: KLEstimator = "k3"
     kl_weighting: KLWeighting = "none"
-    entropy_coefficient: float = number(0.0, -LARGEST, LARGEST, "give a finite number")
+    entropy_coefficient: float = setting(0.0, least=-math.inf, fix="give a finite number")
 
     def __post_init__(self) -> None:
         check_choice("loss.old_policy", self.old_policy, OldPolicy)
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("loss.kl_weighting", self.kl_weighting, KLWeighting)
-        _check_numbers(self, "loss.")
+        check_table(self, "loss.")
         objective, corrections = self._untyped()
         if not isinstance(objective, Objective):
-            raise ValueError(f"objective: {objective!r}; give ClipSettings(), GSPOSettings() or another of them")
+            raise UserError("objective", "", "give ClipSettings(), GSPOSettings() or another of them", value=objective)
         if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
-            raise ValueError(f"corrections: {corrections!r}; give a tuple such as (TokenTISSettings(),)")
+            raise UserError("corrections", "", "give a tuple such as (TokenTISSettings(),)", value=corrections)
         kinds = [correction.kind for correction in self.corrections]
         need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "give each of them once")
         if self.old_policy == "sampler":
@@ -279,16 +253,17 @@ class PolicySettings:
 
 # Losses of other models
 
+NO_SUCH = "leave it out, this loss.dpo.variant has none"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSettings:
     """Squared error of a value model, its change limited to `clip` (None: unlimited)."""
 
-    clip: float | None = 0.2
+    clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
 
     def __post_init__(self) -> None:
-        if self.clip is not None:
-            Range(0.0, math.inf, "give 0 or more, or None to switch it off").check("value clip", self.clip)
+        check_table(self, "value ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,18 +275,14 @@ class DPOSettings:
     """
 
     variant: PreferenceLoss = "sigmoid"
-    beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
-    label_smoothing: float = number(0.0, 0.0, math.nextafter(0.5, 0.0), "give 0 up to, but not including, 0.5")
-    gamma: float = number(0.0, 0.0, LARGEST, "give 0 or more")
+    beta: float = setting(0.1, above=0, fix="give a positive number")
+    label_smoothing: float = setting(0.0, least=0, below=0.5, needs=need_of("variant", "sigmoid", "simpo", fix=NO_SUCH))
+    gamma: float = setting(0.0, least=0, needs=need_of("variant", "simpo", fix=NO_SUCH))
     normalise: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("loss.dpo.variant", self.variant, PreferenceLoss)
-        _check_numbers(self, "loss.dpo.")
-        smoothed = self.variant in ("sigmoid", "simpo")
-        cure = f"leave it out, the variant {self.variant!r} has none"
-        need(smoothed or not self.label_smoothing, "loss.dpo.label_smoothing", self.label_smoothing, cure)
-        need(self.variant == "simpo" or not self.gamma, "loss.dpo.gamma", self.gamma, cure)
+        check_table(self, "loss.dpo.")
 
     @property
     def needs_reference(self) -> bool:
@@ -328,7 +299,7 @@ class DPOSettings:
 class RewardModelSettings:
     """Pairwise loss of a reward model: the chosen answer should score `margin` more than the rejected one."""
 
-    margin: float = number(0.0, 0.0, LARGEST, "give 0 or more")  # beside the margins that rows may have
+    margin: float = setting(0.0, least=0, fix="give 0 or more")  # beside the margins that rows may have
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "loss.reward.")
+        check_table(self, "loss.reward.")

@@ -16,7 +16,7 @@ from padfree.cli.demo.real import REAL_SIZES, REAL_STAGES, RealDemo, show_real_r
 from padfree.cli.demo.recipes import SIZES
 from padfree.cli.demo.stages import STAGES
 from padfree.cli.demo.table import show_result
-from padfree.config.rules import need
+from padfree.errors import UserError, need
 from padfree.talk.find import find_model
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def run(settings: argparse.Namespace) -> None:
         stages = {name: (title, partial(stage, real)) for name, (title, stage) in REAL_STAGES.items()}
         again = f" --real {model} --data {settings.data}"
     if others := demo.found.keys() - stages.keys():
-        raise ValueError(
-            f"--resume: {demo.folder} holds another kind of demo (it has {min(others)}); give its --folder"
+        raise UserError(
+            "--resume", f"{demo.folder} holds another kind of demo (it has {min(others)})", "give its --folder"
         )
     try:
         with _cache(demo.folder / "cache"):
@@ -86,14 +86,14 @@ def _real_model(settings: argparse.Namespace) -> str | None:
             need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "give --real with it")
         return None
     if settings.real and settings.model is not None:
-        raise ValueError(f"--model: {settings.model!r}, but --real names {settings.real!r}; give one of them")
+        raise UserError("--model", f", but --real names {settings.real!r}", "give one of them", value=settings.model)
     model: str | None = settings.real or settings.model
     if model is None:
-        raise ValueError(
-            "--real: no model; give a folder or a Hub id, as in --real HuggingFaceTB/SmolLM2-135M-Instruct"
+        raise UserError(
+            "--real", "no model", "give a folder or a Hub id, as in --real HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     if settings.data is None:
-        raise ValueError("--data: missing; give a JSON Lines file with question and answer, as GSM8K has")
+        raise UserError("--data", "missing", "give a JSON Lines file with question and answer, as GSM8K has")
     find_model(model)  # before anything is made
     return model
 
@@ -122,5 +122,5 @@ def console() -> Console:
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
-        raise ValueError("demo: the package rich is missing; pip install rich") from error
+        raise UserError("demo", "the package rich is missing", "pip install rich") from error
     return Console()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from padfree.cli.demo.recipes import Sizes, gpu_config, rl_config, sft_config
 from padfree.config import Config
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,17 +48,19 @@ class Demo:
         state = folder / STATE
         if resume:
             if not state.exists():
-                raise ValueError(f"--resume: {folder} holds no demo; leave --resume out, or give the demo's --folder")
+                raise UserError(
+                    "--resume", f"{folder} holds no demo", "leave --resume out, or give the demo's --folder"
+                )
             self.found = _read_state(state, "--resume")
             return
         if folder.exists() and not state.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"--folder: {folder} holds other things; give a new folder or an empty one")
+            raise UserError("--folder", f"{folder} holds other things", "give a new folder or an empty one")
         if state.exists():
             from padfree.record.run_folder import check_not_in_use
 
             _read_state(state, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
-                raise ValueError(f"--folder: {folder} has {others[0]} besides a demo; give a new or an empty folder")
+                raise UserError("--folder", f"{folder} has {others[0]} besides a demo", "give a new or an empty folder")
             for run in ("sft", "rl", "real/sft", "real/rl"):
                 check_not_in_use(folder / run)
             shutil.rmtree(folder)  # an earlier demo
@@ -65,7 +68,7 @@ class Demo:
             folder.mkdir(parents=True, exist_ok=True)
             state.write_text("{}", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--folder: {folder} cannot be written ({error.strerror}); give another") from None
+            raise UserError("--folder", f"{folder} cannot be written ({error.strerror})", "give another") from None
 
     def keep(self, stage: str, found: Mapping[str, Any]) -> None:
         self.found[stage] = found
@@ -110,5 +113,5 @@ def _read_state(path: Path, setting: str) -> dict[str, Any]:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or not found.keys() <= LEAVES.keys():
-        raise ValueError(f"{setting}: {path} is not what a demo writes; give another --folder, new or empty")
+        raise UserError(setting, f"{path} is not what a demo writes", "give another --folder, new or empty")
     return found

@@ -13,6 +13,7 @@ import torch
 
 from padfree.cli.demo.folder import Demo
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.record.files import METRICS
 
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -60,7 +61,9 @@ def comparison(config: Config, padded: Mapping[str, Any], *, set_up: int) -> dic
     steps = read_metrics(Path(config.run.folder))[: len(padded["losses"])]
     difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
     if difference > SAME_LOSS[config.model.dtype]:
-        raise ValueError(f"demo: losses differ by {difference:.1e} from the padded ones; this torch cannot be trusted")
+        raise UserError(
+            "demo", f"losses differ by {difference:.1e} from the padded ones", "this torch cannot be trusted"
+        )
     faster = sum(padded["seconds"][set_up:]) / sum(step["seconds"] for step in steps[set_up:])
     return {"difference": difference, "faster": faster}
 

@@ -23,6 +23,7 @@ from typing import Any
 from padfree.cli.demo.folder import Demo
 from padfree.config import Config, config_from_dict
 from padfree.data.rewards import hashed_number, number_after_hashes
+from padfree.errors import UserError
 from padfree.report import write_report
 
 FORMS = (("question", "answer"), ("prompt", "response"))
@@ -114,7 +115,7 @@ def split_rows(real: RealDemo) -> dict[str, Any]:
     wanted = sizes.held_out + max(sizes.samples * sizes.sft_steps, sizes.responses // sizes.group * sizes.rl_steps)
     rows = read_rows(real.data, wanted)
     if len(rows) <= sizes.held_out:
-        raise ValueError(f"--data: {real.data} has {len(rows)} rows; give more than {sizes.held_out}")
+        raise UserError("--data", f"{real.data} has {len(rows)} rows", f"give more than {sizes.held_out}")
     train, test = rows[: -sizes.held_out], rows[-sizes.held_out :]
     real.folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", train), ("test", test)):
@@ -129,14 +130,14 @@ def read_rows(name: str, most: int) -> list[dict[str, str]]:
     rows = []
     path = Path(name).expanduser()
     if path.exists() and not path.is_file():
-        raise ValueError(f"--data: {name} is not a file; give a JSON Lines file")
+        raise UserError("--data", f"{name} is not a file", "give a JSON Lines file")
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(islice(file, most), start=1):
                 rows.append(_row(line, f"{name}:{number}"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ValueError(f"--data: {name} cannot be read ({reason}); give a JSON Lines file") from None
+        raise UserError("--data", f"{name} cannot be read ({reason})", "give a JSON Lines file") from None
     return rows
 
 
@@ -148,9 +149,11 @@ def _row(line: str, place: str) -> dict[str, str]:
     for prompt, response in FORMS:
         if isinstance(row, dict) and isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
             if hashed_number(row[response]) is None:
-                raise ValueError(f"--data: the answer of {place} does not end in '#### number'; give rows as GSM8K has")
+                raise UserError(
+                    "--data", f"the answer of {place} does not end in '#### number'", "give rows as GSM8K has"
+                )
             return {"prompt": row[prompt], "response": row[response], "answer": row[response]}
-    raise ValueError(f"--data: {place} has no text for question and answer; give rows as GSM8K has")
+    raise UserError("--data", f"{place} has no text for question and answer", "give rows as GSM8K has")
 
 
 def before(real: RealDemo) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from padfree.cli.demo.folder import LEAVES, Demo
 from padfree.cli.demo.padded import comparison, padded_steps, read_metrics
 from padfree.cli.demo.real import REAL_STAGES
 from padfree.config import Config
+from padfree.errors import UserError
 
 SET_UP = 3
 """Steps on a GPU that pay for set-up: compiling, choosing kernels, the first memory."""
@@ -78,7 +79,7 @@ def check(demo: Demo) -> dict[str, Any]:
     (demo.folder / "check.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
     demo.say(report.verdict)
     if not report.passed:
-        raise ValueError("demo: padfree check failed; run padfree check for the table, this torch cannot be trusted")
+        raise UserError("demo", "padfree check failed", "run padfree check for the table, this torch cannot be trusted")
     gradients = max(row.difference for row in report.rows if row.quantity == "gradients")
     demo.say(f"gradients of all parameters differ by at most {gradients:.1e}")
     return {"gradients": gradients}
