@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.rollout.base import (
     AheadSampler,
     OnFinished,
@@ -77,9 +78,11 @@ def _made(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
     missing = [method for method in methods if not hasattr(sampler, method)]
     if missing:
         needed = f" for rollout.staleness {config.rollout.staleness}" if config.rollout.staleness else ""
-        raise ValueError(
-            f"rollout.engine: {name!r} returned {type(sampler).__name__}, which has no {missing[0]}; return a "
-            f"padfree.rollout.base.{kind}{needed}"
+        raise UserError(
+            "rollout.engine",
+            f"returned {type(sampler).__name__}, which has no {missing[0]}",
+            f"return a padfree.rollout.base.{kind}{needed}",
+            value=name,
         )
     ahead = all(hasattr(sampler, method) for method in AHEAD_METHODS)
     return (CheckedAheadSampler if ahead else CheckedSampler)(sampler, name)
@@ -112,7 +115,7 @@ class CheckedSampler:
         found = self.sampler.sample(requests, **{name: one for name, one in wanted.items() if name in taken})
         if not isinstance(found, Sequence) or len(found) != len(requests):
             number = len(found) if isinstance(found, Sequence) else type(found).__name__
-            raise ValueError(
+            raise UserError.of(
                 f"{self._what} returned {number} for {len(requests)} requests; return a list with one Response for "
                 "each, in their order"
             )
@@ -150,7 +153,7 @@ class CheckedAheadSampler(CheckedSampler):
         def checked(index: int, response: Response) -> None:
             try:
                 self._checked(response, requests[index], whole=False)
-            except ValueError as error:  # in a thread of the engine: the run asks for `failure`
+            except UserError as error:  # in a thread of the engine: the run asks for `failure`
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

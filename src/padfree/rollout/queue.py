@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.rollout.base import AheadSampler, Response
 from padfree.rollout.candidates import Candidates, Group, SparePrompts
 from padfree.rollout.journal import Journal
@@ -128,7 +129,7 @@ class AheadQueue(ABC, Generic[Item]):
         """Go on with what `state` has kept."""
 
     def _fail(self, batch: int, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError.of(message)
 
     def exchange(self, trained: PreTrainedModel, version: int) -> None:
         """Let the weights of `trained` write from now on. Every rank calls it."""
@@ -319,7 +320,7 @@ class AheadWriter(RolloutWriter, AheadQueue[Written]):
             written = self._rewarded(number, response, prompt)
         except BaseException as error:  # it must reach the main thread, which waits for the response
             with self._change:
-                self._failure = str(error) if isinstance(error, ValueError) else f"rollout.reward: {error!r}"
+                self._failure = str(error) if isinstance(error, UserError) else f"rollout.reward: {error!r}"
                 self._change.notify_all()
             return
         with self._change:

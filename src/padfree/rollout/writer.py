@@ -32,6 +32,7 @@ from padfree.config import Config
 from padfree.config.rollout import RolloutConfig
 from padfree.data import Reward, load_reward
 from padfree.distributed import Mesh, watching
+from padfree.errors import UserError
 from padfree.record.files import ROLLOUTS
 from padfree.rollout.base import Response, Sampler, SamplingRequest
 from padfree.rollout.candidates import Candidates, Group, SparePrompts, has_signal, overlong_penalty
@@ -159,7 +160,7 @@ class RolloutWriter:
         error = None
         try:
             written = self._all_rewarded(own, responses, prompts, reward)
-        except ValueError as caught:
+        except UserError as caught:
             error = str(caught)
         found = self._gathered(written, error)
         return [found[number] for number in range(len(prompts))]
@@ -216,7 +217,7 @@ class RolloutWriter:
         begin = time.perf_counter()
         try:
             written = self._all_rewarded(own, responses, prompts)
-        except ValueError as error:
+        except UserError as error:
             return [], str(error)
         self.timings["rewards"] += time.perf_counter() - begin
         return written, None
@@ -290,7 +291,7 @@ class RolloutWriter:
         everybody = self._told((written, error))
         for _, message in everybody:
             if message is not None:
-                raise ValueError(message)
+                raise UserError.of(message)
         found = [one for part, _ in everybody for one in part]
         by_number = {one.number: one for one in found}
         assert len(by_number) == len(found), "every response is written once"

@@ -17,6 +17,7 @@ from typing import Any
 
 from padfree.data import Reward
 from padfree.data.reward_worker import LENGTH
+from padfree.errors import UserError
 
 
 class Judge:
@@ -60,14 +61,14 @@ class _Worker:
             found, value = await self._asked(pickle.dumps((text, dict(row), uid)))
             finished = True
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
-            raise ValueError(
-                f"reward: {self._name} ended its process for sample {uid!r}; correct the function or the row"
+            raise UserError(
+                "reward", f"{self._name} ended its process for sample {uid!r}", "correct the function or the row"
             ) from None
         finally:
             if not finished:
                 await self.end()
         if not found:
-            raise ValueError(value)
+            raise value
         return float(value)
 
     async def _asked(self, message: bytes) -> tuple[bool, Any]:

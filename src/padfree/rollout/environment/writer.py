@@ -27,6 +27,7 @@ from padfree.config import Config
 from padfree.data import Reward, load_reward
 from padfree.data.chat import ChatRenderer
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.record.files import FAILURES, ROLLOUTS
 from padfree.rollout.base import Sampler
 from padfree.rollout.candidates import Candidates, Group, SparePrompts
@@ -99,7 +100,7 @@ class EpisodeWriter:
         while asked:
             try:
                 played |= self._played(candidates.groups, asked, batch)
-            except ValueError as error:
+            except UserError as error:
                 self._list_failures(batch, [{"failure": str(error)}])
                 raise
             signal |= signals(candidates.groups, asked, played)
@@ -158,9 +159,10 @@ class EpisodeWriter:
         chosen = [index for index in candidates.chosen(signal) if index not in failed]
         if not chosen:
             first = next(one.failure for one in played.values() if one.failure is not None)
-            raise ValueError(
-                f"rollout.on_failure: 'skip', but every group of batch {batch} has failed, the first: {first}; see "
-                f"{FAILURES} in the run folder"
+            raise UserError(
+                "rollout.on_failure",
+                f"'skip', but every group of batch {batch} has failed, the first: {first}",
+                f"see {FAILURES} in the run folder",
             )
         kept = [played[number] for index in chosen for number in numbers_of(groups, index)]
         self._batch_metrics = {

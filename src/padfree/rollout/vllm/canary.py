@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.errors import UserError
+
 TEXT = (
     "The ferry leaves the harbour at a quarter past seven, and the first passengers are on deck long before that. "
     "A crate holds 24 bottles; 17 crates hold 17 * 24 = 408. If 35 of them break on the way, 408 - 35 = 373 arrive. "
@@ -88,12 +90,12 @@ class Canary:
         what = f"rollout.servers: {url} was given policy version {version}"
         cure = "use padfree's transfer on a vLLM that can reload this model, or raise rollout.canary"
         if not found["canary_difference"] <= self.limit:
-            raise ValueError(
+            raise UserError.of(
                 f"{what}, but its log-probabilities differ from the trainer's by {found['canary_difference']:.3g} a "
                 f"token ({server.given.mean():.4f} instead of {trainer.given.mean():.4f}), over {self.limit:g}; {cure}"
             )
         if not drawn_apart <= self.limit:
-            raise ValueError(
+            raise UserError.of(
                 f"{what}, but the log-probabilities of drawn tokens differ by {drawn_apart:.3g} from the trainer's at "
                 f"the temperature of the run, over {self.limit:g}; start it with --logprobs-mode processed_logprobs"
             )
@@ -101,7 +103,7 @@ class Canary:
         if followed is not None:
             found["canary_followed"] = followed
             if followed < FOLLOWED:
-                raise ValueError(
+                raise UserError.of(
                     f"{what}, but its log-probabilities changed by {followed:.0%} of what the trainer's did; {cure}"
                 )
         self._before[url] = server, trainer

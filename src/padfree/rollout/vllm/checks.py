@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.rollout.vllm.canary import TEXT
 from padfree.rollout.vllm.http import START, LateError, Server, ServerLostError
 
@@ -16,13 +17,14 @@ def check_servers(servers: Sequence[Server], config: Config, tokenizer: Any, voc
     try:
         names = {check_server(server, config, tokenizer, vocabulary) for server in servers}
     except LateError as error:
-        raise ValueError(f"{error}; see that it is well, or raise rollout.timeout") from None
+        raise UserError.of(f"{error}; see that it is well, or raise rollout.timeout") from None
     except ServerLostError as error:
-        raise ValueError(f"{error}; start it, or correct rollout.servers") from None
+        raise UserError.of(f"{error}; start it, or correct rollout.servers") from None
     if len(names) > 1:
-        raise ValueError(
-            f"rollout.servers: they call the model {' and '.join(sorted(names))}; start all with the same "
-            "--served-model-name"
+        raise UserError(
+            "rollout.servers",
+            f"they call the model {' and '.join(sorted(names))}",
+            "start all with the same --served-model-name",
         )
     return names.pop()
 
@@ -38,12 +40,13 @@ def check_server(server: Server, config: Config, tokenizer: Any, vocabulary: int
     given = options.get("weight_transfer_config")
     transfer = given.get("backend") if isinstance(given, dict) else given
     if transfer != "padfree" and not config.lora.rank:
-        raise ValueError(f"rollout.servers: {server.url} has the weight transfer {transfer!r}; {START}")
+        raise UserError("rollout.servers", f"{server.url} has the weight transfer {transfer!r}", f"{START}")
     mode = options["model_config"].get("logprobs_mode")
     if mode != "processed_logprobs" and config.loss.temperature != 1.0:
-        raise ValueError(
-            f"rollout.servers: {server.url} reports {mode}, which do not know loss.temperature "
-            f"{config.loss.temperature:g}; start it with --logprobs-mode processed_logprobs"
+        raise UserError(
+            "rollout.servers",
+            f"{server.url} reports {mode}, which do not know loss.temperature {config.loss.temperature:g}",
+            "start it with --logprobs-mode processed_logprobs",
         )
     _check_vocabulary(server, name, vocabulary)
     _check_tokenizer(server, options, tokenizer)
@@ -66,14 +69,16 @@ def _check_vocabulary(server: Server, name: str, vocabulary: int) -> None:
         try:
             server.call("POST", "/v1/completions", {"model": name, "prompt": [token], "max_tokens": 1})
             found = True
-        except ValueError as error:
+        except UserError as error:
             if "vocabulary" not in str(error):
                 raise
             found = False
         if found != known:
-            raise ValueError(
-                f"rollout.servers: {server.url} {'knows' if found else 'does not know'} token {token}, the model of "
-                f"this run has {vocabulary} tokens; start it with the model of model.path"
+            raise UserError(
+                "rollout.servers",
+                f"{server.url} {'knows' if found else 'does not know'} token {token}, the model of this run has "
+                f"{vocabulary} tokens",
+                "start it with the model of model.path",
             )
 
 
@@ -84,7 +89,8 @@ def _check_tokenizer(server: Server, options: dict[str, Any], tokenizer: Any) ->
     answer = server.call("POST", "/tokenize", {"prompt": TEXT, "add_special_tokens": False})
     ours = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
     if answer.get("tokens") != ours:
-        raise ValueError(
-            f"rollout.servers: {server.url} has another tokenizer than this run; start it with the model of "
-            "model.path, and model.tokenizer as --tokenizer"
+        raise UserError(
+            "rollout.servers",
+            f"{server.url} has another tokenizer than this run",
+            "start it with the model of model.path, and model.tokenizer as --tokenizer",
         )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
+from padfree.errors import UserError
 from padfree.model.export import export_adapters
 from padfree.rollout.base import Score
 from padfree.rollout.token_ids import vocabulary_of
@@ -97,7 +98,7 @@ class WeightExchange:
                 if self._first:
                     taking = list(self.servers)
                     attempt(self._begin)
-            except ValueError as wrong:
+            except UserError as wrong:
                 error, taking = str(wrong), []
             for bucket in self._stream.buckets(trained, keep=self._first):
                 if not taking or error is not None:
@@ -106,13 +107,13 @@ class WeightExchange:
                     form = self._way.prepare(bucket)
                     sent += form.num_bytes
                     attempt(lambda server, form=form: self._way.send(server, form))  # type: ignore[misc]
-                except ValueError as wrong:
+                except UserError as wrong:
                     error = str(wrong)
             if isinstance(self._way, FilesWay):
                 self._way.clear()
             try:
                 attempt(lambda server: self._finish(server, version))
-            except ValueError as wrong:
+            except UserError as wrong:
                 error = error or str(wrong)
         raise_together(error, self.mesh.loss.group)
         return failed, sent
@@ -152,7 +153,7 @@ class WeightExchange:
                 try:
                     lines = each(self.servers, lambda server: self._load_adapter(server, name, folder, version))
                     failed = {server.url: line for server, line in lines.items()}
-                except ValueError as wrong:
+                except UserError as wrong:
                     error = str(wrong)
         raise_together(error, self.mesh.loss.group)
         return failed, sent
@@ -193,7 +194,7 @@ class WeightExchange:
         if self._first:
             try:
                 lost |= {server.url: line for server, line in each(servers, score).items()}
-            except ValueError as wrong:
+            except UserError as wrong:
                 error = str(wrong)
         raise_together(error, self.mesh.loss.group)
         rows = agreed(rows, self.mesh)
@@ -216,7 +217,7 @@ class WeightExchange:
                 for name, value in found_here.items():  # the worst of all servers
                     worse = min if name == "canary_followed" else max
                     numbers[name] = worse(numbers.get(name, value), value)
-        except ValueError as wrong:
+        except UserError as wrong:
             error = str(wrong)
         raise_together(error, self.mesh.loss.group)
         return [server for server in servers if server.url in rows]

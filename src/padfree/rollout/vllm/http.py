@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.noise import GREEDY
 from padfree.rollout.token_ids import checked_ids
@@ -53,7 +54,7 @@ _UNUSABLE = (_IncompleteError, KeyError, IndexError, TypeError, ValueError, Over
 """What reading an answer of another form than the one that was asked for may raise."""
 
 
-class VersionError(ValueError):
+class VersionError(UserError):
     """A server whose weights are of another version than a request is for."""
 
 
@@ -246,13 +247,14 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(f"{path} broke off ({type(error).__name__}: {_line(error)})") from None
         if reply.status == 404 and path != "/v1/completions":  # which is there, but may not know a model
-            raise ValueError(f"rollout.servers: {self.url} has no route {path}; {cure}")
+            raise UserError("rollout.servers", f"{self.url} has no route {path}", cure)
         if reply.status >= 500 or reply.status in (408, 429):
             raise self._lost(f"{path} answered {reply.status} ({_message(content)})")
         if reply.status >= 400:
-            raise ValueError(
-                f"rollout.servers: {self.url} refused {path} ({reply.status}: {_message(content)}); start it for the "
-                "model and the lengths of this run"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} refused {path} ({reply.status}: {_message(content)})",
+                "start it for the model and the lengths of this run",
             )
         return content
 
@@ -268,8 +270,9 @@ class Server:
             raise RestartedError(f"rollout.servers: {self.url} has restarted, it has none of the run's weights")
         if found != str(version):
             raise VersionError(
-                f"rollout.servers: {self.url} serves policy version {found!r}, not {version}; let no other run use it, "
-                "and start it again"
+                "rollout.servers",
+                f"{self.url} serves policy version {found!r}, not {version}",
+                "let no other run use it, and start it again",
             )
 
     # Answers
@@ -315,25 +318,29 @@ class Server:
         if not tokens or len(tokens) > request.room:
             raise self._lost(f"/v1/completions answered {len(tokens)} tokens where 1 to {request.room} were asked for")
         if choice.get("prompt_token_ids") != request.tokens.tolist():
-            raise ValueError(
-                f"rollout.servers: {self.url} changed the token ids of a prompt; start it with the run's model, and "
-                "with nothing between"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} changed the token ids of a prompt",
+                "start it with the run's model, and with nothing between",
             )
         if max(tokens) >= drawing.vocabulary:
-            raise ValueError(
-                f"rollout.servers: {self.url} drew token {max(tokens)} of a vocabulary of {drawing.vocabulary}; start "
-                "it with the model of model.path"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} drew token {max(tokens)} of a vocabulary of {drawing.vocabulary}",
+                "start it with the model of model.path",
             )
         ended = tokens[-1] in drawing.stops
         if not ended and reason == "stop":
-            raise ValueError(
-                f"rollout.servers: {self.url} ends responses at token {tokens[-1]}, which does not end one here; start "
-                "it with --generation-config vllm"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} ends responses at token {tokens[-1]}, which does not end one here",
+                "start it with --generation-config vllm",
             )
         if not ended and len(tokens) < request.room:
-            raise ValueError(
-                f"rollout.servers: {self.url} ended a response after {len(tokens)} of {request.room} tokens; start it "
-                f"with --max-model-len {len(request.tokens) + request.room} or more"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} ended a response after {len(tokens)} of {request.room} tokens",
+                f"start it with --max-model-len {len(request.tokens) + request.room} or more",
             )
         return Response(
             tokens=np.array(tokens, np.int64), logprobs=np.array(logprobs, np.float32), ended=ended, version=version

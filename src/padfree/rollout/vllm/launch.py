@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.rollout.vllm.http import Server, ServerLostError
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -125,13 +126,13 @@ class Launched:
             except ServerLostError:
                 if self._keeper.poll() is None:
                     self.end()  # it hangs; its start is the next look's
-            except ValueError:
+            except UserError:
                 pass  # it answers, and whoever asks it for something says what is wrong
         return None
 
     def ready(self) -> bool:
         """Whether it answers, now that it runs."""
-        with suppress(ServerLostError, ValueError):
+        with suppress(ServerLostError, UserError):
             self.server.call("GET", "/health", timeout=PROBE)
             self._answered = True
         return self._answered
@@ -231,14 +232,15 @@ class Launcher(threading.Thread):
         deadline = time.monotonic() + seconds
         while True:
             if self.hopeless is not None:
-                raise ValueError(self.hopeless)
+                raise UserError.of(self.hopeless)
             missing = [one for one in self.launched if not one._answered]
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"rollout.launch: {missing[0].server.url} did not answer within {seconds:g} s; raise "
-                    f"rollout.timeout, or see its output in {missing[0].log}"
+                raise UserError(
+                    "rollout.launch",
+                    f"{missing[0].server.url} did not answer within {seconds:g} s",
+                    f"raise rollout.timeout, or see its output in {missing[0].log}",
                 )
             time.sleep(0.1)
 

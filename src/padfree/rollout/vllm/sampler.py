@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
+from padfree.errors import UserError
 from padfree.model.lora import adapted_modules
 from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
 from padfree.rollout.noise import key_behind
@@ -76,14 +77,15 @@ class VllmSampler:
         self._counting = threading.Lock()
         self._counted, self._counted_since = 0, time.perf_counter()  # tokens
         if config.rollout.launch.command and not same_machine(mesh):
-            raise ValueError(
-                "rollout.launch.command: starts servers on one machine, the run is on several; start them yourself and "
-                "give rollout.servers"
+            raise UserError(
+                "rollout.launch.command",
+                "starts servers on one machine, the run is on several",
+                "start them yourself and give rollout.servers",
             )
         try:
             opened = agreed(self._open(tokenizer) if self._first else None, mesh)
             if isinstance(opened, str):
-                raise ValueError(opened)
+                raise UserError.of(opened)
             urls, model = opened
             self.servers = [Server(url, config.rollout.timeout) for url in urls]
             self._salt = agreed(secrets.token_hex(8), mesh)
@@ -198,13 +200,13 @@ class VllmSampler:
                 part = self._pool.ask_all(requests, missing, self._ask, count)
                 found |= part.found
                 retried += part.retried
-            except ValueError as wrong:
+            except UserError as wrong:
                 error = str(wrong)
             everybody: list[Any] = [None] * self.mesh.loss.size
             dist.all_gather_object(everybody, (error, len(found) < len(requests)), group=self.mesh.loss.group)
             for line, _ in everybody:
                 if line is not None:
-                    raise ValueError(line)
+                    raise UserError.of(line)
             if not any(lacks for _, lacks in everybody):
                 break
             self.renew()
@@ -257,7 +259,7 @@ class VllmSampler:
                 salt=self._salt,
                 cut=self._standing is not None,
             )
-        except (ServerLostError, ValueError):
+        except (ServerLostError, UserError):
             if self._pool.gate.closed_since(passed):
                 raise SupersededError from None
             raise
@@ -267,11 +269,11 @@ class VllmSampler:
 
     def _probe(self, server: Server) -> None:
         if self._launcher is not None and self._launcher.hopeless is not None:
-            raise ValueError(self._launcher.hopeless)
+            raise UserError.of(self._launcher.hopeless)
         passed = self._pool.gate.passed()
         try:
             server.need_version(self._version, timeout=min(PROBE, self.config.rollout.timeout / 4))
-        except (ServerLostError, ValueError):  # one that loads weights answers late
+        except (ServerLostError, UserError):  # one that loads weights answers late
             if self._pool.gate.closed_since(passed):
                 raise SupersededError from None
             raise
@@ -304,7 +306,7 @@ class VllmSampler:
                 self._launcher.start()
                 self._launcher.await_ready(config.rollout.timeout)
             name = check_servers(servers, config, tokenizer, self._drawing.vocabulary)
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         return [server.url for server in servers], name
 

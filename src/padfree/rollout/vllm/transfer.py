@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from padfree.errors import UserError
 from padfree.model.export import empty_copy, whole_tensors
 from padfree.model.load import clean_name, named_tensors
 from padfree.rollout.vllm.http import Server, ServerLostError
@@ -208,9 +209,10 @@ class FilesWay:
             save_file({name: tensor.cpu() for name, tensor in bucket}, beside)
             beside.replace(self._file)
         except OSError as error:
-            raise ValueError(
-                f"rollout.transfer_folder: {self._folder} cannot be written ({error.strerror or error}); give a folder "
-                "that the servers see, with room for a bucket"
+            raise UserError(
+                "rollout.transfer_folder",
+                f"{self._folder} cannot be written ({error.strerror or error})",
+                "give a folder that the servers see, with room for a bucket",
             ) from None
         return form_of(bucket, self._file)
 
