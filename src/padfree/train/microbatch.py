@@ -24,6 +24,7 @@ from padfree.config.choices import LayoutKind, SharePrefixes
 from padfree.cp import shard
 from padfree.cp.ranges import to_device
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.losses import preference_pairs
 from padfree.packing import PrefixTree, collate
 from padfree.packing.collate import with_shared_prefixes
@@ -153,15 +154,18 @@ def filler(samples: Sequence[Sample]) -> Sample:
     for sample in samples:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
-    raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
+    raise UserError(
+        "samples", f"none of the {len(samples)} of this step has a token", "give samples that are not empty"
+    )
 
 
 def _check_lengths(samples: Sequence[Sample], values: Sequence[Floats]) -> None:
     for sample, array in zip(samples, values, strict=True):
         if np.shape(array) != (len(sample),):
-            raise ValueError(
-                f"old_logprobs: shape {np.shape(array)} for the {len(sample)} tokens of sample {sample.uid!r}; "
-                "give one number per token"
+            raise UserError(
+                "old_logprobs",
+                f"shape {np.shape(array)} for the {len(sample)} tokens of sample {sample.uid!r}",
+                "give one number per token",
             )
 
 

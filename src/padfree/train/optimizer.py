@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 
 
 def make_optimizer(
@@ -35,7 +36,7 @@ def make_optimizer(
     """AdamW over the parameters that require a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze some")
+        raise UserError("model", f"{type(model).__name__} has no parameter that requires a gradient", "unfreeze some")
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},

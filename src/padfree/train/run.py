@@ -27,6 +27,7 @@ from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
+from padfree.errors import UserError
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
@@ -223,7 +224,7 @@ def evaluate(
 ) -> dict[str, float]:
     """What `[eval]` measures, of the model at `model.path` as it is. Nothing is trained or written."""
     if not config.eval.path:
-        raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
+        raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
     config = held_out_config(config)
     doing: OnActivity = on_activity or (lambda name, done, total: None)
     doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)

@@ -27,6 +27,7 @@ from padfree.config.choices import PackOverlong
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
@@ -88,7 +89,9 @@ class Scorer:
 
     def _check_sharing(self) -> None:
         if self.rows.share_prefixes is True and self.unshared_reason is not None:
-            raise ValueError(f"batch.share_prefixes: True, but {self.unshared_reason}; set batch.share_prefixes=false")
+            raise UserError(
+                "batch.share_prefixes", f"True, but {self.unshared_reason}", "set batch.share_prefixes=false"
+            )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
         """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""

@@ -23,6 +23,7 @@ from padfree.config import Config
 from padfree.data import SFTDataSettings
 from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import watching
+from padfree.errors import UserError
 from padfree.rollout import Prompt
 from padfree.train.limits import Limits
 from padfree.train.scalar import ScalarScorer
@@ -46,7 +47,7 @@ class ModelReward:
             dist.all_gather_object(everybody, (tokens, error), group=group)
         for _, message in everybody:
             if message is not None:
-                raise ValueError(message)
+                raise UserError.of(message)
         samples = [Sample(tokens=one) for told, _ in everybody for one in told]
         if not samples:
             return []
