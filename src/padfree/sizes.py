@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from padfree.errors import UserError
+
 MIXER_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
 MLP_TYPES = ("mlp", "moe")
@@ -314,7 +316,9 @@ class _Reader:
                 chosen = [each for each, counts in zip(value, among, strict=True) if counts] if any(among) else []
                 return int(max(chosen or value))
         if default is None:
-            raise ValueError(f"config: no {names[0]}; give a causal language model's config or CostModel(linear=...)")
+            raise UserError(
+                "config", f"no {names[0]}", "give a causal language model's config or CostModel(linear=...)"
+            )
         return default
 
 

@@ -33,6 +33,7 @@ from padfree.check.samples import LONGEST, random_samples
 from padfree.config.choices import ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.errors import UserError
 from padfree.model.load import load_model, local_part, local_region, named_tensors
 from padfree.train.distillation import DistillationRowLoss
 from padfree.train.engine import Engine, LossSettings
@@ -130,7 +131,7 @@ class _LossCheck:
             path.lay_out(variation)
             try:
                 value = path.loss(list(reversed(samples)) if variation.reverse else samples)
-            except ValueError as error:  # alike on all ranks
+            except UserError as error:  # alike on all ranks
                 if not variation.may_be_refused:
                     raise
                 skipped.append(Skipped(check=variation.name, reason=str(error)))

@@ -42,6 +42,7 @@ from padfree.check.packed import Logprobs, PackedPath, Variation, variations, wi
 from padfree.check.report import MAIN, CheckReport, CheckRow, Skipped
 from padfree.check.samples import LONGEST, random_samples
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.errors import UserError
 from padfree.model.load import load_model
 from padfree.train.limits import check_fits
 
@@ -89,7 +90,7 @@ def check_model(
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:
-        raise ValueError(f"dtype: {dtype}; choose one of {', '.join(str(known) for known in TOLERANCES)}")
+        raise UserError("dtype", "", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype)
     with distributed(device=device, timeout=TIMEOUT) as chosen:
         mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
@@ -129,9 +130,9 @@ def longest_of(config: PreTrainedConfig, wanted: int) -> int:
 def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
     """Refuse what the model cannot take, or what would make the comparison empty."""
     if len(samples) < 2:
-        raise ValueError(f"samples: {len(samples)}; give 2 or more, one of which must not see the other")
+        raise UserError("samples", "", "give 2 or more, one of which must not see the other", value=len(samples))
     if not any(sample.num_labels for sample in samples):
-        raise ValueError(f"samples: none of the {len(samples)} has a trained token; give some that do")
+        raise UserError("samples", f"none of the {len(samples)} has a trained token", "give some that do")
     check_fits(
         samples,
         source.limits,
@@ -218,8 +219,8 @@ def _reference(
     finite = [math.isfinite(outcome.loss) and math.isfinite(noise.get("loss", 0.0))]
     dist.broadcast_object_list(finite, src=0, group=mesh.loss.group, device=torch.device("cpu"))
     if not finite[0]:
-        raise ValueError(
-            f"model: {source.name} itself gives no finite loss for these samples in {dtype}; look at the weights"
+        raise UserError(
+            "model", f"{source.name} itself gives no finite loss for these samples in {dtype}", "look at the weights"
         )
     del model
     if mesh.device.type == "cuda":
@@ -261,7 +262,7 @@ class _Check:
             self.path.lay_out(variation)
             try:
                 self._compare(variation)
-            except ValueError as error:  # alike on all ranks
+            except UserError as error:  # alike on all ranks
                 if not variation.may_be_refused:
                     raise
                 self.skipped.append(Skipped(check=variation.name, reason=str(error)))

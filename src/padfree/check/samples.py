@@ -23,6 +23,7 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.data.sources import open_sources
+from padfree.errors import UserError
 from padfree.train.training_data import open_tokenizer, text_settings
 
 SHORTEST, LONGEST = 3, 96
@@ -62,7 +63,7 @@ def chosen_samples(
     chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
     if pairs:
         if tokenizer is None:
-            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
         places = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
@@ -77,7 +78,7 @@ def chosen_samples(
         lengths = np.array([len(sample) for sample in samples])
     else:
         if tokenizer is None:
-            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         found = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
         samples, lengths = found, found.lengths
