@@ -5,7 +5,7 @@
                         |               |                            what the message advises: words to add, or a
                         |               |                            function of a folder; needed where the message
                         |               |                            itself holds nothing that can be pasted
-                        |               a function of a folder of its own, which raises a ValueError
+                        |               a function of a folder of its own, which raises a UserError
                         the message begins with this
 
 Every part of padfree has its list.
@@ -54,6 +54,7 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.distributed.mesh import distributed
+from padfree.errors import UserError
 from padfree.head import fused_loss, score
 from padfree.model import attach
 from padfree.model.export import export_model
@@ -1197,7 +1198,7 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
             return
         text = printed.getvalue()
         assert text.endswith("\n")
-        raise ValueError(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
+        raise UserError.of(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
 
     return Words(arguments, provoke)
 

@@ -19,6 +19,7 @@ from padfree.model.structure import layers_of
 from padfree.packing import CostModel
 from padfree.sizes import AttentionSizes, LatentSizes, ModelSizes
 from tests.models import ARCHITECTURES, WINDOW, build
+from tests.refused import refused
 
 DENSE: dict[str, Any] = {
     "hidden_size": 8,
@@ -160,5 +161,5 @@ def test_a_config_without_a_size_is_refused_by_its_name(missing: str) -> None:
     config = {name: value for name, value in {**DENSE, "num_experts": 4}.items() if name != missing}
     if missing != "num_experts_per_tok":
         config["num_experts_per_tok"] = 2
-    with pytest.raises(ValueError, match=f"^config: no {missing}; give a causal language model's config"):
+    with refused("config", f"no {missing}"):
         ModelSizes.of(config)

@@ -10,6 +10,7 @@ from padfree.packing import plan_step
 from padfree.planner.traffic import GATHER, METRICS, REDUCE, REPLICAS, Placement, Traffic, fsdp_units, step_traffic
 from padfree.sizes import ModelSizes
 from tests.models import build
+from tests.refused import refused
 
 
 def settings(**parallel: object) -> dict[str, object]:
@@ -89,5 +90,5 @@ def test_a_row_over_two_ranks_sends_the_keys_that_are_read_elsewhere() -> None:
 
 
 def test_hosts_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^--hosts: 3 does not divide 8 ranks; give as many ranks to each$"):
+    with refused("--hosts", "3 does not divide 8 ranks"):
         Placement(ranks=8, hosts=3)

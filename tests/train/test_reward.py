@@ -36,6 +36,7 @@ from padfree.train.setup import build_engine, build_judge
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.models import save_with_tokenizer
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.train.cases import alone
 from tests.train.loop_cases import lines
 
@@ -327,12 +328,12 @@ def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder:
 
 def test_what_cannot_judge_is_refused(folder: Path, judge_folder: Path, tmp_path: Path) -> None:
     config = rl_config(folder, folder / "model", tmp_path)
-    with pytest.raises(ValueError, match=r"^rollout.reward: .*model has no score.weight; give the folder"):
+    with refused("rollout.reward", ".*model has no score.weight"):
         train(config)
     judge = build_judge(rl_config(folder, judge_folder, tmp_path), alone())
     assert judge is not None
     prompt = Prompt(tokens=np.array([1]), room=4, row={"prompt": ["1"]}, uid="row 7", source="rows")
-    with pytest.raises(ValueError, match=r"^rollout.reward: the reward model cannot read row 7 .*; change the row"):
+    with refused("rollout.reward", "the reward model cannot read row 7 .*"):
         judge([(prompt, "2")])
 
 

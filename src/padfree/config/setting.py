@@ -167,6 +167,8 @@ def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, 
     """Whether each setting of a dataclass may change on resume, by its name; `hints` gives the types of a class."""
     found: dict[str, Resume] = {}
     for entry in fields(kind):
+        if not entry.metadata.get("setting", True):
+            continue
         hint, name = hints(kind)[entry.name], f"{prefix}{entry.name}"
         inner = (
             hint

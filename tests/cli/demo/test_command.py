@@ -17,6 +17,7 @@ from padfree.cli.demo.folder import Demo
 from padfree.cli.demo.padded import SAME_LOSS
 from padfree.cli.demo.recipes import Sizes
 from padfree.cli.main import main
+from tests.refused import refused
 
 TINY = Sizes(
     rows=60,
@@ -93,7 +94,7 @@ def test_a_wrong_loss_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (folder / "sft").mkdir()
     lines = [json.dumps({"step": step, "loss": 5.0001, "seconds": 1.0}) + "\n" for step in range(4)]
     (folder / "sft" / "metrics.jsonl").write_text("".join(lines))
-    with pytest.raises(ValueError, match=r"demo: losses differ by 1\.0e-04 from the padded ones; "):
+    with refused("demo"):
         stages.compared(made)
 
 
