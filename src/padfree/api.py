@@ -26,7 +26,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -180,9 +180,7 @@ def evaluate(
         values.setdefault("data", {}).setdefault("path", held_out)  # the training data is not read
     values.setdefault("loss", {}).setdefault("kind", LOSS_KINDS["rl" if values.get("rollout") else "sft"])
     config = config_from_dict(_with_defaults(values, "eval"))
-    if not config.eval.path:
-        raise UserError("eval.path", "missing", "give held-out data, as in eval='test.jsonl'")
-    check_names(replace(config, data=replace(config.data, path=config.eval.path)))
+    check_names(config.with_held_out_data())
     with paused_collector():
         from padfree.train.run import evaluate as measured
 

@@ -50,12 +50,10 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--rows", "", "give 1 or more", value=settings.rows)
 
     from padfree.train.data_view import shown_rows
-    from padfree.train.training_data import held_out_config, load_tokenizer, load_training_data
+    from padfree.train.training_data import load_tokenizer, load_training_data
 
     if settings.eval:
-        if not config.eval.path:
-            raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
-        config = held_out_config(config)
+        config = config.with_held_out_data()
     tokenizer = load_tokenizer(config)
     source = load_training_data(config, tokenizer, import_reward=False)
     rows = shown_rows(config, source, tokenizer, first=settings.row, count=settings.rows)

@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from padfree.cli.main import COMMANDS
@@ -39,14 +38,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
-    if not config.eval.path:
-        raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
+    held_out = config.with_held_out_data()
     first = processes_of().is_first
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
     # The data that the recipe trains on need not be here.
-    check_names(replace(config, data=replace(config.data, path=config.eval.path)))
+    check_names(held_out)
 
     shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers alone
     shown.activity("importing torch and transformers", 0, 0)

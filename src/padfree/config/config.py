@@ -28,7 +28,7 @@ from padfree.config.sections import (
     TrackConfig,
 )
 from padfree.config.setting import check_needs
-from padfree.errors import need
+from padfree.errors import UserError, need
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 """Advantages that compare the samples of a group."""
@@ -178,6 +178,14 @@ class Config:
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
         need(known, "reference.path", None, cure)
+
+    def with_held_out_data(self) -> Config:
+        """The settings of the run with held-out data in the place of its own."""
+        if not self.eval.path:
+            raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
+        data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
+        reward = self.eval.reward or self.rollout.reward
+        return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, fit for JSON."""

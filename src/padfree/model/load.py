@@ -273,9 +273,14 @@ def _from_config(
         raise UserError(
             "model", "is no causal language model of transformers", "give one that is", value=config.model_type
         )
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    try:
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a config may hold anything
+        raise UserError(
+            "model", f"no model can be made of its config ({one_line(error)})", "give that of a causal language model"
+        ) from error
     assert isinstance(model, PreTrainedModel)
     return model
 

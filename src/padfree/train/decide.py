@@ -71,7 +71,6 @@ from padfree.train.training_data import (
     TrainingData,
     check_rollouts,
     groups_of,
-    held_out_config,
     load_held_out,
     load_tokenizer,
     load_training_data,
@@ -290,7 +289,7 @@ def check_held_out(
     config: Config, held_out: TrainingData, limits: Limits, tokenizer: Any, processes: int, *, planned: bool = False
 ) -> None:
     """The same for `eval.path`."""
-    there = held_out_config(config)
+    there = config.with_held_out_data()
     check_source(there, held_out, limits, tokenizer, setting="eval.path")
     if not planned:
         check_lengths(there, held_out, processes, budget=False)

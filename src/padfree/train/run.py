@@ -27,7 +27,6 @@ from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
-from padfree.errors import UserError
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL, MODEL, ROWS
 from padfree.record.run_folder import held_run_folder, writing
@@ -66,7 +65,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import TrainingData, held_out_config, longest_of, make_batcher, text_settings
+from padfree.train.training_data import TrainingData, longest_of, make_batcher, text_settings
 from padfree.train.updates import OnActivity, OnStep
 
 
@@ -223,9 +222,7 @@ def evaluate(
     on_activity: OnActivity | None = None,
 ) -> dict[str, float]:
     """What `[eval]` measures, of the model at `model.path` as it is. Nothing is trained or written."""
-    if not config.eval.path:
-        raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
-    config = held_out_config(config)
+    config = config.with_held_out_data()
     doing: OnActivity = on_activity or (lambda name, done, total: None)
     doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (

@@ -284,20 +284,13 @@ def load_held_out(
     settings = config.eval
     if not settings.path:
         return None
-    there = held_out_config(config)
+    there = config.with_held_out_data()
     try:
         found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward, day=day)
     except UserError as error:
         raise error.at("eval.path", "data") from error
     found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))
     return found if settings.samples is None else replace(found, samples=_first(config, found.samples))
-
-
-def held_out_config(config: Config) -> Config:
-    """The settings of the run with held-out data in the place of its own."""
-    data = replace(config.data, path=config.eval.path, sources=(), split=config.eval.split)
-    reward = config.eval.reward or config.rollout.reward
-    return replace(config, data=data, rollout=replace(config.rollout, reward=reward))
 
 
 def _first(config: Config, samples: Samples) -> Samples:
