@@ -20,12 +20,12 @@ READS = "padfree.config.reader._converted"
 PLANTED: dict[str, tuple[list[str], str]] = {
     "chat": (["m"], "padfree.cli.chat.speaker_of"),
     "check": (["--model", "m"], "padfree.cli.check.context_ranks"),
-    "data": ([str(RECIPES / "sft.toml")], READS),
+    "data": (["show", str(RECIPES / "sft.toml")], READS),
     "demo": (["--folder", "FOLDER/demo"], "padfree.cli.demo.command.Demo"),
     "eval": ([str(RECIPES / "sft.toml")], READS),
     "generate": (["m", "hello"], "padfree.cli.generate.speaker_of"),
     "launch": (["--hosts", "a", "--", "sft", "r.toml"], "padfree.cli.launch._address"),
-    "plan": (["--model", "m", "--data", "d.jsonl"], READS),
+    "plan": (["--model", "m", "--data", "d.jsonl", "--max-tokens", "8"], READS),
     "report": (["FOLDER"], "padfree.report.default_output"),
     **{name: ([str(RECIPES / "sft.toml")], READS) for name in TRAINING},
 }
@@ -34,13 +34,13 @@ PLANTED: dict[str, tuple[list[str], str]] = {
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "chat": (["FOLDER/none"], "MODEL"),
     "check": (["--model", "m", "--samples", "1"], "--samples"),
-    "data": ([str(RECIPES / "sft.toml"), "data.max_length=1"], "data.max_length"),
+    "data": (["show", str(RECIPES / "sft.toml"), "data.max_length=1"], "data.max_length"),
     "demo": (["--folder", "FOLDER/none", "--resume"], "--resume"),
     "eval": ([str(RECIPES / "sft.toml"), "optimizer.lr=-1"], "optimizer.lr"),
     "generate": (["m", "--prompts", "FOLDER/none"], "--prompts"),
     "launch": (["--hosts", "a,a", "--", "sft", "r.toml"], "--hosts"),
-    "plan": (["--model", "m", "--data", "d.jsonl", "data.max_length=1"], "data.max_length"),
-    "report": (["FOLDER/none"], "--run"),
+    "plan": (["--model", "m", "--data", "d.jsonl"], "--max-tokens"),
+    "report": (["FOLDER/none"], "RUN"),
     **{name: (["nowhere.toml"], "config") for name in TRAINING},
 }
 """By command: words with a mistake, and the setting it is in."""
