@@ -97,8 +97,8 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The kind of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """The first line of an exception's message, behind its class unless it is a `UserError`."""
+    return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:

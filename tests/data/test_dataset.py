@@ -65,7 +65,7 @@ def test_the_report(folder: Path) -> None:
 
 
 def test_too_long_is_an_error_unless_a_setting_says_otherwise(folder: Path) -> None:
-    with refused("max_length"):
+    with refused("data.max_length"):
         TokenizedDataset(folder, max_length=3)
     assert len(TokenizedDataset(folder, max_length=5)) == 4
 

@@ -111,9 +111,9 @@ def test_tools_reach_the_template(load: Load) -> None:
 
 
 def test_messages_need_a_template(load: Load) -> None:
-    with refused("prompt_format"):
+    with refused("data.prompt_format"):
         load([{"messages": MESSAGES}], BASE)
-    with refused("prompt_format"):
+    with refused("data.prompt_format"):
         load([{"messages": MESSAGES}], prompt_format="plain")
     with refused("data.chat_template", "the tokenizer has none"):
         load([{"prompt": "Hi", "response": "Hello"}], BASE, prompt_format="chat")

@@ -119,7 +119,7 @@ def test_dropped_keyword_arguments_are_found() -> None:
     class Forgetful(Patched):
         base_class = ForgetfulModel
 
-    with refused("attn_context"):
+    with refused("model", "attn_context: did not reach"):
         attach(Forgetful(config()))
 
 

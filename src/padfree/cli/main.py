@@ -173,7 +173,12 @@ def exits_refused() -> Iterator[None]:
     def refuse(status: int) -> NoReturn:
         if os.getpid() != process:
             leave(status)
-        raise RuntimeError(f"os._exit({status}) was called, which would end the run in silence")
+        caller = traceback.extract_stack(limit=2)[0]
+        raise UserError(
+            f"os._exit({status})",
+            f"{caller.filename}:{caller.lineno} in {caller.name} called it, which would end the run in silence",
+            "raise an Exception there, or return",
+        )
 
     os._exit = refuse
     try:
