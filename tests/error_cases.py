@@ -173,6 +173,7 @@ CASES["config"] = [
     ("data.path", changed("data.path=[]"), "data.path=train.jsonl"),
     ("data.max_length", changed("data.max_length=1")),
     ("data.epochs", changed("data.epochs=0")),
+    ("data.epochs", changed("data.epochs=1_000_000")),
     ("data.overlong", changed("data.overlong=cut")),
     ("data.columns", changed("data.columns={ a = 1 }"), "data.columns={ a = 'prompt' }"),
     ("batch.samples", changed("batch.tokens=1000")),

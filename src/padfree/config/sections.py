@@ -43,6 +43,11 @@ HELD_OUT = need_of("path", fix="set eval.path to held-out data, or leave it out"
 SAMPLED = need_of("rollout.source", fix="leave it out, nothing is sampled in this run")
 SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false, the likeliest response is always the same")
 
+MOST_EPOCHS = 100_000
+"""The steps of a run are counted epoch by epoch before it starts."""
+
+EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or none and run.steps"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -75,7 +80,7 @@ class DataConfig:
     overlong: Overlong = setting("error", resume=SAMPLES)
     on_bad_row: OnBadRow = setting("error", resume=SAMPLES)
     shuffle: bool = setting(True, resume=STAYS)
-    epochs: int | None = setting(1, least=1, resume=STAYS)  # None: until run.steps
+    epochs: int | None = setting(1, least=1, most=MOST_EPOCHS, fix=EPOCHS_FIX, resume=STAYS)  # None: until run.steps
 
     def __post_init__(self) -> None:
         expand_home(self, "path")

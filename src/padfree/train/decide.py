@@ -461,7 +461,10 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     if in_rows(config) and config.batch.samples is not None:
         order = epoch_order(config, row_counts(row_starts(config, samples), source.parts))
         rows = config.batch.samples // GROUP_SIZES[config.loss.command]
-        return sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in range(epochs))
+        alike = all((part.weight * part.size).denominator == 1 for part in order.parts)  # every epoch has as many rows
+        looked_at = range(1 if alike else epochs)
+        there = sum(-(-(order.start(epoch + 1) - order.start(epoch)) // rows) for epoch in looked_at)
+        return there * epochs if alike else there
     if (
         not source.parts
         and config.batch.tokens is not None

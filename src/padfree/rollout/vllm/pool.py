@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from padfree.errors import UserError
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.vllm.http import RestartedError, Server, ServerLostError
 
@@ -273,7 +274,7 @@ class _Work:
 
     def _nobody(self) -> ValueError:
         worst = max(self._states, key=lambda state: state.failures)
-        return ValueError(
+        return UserError.of(
             f"{worst.line}, and no server gave a response for {self._pool._timeout:g} s; see that one runs, or raise "
             "rollout.timeout"
         )
