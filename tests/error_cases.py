@@ -5,7 +5,7 @@
                         |               |                            what the message advises: words to add, or a
                         |               |                            function of a folder; needed where the message
                         |               |                            itself holds nothing that can be pasted
-                        |               a function of a folder of its own, which raises a ValueError
+                        |               a function of a folder of its own, which raises a UserError
                         the message begins with this
 
 Every part of padfree has its list.
@@ -52,6 +52,7 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.distributed.mesh import distributed
+from padfree.errors import UserError
 from padfree.head import fused_loss, score
 from padfree.model import attach
 from padfree.model.export import export_model
@@ -124,10 +125,11 @@ PLAYED = "rollout.environment=padfree.rollout.environment.calculator:episode"
 SERVED = 'rollout.launch.command=["vllm", "serve"]'
 
 HELD_OUT = "eval.path=test.jsonl"
+REFERENCE = ("reference.path=m", "loss.kl_coefficient=0.1")
 
 CASES["config"] = [
     ("eval.every", changed(HELD_OUT, "eval.every=0"), "eval.every=10"),
-    ("eval.path", changed("eval.every=5"), HELD_OUT),
+    ("eval.every", changed("eval.every=5"), HELD_OUT),
     ("eval.path", changed(HELD_OUT, recipe="rl"), "rollout.reward=exact_match"),
     ("eval.draws", changed(HELD_OUT, "eval.draws=2", recipe="rl-local"), "eval.greedy=false"),
     ("eval.reward", changed(HELD_OUT, "eval.reward=exact_match"), "-eval.reward"),
@@ -185,7 +187,7 @@ CASES["config"] = [
     ("teacher.path", changed("teacher.path=m"), "loss.kind=distill"),
     ("teacher.path", changed("loss.advantage=teacher", recipe="rl"), "teacher.path=m"),
     ("teacher.path", changed("loss.kind=distill"), "teacher.path=m"),
-    ("teacher.path", changed("teacher.offload=true"), ("teacher.path=m", "loss.kind=distill")),
+    ("teacher.offload", changed("teacher.offload=true"), ("teacher.path=m", "loss.kind=distill")),
     ("loss.distill.divergence", changed(*DISTILL, "loss.distill.divergence=kl"), "loss.distill.divergence=jsd"),
     ("loss.distill.divergence", changed("loss.distill.divergence=jsd"), "loss.kind=distill"),
     (
@@ -218,8 +220,8 @@ CASES["config"] = [
     ("eval.reward", changed("eval.path=t.jsonl", "eval.reward=model:judge", recipe="rl-local")),
     ("reference.path", changed("reference.path=''")),
     ("reference.path", changed("reference.path=m", recipe="rl")),
-    ("reference.path", changed("reference.offload=true", recipe="rl"), ("reference.path=m", "loss.kl_coefficient=0.1")),
-    ("reference.refresh", changed("reference.refresh=0", recipe="rl")),
+    ("reference.offload", changed("reference.offload=true", recipe="rl"), REFERENCE),
+    ("reference.refresh", changed("reference.refresh=0", recipe="rl"), (*REFERENCE, "reference.refresh=1")),
     ("rollout.group", changed("rollout.group=0", recipe="rl")),
     ("rollout.max_new_tokens", changed("rollout.max_new_tokens=0", recipe="rl")),
     ("rollout.engine", changed("rollout.engine=sglang", recipe="rl"), "rollout.engine=in_process"),
@@ -230,7 +232,7 @@ CASES["config"] = [
     ("rollout.environment", changed("rollout.environment=a:b")),
     ("rollout.agent", changed("rollout.agent=a", "rollout.environment=a:b", recipe="rl-local")),
     ("rollout.agent", changed('rollout.agent=["a", ""]', recipe="rl-local"), "rollout.agent=a"),
-    ("rollout.reward", changed("rollout.agent=a", recipe="rl")),
+    ("rollout.agent", changed("rollout.agent=a", recipe="rl")),
     ("rollout.episode_timeout", changed("rollout.episode_timeout=0", recipe="rl-local")),
     ("rollout.episode_timeout", changed(PLAYED, "rollout.episode_timeout=1200", recipe="rl-local")),
     ("rollout.reward_processes", changed("rollout.reward_processes=-1", recipe="rl-local")),
@@ -1201,7 +1203,7 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
             return
         text = printed.getvalue()
         assert text.endswith("\n")
-        raise ValueError(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
+        raise UserError.of(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
 
     return Words(arguments, provoke)
 

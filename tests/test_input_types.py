@@ -5,7 +5,7 @@
 
 Right means: the numbers of the same call in float64, up to the rounding of the type that comes back, and never an
 integer type where float64 would have given a float. The entries are 0 and 1, so that every kind holds them exactly.
-Refused means: a ValueError of one line with a cure. Nothing else may happen.
+Refused means: a UserError. Nothing else may happen.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from padfree.attention import varlen_forward as forward
 from padfree.batch import Sample, Segments
 from padfree.compat import slime
 from padfree.cp import attend, gather_tokens, shard
+from padfree.errors import UserError
 from padfree.head import fused_loss, score
 from padfree.losses import LossInputs
 from padfree.packing import CostModel, TokenBudgetBatcher, balance, fill, pack, plan_step, unpack
@@ -433,7 +434,7 @@ SLOTS = {
 
 
 def refusal(call: Callable[[Any], Any], given: Any) -> str:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         call(given)
     return str(caught.value)
 

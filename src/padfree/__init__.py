@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from padfree.attention import varlen_attention
     from padfree.batch import AttnContext, Layout, LocalBatch, PackedBatch, Rollout, Sample, SampleInfo, Segments
     from padfree.cp import attend, gather_tokens, make_layout, shard
+    from padfree.errors import UserError
     from padfree.head import Scores, fused_loss, score
     from padfree.losses import token_weights
     from padfree.model import attach, hidden_states
@@ -68,6 +69,7 @@ _LAZY = {
     "plan_step": "padfree.packing",
     "unpack": "padfree.packing",
     "varlen_attention": "padfree.attention",
+    "UserError": "padfree.errors",
     "attend": "padfree.cp",
     "gather_tokens": "padfree.cp",
     "make_layout": "padfree.cp",
@@ -97,6 +99,7 @@ __all__ = [
     "StepPlan",
     "TokenBudgetBatcher",
     "TrainedRun",
+    "UserError",
     "attach",
     "attend",
     "balance",

@@ -15,8 +15,9 @@ module or the notebook holds them.
 
 Each call runs in this process and returns when the run has ended. It writes nothing to stdout without
 `progress=True`, puts signal handlers and random state back, and leaves no process group behind. Ctrl-C, or a notebook's
-interrupt, ends the run after the step it is in, with a checkpoint; the same call then goes on from there. Mistakes are
-`ValueError`s. The calls work under torchrun, too; then every process makes the same call.
+interrupt, ends the run after the step it is in, with a checkpoint; the same call then goes on from there. A mistake
+raises `padfree.UserError`. Any other exception is a bug in padfree, and says so, or comes from `on_step` or `on_note`.
+The calls work under torchrun, too; then every process makes the same call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -35,6 +37,7 @@ from padfree.config import Config, config_from_dict
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
+from padfree.errors import UserError, bug_note
 
 OnStep = Callable[[Mapping[str, Any]], None]
 OnNote = Callable[[str], None]
@@ -49,6 +52,9 @@ MAIN_SETTING = {
     "run": "folder",
 }
 """What a section is about: the setting that stands for a section which is given as one value."""
+
+OF_CALLER = "_padfree_of_caller"
+"""The attribute of an exception that a function of the caller raised."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """`batch.samples` and `batch.max_tokens` of a call that neither gives nor has a recipe, as in recipes/."""
@@ -131,14 +137,12 @@ def evaluate(
         values.setdefault("data", {}).setdefault("path", held_out)  # the training data is not read
     values.setdefault("loss", {}).setdefault("kind", TASKS["rl" if values.get("rollout") else "sft"].kind)
     config = config_from_dict(_with_defaults(values, "eval"))
-    if not config.eval.path:
-        raise ValueError("eval.path: missing; give held-out data, as in eval='test.jsonl'")
-    check_names(replace(config, data=replace(config.data, path=config.eval.path)))
+    check_names(config.with_held_out_data())
     with paused_collector():
         from padfree.train.run import evaluate as measured
 
     with _undisturbed(config):
-        return measured(config, on_note=on_note)
+        return measured(config, on_note=None if on_note is None else partial(_called, on_note))
 
 
 def _trained(
@@ -153,8 +157,8 @@ def _trained(
     values.setdefault("loss", {}).setdefault("kind", TASKS[command].kind)
     config = config_from_dict(_with_defaults(values, command))
     if config.loss.command != command:
-        raise ValueError(
-            f"loss.kind: {config.loss.kind!r} for padfree.{command}; call padfree.{config.loss.command} for it"
+        raise UserError(
+            "loss.kind", f"for padfree.{command}", f"call padfree.{config.loss.command} for it", value=config.loss.kind
         )
     check_names(config)
     with paused_collector():
@@ -166,13 +170,13 @@ def _trained(
             of = "" if config.run.steps is None else f"/{config.run.steps}"
             _say(f"step {metrics['step'] + 1}{of}  loss {metrics['loss']:.4f}")
         if on_step is not None:
-            on_step(metrics)
+            _called(on_step, metrics)
 
     def noted(line: str) -> None:
         if progress:
             _say(f"note: {line}")
         if on_note is not None:
-            on_note(line)
+            _called(on_note, line)
 
     with _undisturbed(config):
         result = train(config, on_step=stepped, on_note=noted)
@@ -193,7 +197,7 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """A block whose failures are one line each, and after which random numbers go on as if it had not been."""
+    """A block whose bugs say that they are, and after which random numbers go on as if it had not been."""
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
 
@@ -201,8 +205,21 @@ def _undisturbed(config: Config) -> Iterator[None]:
     try:
         with one_line_failures(config):
             yield
+    except Exception as error:
+        if not isinstance(error, UserError) and not hasattr(error, OF_CALLER):
+            error.add_note(bug_note())
+        raise
     finally:
         restore_random_state(state)
+
+
+def _called(function: Callable[[Any], None], argument: Any) -> None:
+    """Call a function of the caller; its exceptions are not bugs of padfree."""
+    try:
+        function(argument)
+    except Exception as error:
+        setattr(error, OF_CALLER, True)
+        raise
 
 
 # Settings
@@ -218,7 +235,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
     values = changes if recipe is None else changed_recipe(recipe, changes)
     for name, value in values.items():
         if name in Sections.__annotations__ and not isinstance(value, dict):
-            raise ValueError(f"{name}: {value!r} is not a table; give {name}={{...}} with its settings")
+            raise UserError(name, "is not a table", f"give {name}={{...}} with its settings", value=value)
     return values
 
 
@@ -248,9 +265,10 @@ def _plain(value: Any, name: str) -> Any:
 def _function_name(function: Callable[..., Any], name: str) -> str:
     module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(str(module)), own, None) is not function:
-        raise ValueError(
-            f"{name}: {own or type(function).__name__} of {module} cannot be found by that name; define it with `def` "
-            "at the top of a module or of a notebook's cell, or give 'module:function'"
+        raise UserError(
+            name,
+            f"{own or type(function).__name__} of {module} cannot be found by that name",
+            "define it with `def` at the top of a module or of a notebook's cell, or give 'module:function'",
         )
     return f"{module}:{own}"
 

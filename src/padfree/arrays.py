@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.errors import UserError
+
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
     """The values as an array of the type they have; `name` is what an error calls them."""
@@ -24,14 +26,14 @@ def host_array(values: Any, name: str) -> NDArray[Any]:
     try:
         return np.asarray(values)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}: a {type(values).__name__} that is no array of numbers; give a flat list") from None
+        raise UserError(name, f"a {type(values).__name__} that is no array of numbers", "give a flat list") from None
 
 
 def number_array(values: Any, name: str) -> NDArray[Any]:
     """The same, of bools, integers or floats."""
     array = host_array(values, name)
     if array.size and array.dtype.kind not in "biuf":
-        raise ValueError(f"{name}: {array.dtype} array of shape {array.shape}; give real numbers")
+        raise UserError(name, f"{array.dtype} array of shape {array.shape}", "give real numbers")
     return array
 
 
@@ -39,7 +41,7 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
     """A flat array of integers. An empty list is one, whatever type numpy gives it."""
     array = host_array(values, name)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name}: {array.dtype} array of shape {array.shape}; give a flat list of integers")
+        raise UserError(name, f"{array.dtype} array of shape {array.shape}", "give a flat list of integers")
     return array.astype(np.int64, copy=False)
 
 
@@ -51,14 +53,14 @@ def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:
     """Refuse what is no whole number of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}: {value!r}; {cure}")
+        raise UserError(name, "", cure, value=value)
 
 
 def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
     """Refuse what is no number from `low` to `high`, NaN among it."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:
-        raise ValueError(f"{name}: {value!r}; {cure}")
+        raise UserError(name, "", cure, value=value)
 
 
 def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
@@ -67,11 +69,13 @@ def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
     if array.size == 0 and array.ndim == 1:
         return array if array.dtype.kind in "iu" else array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens of {name}: {array.dtype} array of shape {array.shape}; give a flat list of integer token ids"
+        raise UserError(
+            f"tokens of {name}", f"{array.dtype} array of shape {array.shape}", "give a flat list of integer token ids"
         )
     if array.dtype.kind == "i" and array.min() < 0:
-        raise ValueError(f"tokens of {name}: negative id {array.min()}; give token ids of 0 or more, without padding")
+        raise UserError(
+            f"tokens of {name}", f"negative id {array.min()}", "give token ids of 0 or more, without padding"
+        )
     # numpy joins unsigned and signed 64 bits to floats
     return array.astype(np.int64) if array.dtype == np.uint64 else array
 
@@ -83,7 +87,9 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
     array = number_array(mask, f"loss_mask of {name}")
     _check_length(array, length, "loss_mask", name)
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
-        raise ValueError(f"loss_mask of {name}: values other than 0 and 1; use advantages or weights to scale a token")
+        raise UserError(
+            f"loss_mask of {name}", "values other than 0 and 1", "use advantages or weights to scale a token"
+        )
     return array.astype(np.bool_, copy=False)
 
 
@@ -95,7 +101,7 @@ def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.f
     finite = np.isfinite(array)
     if not finite.all():
         where = int(np.argmin(finite))
-        raise ValueError(f"{field} of {name}: {array[where]} at token {where}; every entry must be finite")
+        raise UserError(f"{field} of {name}", f"{array[where]} at token {where}", "every entry must be finite")
     return array
 
 
@@ -103,14 +109,16 @@ def single_number(value: Any, name: str) -> float:
     """One number, also in an array or tensor without dimensions."""
     array = number_array(value, name)
     if array.shape != ():
-        raise ValueError(f"{name}: {value!r}; give one number")
+        raise UserError(name, "", "give one number", value=value)
     return float(array)
 
 
 def _check_length(array: NDArray[Any], length: int, field: str, name: str) -> None:
     if array.shape != (length,):
-        raise ValueError(
-            f"{field} of {name}: shape {array.shape} for {length} tokens; give one entry per token (prompt included)"
+        raise UserError(
+            f"{field} of {name}",
+            f"shape {array.shape} for {length} tokens",
+            "give one entry per token (prompt included)",
         )
 
 

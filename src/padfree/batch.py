@@ -39,6 +39,7 @@ from torch import Tensor
 
 from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
 from padfree.config.choices import LayoutKind
+from padfree.errors import UserError
 from padfree.nodes import check_parents, first_positions
 
 IGNORE = -100
@@ -54,9 +55,9 @@ TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
 def need_tensor(name: str, values: object) -> None:
     """Refuse what is no tensor of real numbers."""
     if not isinstance(values, Tensor):
-        raise ValueError(f"{name}: {type(values).__name__}; give a tensor, such as torch.as_tensor({name})")
+        raise UserError(name, f"{type(values).__name__}", f"give a tensor, such as torch.as_tensor({name})")
     if values.is_complex():
-        raise ValueError(f"{name}: {values.dtype}; give real numbers, such as {name}.real")
+        raise UserError(name, "", f"give real numbers, such as {name}.real", value=values.dtype)
 
 
 def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: int = 0) -> NDArray[Any]:
@@ -201,7 +202,7 @@ class Segments:
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
-            raise ValueError(f"lengths: {array.min()} among them; give lengths of 0 or more")
+            raise UserError("lengths", f"{array.min()} among them", "give lengths of 0 or more")
         need_whole("pad_length", pad_length, 0, "give 0 or more")
         num_samples = len(array)
         nodes = None if parents is None else check_parents(parents, num_samples)
@@ -211,7 +212,7 @@ class Segments:
         offsets = np.zeros(len(array) + 1, dtype=np.int64)
         np.cumsum(array, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise ValueError(f"lengths: {offsets[-1]} tokens in one row; split them, cu_seqlens hold 32 bits")
+            raise UserError("lengths", f"{offsets[-1]} tokens in one row", "split them, cu_seqlens hold 32 bits")
         return Segments(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(device=device, non_blocking=True),
             offsets=offsets,
@@ -338,12 +339,10 @@ class PackedBatch:
             if field in self.LABEL_FIELDS and self.entries is not None:
                 assert shape == (len(self.entries.rows),), field
             elif shape != (num_tokens,):
-                raise ValueError(
-                    f"{field}: shape {shape} for {num_tokens} tokens in segments; give one entry per token"
-                )
+                raise UserError(field, f"shape {shape} for {num_tokens} tokens in segments", "give one entry per token")
         if self.entries is None and len(self.samples) != self.segments.num_samples:
-            raise ValueError(
-                f"samples: {len(self.samples)} for {self.segments.num_samples} segments; give one entry per sample"
+            raise UserError(
+                "samples", f"{len(self.samples)} for {self.segments.num_samples} segments", "give one entry per sample"
             )
 
     @property
@@ -394,7 +393,7 @@ class PackedBatch:
         need_whole("length", length, 0, f"pad to {real} or more")
         pad = length - real
         if pad < 0:
-            raise ValueError(f"length: {length} for a batch of {real} tokens; pad to {real} or more")
+            raise UserError("length", f"{length} for a batch of {real} tokens", f"pad to {real} or more")
         if pad == self.pad_length:
             return self
         fill = {"labels": IGNORE, "sample_index": self.num_samples}
@@ -424,11 +423,11 @@ class PackedBatch:
         Of a batch with `entries` any [E, ...] tensor, laid out as it would be without: 0 where there is no label.
         """
         if not isinstance(values, Tensor):
-            raise ValueError(f"values: {type(values).__name__}; give a tensor, such as torch.as_tensor(values)")
+            raise UserError("values", f"{type(values).__name__}", "give a tensor, such as torch.as_tensor(values)")
         expected = self.num_tokens if self.entries is None else len(self.entries.rows)
         if values.shape[:1] != (expected,):
             shape = tuple(values.shape)
-            raise ValueError(f"values: shape {shape} for {expected} tokens; give one entry per token of the batch")
+            raise UserError("values", f"shape {shape} for {expected} tokens", "give one entry per token of the batch")
         if self.entries is not None:
             predictions = torch.from_numpy(self.entries.tokens - 1).to(values.device)
             whole = values.new_zeros(sum(self.lengths), *values.shape[1:])
@@ -583,7 +582,7 @@ def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
         if any(there) and not all(there):
             index = there.index(False)
             name = _name(samples[index].uid)
-            raise ValueError(f"{field}: missing in {name} at index {index} but present in others; give it for all")
+            raise UserError(field, f"missing in {name} at index {index} but present in others", "give it for all")
     return tuple(field for field, there in present.items() if any(there))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import concatenated_ranges
+from padfree.errors import UserError
 
 Indices = NDArray[np.int64]
 
@@ -39,13 +40,15 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
     """[S] parents of so many nodes in preorder, as integers; anything else is refused."""
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
-        raise ValueError(f"parents: shape {array.shape} for {count} nodes; give one parent per node, -1 for a root")
+        raise UserError("parents", f"shape {array.shape} for {count} nodes", "give one parent per node, -1 for a root")
     path: list[int] = []
     for node, parent in enumerate(array.tolist()):
         while path and path[-1] != parent:
             path.pop()
         if parent != (path[-1] if path else -1):
-            raise ValueError(f"parents: {parent} of node {node}; give nodes in preorder, a parent before its children")
+            raise UserError(
+                "parents", f"{parent} of node {node}", "give nodes in preorder, a parent before its children"
+            )
         path.append(node)
     return array
 

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from padfree.errors import UserError
 from padfree.model.mixers import kind_of
 from padfree.model.structure import layers_of
 from padfree.model.wrapper import language_config
@@ -119,9 +120,9 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     other: Mapping[str, str] = {}
     for name in NEEDED:
         if not fields.get(name) and not fields.get(other.get(name, name)):
-            raise ValueError(f"config: no {name}; give a causal language model's config or CostModel(linear=...)")
+            raise UserError("config", f"no {name}", "give a causal language model's config or CostModel(linear=...)")
         if fields["model_type"] not in CONFIG_MAPPING:
-            raise ValueError(f"config: model_type {fields['model_type']!r}; give one that transformers has")
+            raise UserError("config", f"model_type {fields['model_type']!r}", "give one that transformers has")
         other = CONFIG_MAPPING[fields["model_type"]].attribute_map
     config: PreTrainedConfig = AutoConfig.for_model(**fields)
     return config

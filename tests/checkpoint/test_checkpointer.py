@@ -29,6 +29,7 @@ from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.files import CheckpointError, write_safetensors
 from padfree.distributed.peers import PeerLostError
 from tests.ranks import rank_server, run_ranks
+from tests.refused import refused
 
 
 class Tiny(nn.Module):
@@ -348,7 +349,7 @@ def test_keeps_the_last_ones(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000004"
     for path, state in zip(("step-00000003", "step-00000004"), states[2:], strict=True):
         assert_same(loaded(checkpointer, tmp_path / path)[1], state)
-    with pytest.raises(ValueError, match="keep_last: 0; give 1 or more"):
+    with refused("keep_last"):
         Checkpointer(tmp_path, keep_last=0)
 
 
@@ -516,7 +517,7 @@ def test_what_json_would_change_is_refused(
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model, _ = make()
     _, optimizer = make()
-    with pytest.raises(ValueError, match="optimizer: has parameters that are not the model's"):
+    with refused("optimizer"):
         Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer, extra={}, rank_state={})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from padfree.config.processes import Processes, processes_of
+from tests.refused import refused
 
 WHOLE = {
     "RANK": "1",
@@ -27,7 +28,7 @@ def test_what_torchrun_sets() -> None:
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["abc", "", " ", "1.0", "-1", "99999999999999999999", "１x", "0x1", "inf", "1e3"])
 def test_numbers_that_cannot_be(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}: [^\n]*; [^\n]*$"):
+    with refused(name):
         processes_of({**WHOLE, name: value})
 
 
@@ -51,5 +52,5 @@ def test_numbers_that_do_not_go_together(changes: dict[str, str], message: str) 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_what_is_missing(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: missing, with WORLD_SIZE 4; "):
+    with refused(name):
         processes_of({key: value for key, value in WHOLE.items() if key != name})

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.records import RowError
 from padfree.testing.tokenizers import CharacterTokenizer, tiny_tokenizer
+from tests.refused import refused
 
 BYTES = tiny_tokenizer()
 EOS = 3
@@ -120,9 +121,7 @@ def test_what_the_tokenizer_puts_before_a_text_comes_once() -> None:
 def test_a_tokenizer_without_an_end_is_refused_or_told_not_to_write_one() -> None:
     tokenizer = tiny_tokenizer(eos_token=None)
     passage = Passage(pieces=(Piece("May", True),))
-    with pytest.raises(
-        ValueError, match=r"append_eos: true, but the tokenizer has no eos token; set data.append_eos=false"
-    ):
+    with refused("data.append_eos"):
         encode(tokenizer, passage)
     assert encode(tokenizer, passage, append_eos=False).tokens.tolist() == ids(tokenizer, "May")
 

@@ -13,6 +13,7 @@ from padfree.batch import LmHead
 from padfree.head import DistillationLoss, distillation_loss, score
 from tests.head.cases import imitate_cuda
 from tests.interpreter import DEVICE, needs_kernels
+from tests.refused import refused
 
 KINDS = ["forward-kl", "reverse-kl", "jsd"]
 FORMS: dict[str, dict[str, Any]] = {
@@ -246,10 +247,10 @@ def test_teachers_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^teacher weight: a vocabulary of 500, the student has 531; give a teacher"):
         case.run("chunked")
     case.teacher_hidden = case.teacher_hidden[:4]
-    with pytest.raises(ValueError, match=r"^teacher_hidden: shape \(4, 11\) for 13 rows and a weight of \(500, 11\)"):
+    with refused("teacher_hidden"):
         case.run("chunked")
     case.teacher_hidden = case.teacher_hidden.float()
-    with pytest.raises(ValueError, match=r"^teacher_hidden: torch\.float32 on cpu while hidden is torch\.float64"):
+    with refused("teacher_hidden"):
         case.run("chunked")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from padfree.losses import kl_divergence
+from tests.refused import refused
 
 
 def test_formulas() -> None:
@@ -41,5 +42,5 @@ def test_gradient(estimator: str) -> None:
 
 
 def test_unknown_estimator() -> None:
-    with pytest.raises(ValueError, match="kl_estimator: 'k4'"):
+    with refused("kl_estimator"):
         kl_divergence(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]

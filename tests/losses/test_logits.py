@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from padfree.losses import logits as module
 from padfree.losses import score_logits
+from tests.refused import refused
 
 
 def plain(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def test_forward_allocates_no_second_tensor_of_that_size(cut: bool, monkeypatch:
 
 def test_refusals() -> None:
     logits = torch.randn(4, 6)
-    with pytest.raises(ValueError, match=r"labels: shape \(3,\) for logits \(4, 6\)"):
+    with refused("labels"):
         score_logits(logits, torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"temperature: 0.0"):
+    with refused("temperature"):
         score_logits(logits, torch.zeros(4, dtype=torch.long), temperature=0.0)

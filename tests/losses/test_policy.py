@@ -28,6 +28,7 @@ from padfree.losses import (
     policy_loss,
 )
 from tests.losses.cases import by_sample, random_inputs, rows, with_grad
+from tests.refused import refused
 
 OBJECTIVES = {
     "clip": ClipSettings(low=0.1, high=0.3),
@@ -336,13 +337,13 @@ def test_worked_clip() -> None:
 )
 def test_what_is_missing_is_named(settings: PolicySettings, missing: str, rng: np.random.Generator) -> None:
     inputs = replace(random_inputs(rng), **{missing: None})
-    with pytest.raises(ValueError, match=f"^{missing}: None, but .* needs it"):
+    with refused(missing):
         policy_loss(inputs, settings)
 
 
 def test_wrong_shape_is_named(rng: np.random.Generator) -> None:
     inputs = replace(random_inputs(rng), old_logprobs=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"old_logprobs: shape \(3,\) for 27 tokens"):
+    with refused("old_logprobs"):
         policy_loss(inputs, PolicySettings())
 
 

@@ -21,6 +21,7 @@ from padfree.losses import (
     weight_divisor,
 )
 from padfree.packing.collate import collate
+from tests.refused import refused
 
 MASKS = [np.array(m, dtype=bool) for m in ([0, 1, 1, 0], [0, 1, 1], [0, 1, 1, 1, 1])]
 X = [np.array(x) for x in ([0.5, 0.3, 0.2], [0.8, 0.1], [0.4, 0.6, 0.2, 0.3])]
@@ -157,7 +158,7 @@ def test_refusals(mode: Any, more: dict[str, Any], message: str) -> None:
 
 def test_group_counts_are_asked_for() -> None:
     labels, index = torch.tensor([1, -100]), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="group_counts: None"):
+    with refused("group_counts"):
         batch_weights("group-mean", labels, index, 1, divisor=1.0)
 
 
@@ -179,7 +180,7 @@ def test_a_conversation_in_parts_weighs_as_it_does_in_one(counts: list[list[int]
 
 
 def test_units_are_given_for_every_sample() -> None:
-    with pytest.raises(ValueError, match="units: 2 for 3 samples"):
+    with refused("units"):
         token_weights("sample-mean", MASKS, units=["a", "a"])
     plain = token_weights("sample-mean", MASKS)
     for one, other in zip(token_weights("sample-mean", MASKS, units=[None] * 3), plain, strict=True):

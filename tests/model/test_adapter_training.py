@@ -20,6 +20,7 @@ from padfree.cp import gather_tokens, shard
 from padfree.model import attach
 from padfree.testing.models import build, row
 from tests.ranks import run_ranks
+from tests.refused import refused
 
 TOLERANCE = 1e-5
 
@@ -197,7 +198,7 @@ def fsdp_cases(rank: int, world: int) -> None:
     backward(logits, batch)
     assert_same(whole(results(model, logits)), run(plain, batch))
 
-    with pytest.raises(ValueError, match="model: FSDPGemma3ForCausalLM is sharded already; attach first"):
+    with refused("model", "FSDPGemma3ForCausalLM is sharded already"):
         attach(model)
 
 

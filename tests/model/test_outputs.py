@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from padfree.cp import shard
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.testing.models import ARCHITECTURES, build, row
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -89,7 +90,7 @@ def test_models_without_a_head_attach_and_have_none() -> None:
 def test_a_model_that_is_not_attached_is_refused(name: str) -> None:
     """OPT's own attention mixes the samples of a row; on one rank of several every model's would."""
     model, batch = build(name), shard(row([5, 4]))
-    with pytest.raises(ValueError, match=r"^model: .* is not attached; call padfree\.attach\(model\) first$"):
+    with refused("model", ".* is not attached"):
         hidden_states(model, batch)
     attach(model)
     hidden_states(model, batch)
@@ -114,7 +115,7 @@ def test_a_copy_of_an_attached_model_is_attached() -> None:
 
 def test_wrapped_models_and_whole_batches_are_refused() -> None:
     model, batch = attach(build("llama")), row([5, 4])
-    with pytest.raises(ValueError, match="model: Sequential; give the transformers model"):
+    with refused("model", "Sequential"):
         hidden_states(torch.nn.Sequential(model), shard(batch))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"batch: PackedBatch; give what padfree\.shard"):
+    with refused("batch"):
         hidden_states(model, batch)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from padfree.optim.schedule import learning_rate_factor
+from tests.refused import refused
 
 
 def factors(steps: int, **settings: object) -> list[float]:
@@ -26,5 +27,5 @@ def test_edges() -> None:
     assert factors(3, kind="cosine", warmup=3) == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert learning_rate_factor(99, kind="linear", steps=10, final=0.1) == pytest.approx(0.1)
     assert learning_rate_factor(10**9, kind="constant") == 1.0
-    with pytest.raises(ValueError, match="steps: None; give the number of steps, kind 'cosine'"):
+    with refused("steps"):
         learning_rate_factor(3, kind="cosine")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from padfree import CostModel, Sample, pack, unpack
 from padfree.packing import collate
+from tests.refused import refused
 
 IGNORE = -100
 THREE = [Sample(tokens=tokens) for tokens in ([1, 2, 3, 4, 5], [10, 11, 12], [20, 21, 22, 23, 24, 25, 26])]
@@ -130,7 +131,7 @@ def test_round_trip(samples: list[Sample], max_tokens: int, multiple_of: int, by
 
 def test_collate_is_one_pack() -> None:
     assert collate(THREE).num_samples == 3
-    with pytest.raises(ValueError, match="samples: empty list"):
+    with refused("samples", "empty list"):
         collate([])
 
 
@@ -163,7 +164,7 @@ def test_bad_input_is_refused_in_one_line(samples: list[Sample], settings: dict[
 
 def test_unpack_takes_one_tensor_per_batch() -> None:
     packs = pack(THREE, max_tokens=8)
-    with pytest.raises(ValueError, match=r"values: 1 tensors for 2 batches"):
+    with refused("values"):
         unpack(packs, [torch.zeros(7)])
     (batch,) = pack(THREE)
     assert [len(piece) for piece in unpack(batch, batch.input_ids)] == [5, 3, 7]

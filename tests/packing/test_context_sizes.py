@@ -13,6 +13,7 @@ from padfree.batch import Sample
 from padfree.packing import CostModel, StepPlan, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of
 from padfree.packing.context_sizes import context_sizes
+from tests.refused import refused
 
 COST = CostModel(linear=1.0, quadratic=1e-3, constant=0.5)
 
@@ -85,7 +86,7 @@ def test_the_longest_sample_grows_with_the_group() -> None:
         sizes = context_sizes(largest)
         fits = plan_step([100 * largest, 10], ranks=8, max_tokens=100, contexts=sizes)
         assert fits.widths is None or fits.widths.max() == largest
-        with pytest.raises(ValueError, match=f"^max_tokens: {100 * largest} is less than the {100 * largest + 1} tok"):
+        with refused("max_tokens"):
             plan_step([100 * largest + 1, 10], ranks=8, max_tokens=100, contexts=sizes)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from padfree.batch import Sample
 from padfree.packing.stream import FixedSizeBatcher, TokenBudgetBatcher
+from tests.refused import refused
 
 
 class Document:
@@ -184,7 +185,7 @@ def test_nothing_is_lost_by_an_error() -> None:
         budget = TokenBudgetBatcher(source, budget=10, buffer_size=2)
         assert [sample.index for sample in next(budget)] == [0, 1]
         for _ in range(2):
-            with pytest.raises(ValueError, match="budget: 10 is less than sample 2 of the source needs: 99 tokens;"):
+            with refused("budget"):
                 next(budget)
     for source in (samples, iter(samples)):
         fixed = FixedSizeBatcher(source, batch_size=4, max_length=10)
@@ -202,7 +203,7 @@ def test_last_batch() -> None:
 
 def test_rows_of_a_data_set_need_a_length() -> None:
     rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in (4, 2, 3, 1)]
-    with pytest.raises(ValueError, match="length: a sample is a dict of input_ids, labels"):
+    with refused("length"):
         next(TokenBudgetBatcher(rows, budget=10))
     assert list(TokenBudgetBatcher(rows, budget=10, length=lambda row: len(row["input_ids"]))) == [rows]
 
@@ -238,7 +239,7 @@ def other(settings: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 )
 def test_state_of_another_configuration(name: str, options: dict[str, Any]) -> None:
     state = TokenBudgetBatcher(documents([1, 2, 3, 4]), budget=10, buffer_size=4).state_dict()
-    with pytest.raises(ValueError, match=f"^{name}: the state was saved with"):
+    with refused(name):
         TokenBudgetBatcher(**options).load_state_dict(state)
 
 
@@ -259,7 +260,7 @@ def test_state_of_another_kind() -> None:
     state = TokenBudgetBatcher(samples, budget=3).state_dict()
     with pytest.raises(ValueError, match="batcher: the state was saved with 'TokenBudgetBatcher'"):
         FixedSizeBatcher(samples, batch_size=2).load_state_dict(state)
-    with pytest.raises(ValueError, match="state: no settings in it"):
+    with refused("state"):
         FixedSizeBatcher(samples, batch_size=2).load_state_dict({})
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from padfree.data import RolloutDataSettings
 from padfree.rollout import Prompts, read_prompts
+from tests.refused import refused
 from tests.rollout.rollout_cases import letters_tokenizer
 
 CHAT = (
@@ -76,7 +77,7 @@ def test_chat_prompts_end_where_the_response_begins(tmp_path: Path) -> None:
         ValueError, match=r"line 1: 'messages' ends with the role 'assistant'; expected the conversation to end"
     ):
         read(tmp_path, [{"messages": [user, said]}], template=CHAT)
-    with pytest.raises(ValueError, match=r"prompt_format: 'auto' without a chat template, but .* holds 'messages'"):
+    with refused("prompt_format"):
         read(tmp_path, [{"messages": [user]}])
     with pytest.raises(ValueError, match=r"line 1: 'prompt' is a list of 1; expected a string"):
         read(tmp_path, [{"prompt": [user]}])
@@ -105,7 +106,7 @@ def test_a_bad_row_is_named_or_skipped_and_listed(row: Any, reason: str, tmp_pat
 
 def test_prompts_that_leave_too_little_room(tmp_path: Path) -> None:
     rows = [{"prompt": "1" * length} for length in (2, 5, 8, 9)]
-    with pytest.raises(ValueError, match=r"max_length: 8, but prompts.jsonl:2 has 5 tokens, which leaves less than"):
+    with refused("max_length"):
         read(tmp_path, rows, max_length=8)
     cut = read(tmp_path, rows, max_length=8, overlong="truncate")
     assert [(len(prompt.tokens), prompt.room) for prompt in cut.prompts] == [(2, 4), (5, 3)]
@@ -115,7 +116,7 @@ def test_prompts_that_leave_too_little_room(tmp_path: Path) -> None:
     assert [len(prompt.tokens) for prompt in dropped.prompts] == [2]
     assert [row.line for row in dropped.report.dropped] == [2, 3, 4]
     assert dropped.report.dropped[0].reason == "5 tokens and 4 of a response, max_length 8"
-    with pytest.raises(ValueError, match=r"data: none of 1 rows can be used, the first \(prompts.jsonl:1\): 9 tokens"):
+    with refused("data", r"none of 1 rows can be used, the first \(prompts.jsonl:1\): 9 tokens"):
         read(tmp_path, rows[3:], max_length=8, overlong="drop")
 
 
@@ -123,5 +124,5 @@ def test_prompts_that_leave_too_little_room(tmp_path: Path) -> None:
 def test_a_file_without_rows(content: str, tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"data: no rows in empty.jsonl; give a file that has some"):
+    with refused("data", "no rows in empty.jsonl"):
         read_prompts(path, letters_tokenizer(), max_new_tokens=1)

@@ -15,6 +15,7 @@ from filelock import FileLock
 from padfree.cli.main import main
 from padfree.tools import demo as module
 from padfree.tools.demo import SAME_LOSS, Demo, DemoSizes, console
+from tests.refused import refused
 
 TINY = DemoSizes(
     rows=60,
@@ -89,7 +90,7 @@ def test_a_wrong_loss_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Demo, "train", lambda *_: steps)
     made = Demo(tmp_path / "demo", console(), TINY, resume=False)
     made.found["padded"] = {"losses": [5.0, 5.0, 5.0], "seconds": [1.0, 1.0, 1.0]}
-    with pytest.raises(ValueError, match=r"demo: losses differ by 1\.0e-04 from the padded ones; "):
+    with refused("demo"):
         module.train_packed(made)
 
 

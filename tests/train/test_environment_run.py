@@ -38,6 +38,7 @@ from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
 from tests.train.loop_cases import TIMES
@@ -281,7 +282,7 @@ def test_failed_groups_are_left_out_and_listed(model_folder: Path, tmp_path: Pat
     # a resumed run lists those of the batches that it makes again once
     train(make_config(tmp_path / "run", model_folder, rollout=rollout, run={"steps": 4}))
     assert [line for line in lines(tmp_path / "run", "failures.jsonl") if line["batch"] < 4] == listed
-    with pytest.raises(ValueError, match=r"rollout.on_failure: 'skip', but every group of batch 1 has failed, the "):
+    with refused("rollout.on_failure"):
         train(make_config(tmp_path / "all", model_folder, rollout={**rollout, "environment": f"{HERE}:never"}))
     assert len(lines(tmp_path / "all", "failures.jsonl")) == 12
 
@@ -381,7 +382,7 @@ def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_environments_that_cannot_be(name: str, message: str, model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"rollout.environment: '{HERE}:{name}'.*{message}") as caught:
+    with refused("rollout.environment", f"'{HERE}:{name}'.*{message}") as caught:
         train(make_config(tmp_path / "run", model_folder, rollout={"environment": f"{HERE}:{name}"}))
     assert "\n" not in str(caught.value)
     assert not dist.is_initialized()

@@ -32,6 +32,7 @@ from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
+from tests.refused import refused
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
@@ -378,11 +379,11 @@ def quiet(mesh: Mesh, config: Config, found: list[Sample]) -> list[dict[str, Any
 
 def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model_folder, **SFT)
-    with pytest.raises(ValueError, match=r"^data.path: in memory has no samples; give files with at least one$"):
+    with refused("data.path", "in memory has no samples"):
         make_loop(config, mesh, [])
     loop = make_loop(config, mesh)
     loop.batches.batcher.load_state_dict({**loop.batches.batcher.state_dict(), "position": 36})
-    with pytest.raises(ValueError, match=r"^data.path: it gave no batch; give files with at least one sample$"):
+    with refused("data.path", "it gave no batch"):
         loop.run()
 
 
@@ -417,10 +418,10 @@ def test_masked_samples_change_nothing(mesh: Mesh, model_folder: Path, tmp_path:
 
 
 def test_a_sample_above_the_caps(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^max_tokens: 8 is less than the 12 tokens of sample"):
+    with refused("max_tokens"):
         make_loop(make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8}), mesh).run()
     budget = make_config(tmp_path, model_folder, batch={"tokens": 8, "max_tokens": 16})
-    with pytest.raises(ValueError, match=r"^budget: 8 is less than sample \d+ .*\(in a recipe: batch.tokens, or batch"):
+    with refused("budget"):
         make_loop(budget, mesh).run()
     for batch in ({"samples": 4, "max_tokens": 8}, {"tokens": 8, "max_tokens": 8}):
         folder = tmp_path / next(iter(batch))
@@ -494,9 +495,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
     mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match=r"^run.folder: .*file/run cannot be written \(Not a directory\); free space or"
-    ):
+    with refused("run.folder", r".*file/run cannot be written \(Not a directory\)"):
         make_loop(make_config(tmp_path / "file" / "run", model_folder, **SFT), mesh)
 
 
@@ -525,10 +524,10 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
 
     hidden = json.loads(model_folder.read_text()) | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(hidden))
-    with pytest.raises(ValueError, match=r"^model\.path: hidden_size is 64 in the model's config, but .* with 32; "):
+    with refused("model.path", "hidden_size is 64 in the model's config, but .* with 32"):
         make_loop(make_config(tmp_path / "run", tmp_path / "config.json", **RL), mesh)
     longer = {"batch": RL["batch"], "loss": {**RL["loss"], "epochs": 3}}
-    with pytest.raises(ValueError, match=r"^loss\.epochs: 3, but .* with 2; change it after the rollout batch"):
+    with refused("loss.epochs"):
         make_loop(make_config(tmp_path / "run", model_folder, **longer), mesh)
 
 

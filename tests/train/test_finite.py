@@ -21,6 +21,7 @@ from padfree.model.load import load_model
 from padfree.tasks.measures import TokenMeasure
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.train.finite import check_metrics
+from tests.refused import refused
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -57,7 +58,7 @@ def tensor_names(good: Path) -> list[str]:
 def test_every_tensor_of_a_model_is_looked_at(value: float, good: Path, tmp_path: Path) -> None:
     for number, name in enumerate(tensor_names(good)):
         folder = damaged(good, tmp_path / str(number), name, value)
-        with pytest.raises(ValueError, match=f"^model: {name} of .*model.safetensors has values that are not finite"):
+        with refused("model", f"{name} of .*model.safetensors has values that are not finite"):
             load_model(folder)
 
 
@@ -75,7 +76,7 @@ def test_weights_that_transformers_converts_are_looked_at(tmp_path: Path) -> Non
     name = next(name for name in tensors if "experts.1" in name)
     tensors[name].view(-1)[0] = math.nan
     save_file(tensors, tmp_path / "moe" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"^model: .*experts.* has values that are not finite"):
+    with refused("model", ".*experts.* has values that are not finite"):
         load_model(tmp_path / "moe")
 
 
@@ -91,7 +92,7 @@ def test_an_export_that_its_dtype_cannot_hold_is_refused(good: Path, tmp_path: P
     model = load_model(good)
     with torch.no_grad():
         model.get_parameter(DOWN).view(-1)[0] = 1e5
-    with pytest.raises(ValueError, match=f"^export: {DOWN} has values that are not finite in float16; set checkpoint"):
+    with refused("export", f"{DOWN} has values that are not finite in float16"):
         export_model(model, tmp_path / "out", dtype=torch.float16)
     assert not (tmp_path / "out").exists()
     export_model(model, tmp_path / "out", dtype=torch.bfloat16)
@@ -190,7 +191,7 @@ def test_finite_weights_that_overflow_give_an_evaluation_no_numbers(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_metrics_are_looked_at_one_by_one(value: float) -> None:
     check_metrics({"eval/loss": 1.0, "eval/accuracy": 0.0}, 3)
-    with pytest.raises(ValueError, match=f"^eval: eval/reward is {value} after 3 steps; look at"):
+    with refused("eval"):
         check_metrics({"eval/loss": 1.0, "eval/reward": value}, 3)
 
 

@@ -20,6 +20,7 @@ from padfree.train.engine import Engine, NonFiniteError, PendingStep
 from padfree.train.loop import Loop, RunResult
 from padfree.train.training_data import make_batcher
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.train.cases import weights_of
 from tests.train.loop_cases import ONE_UPDATE, RL, SFT, lines, make_config, make_loop, samples, save_config
 
@@ -290,10 +291,10 @@ def test_a_sample_that_comes_twice_in_a_batch_is_trained_twice(mesh: Mesh, model
 
 
 def test_refusals(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data.path: in memory has no samples"):
+    with refused("data.path", "in memory has no samples"):
         make_batcher(make_config(tmp_path, model_folder, **SFT), [])
-    with pytest.raises(ValueError, match=r"batch.samples: 2 is less than the 3 samples of group 0"):
+    with refused("batch.samples"):
         make_batcher(make_config(tmp_path, model_folder, **{**RL, "batch": {"samples": 2, "max_tokens": 9}}), samples())
     config = make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8})
-    with pytest.raises(ValueError, match="max_tokens: 8 is less than the"):
+    with refused("max_tokens"):
         make_loop(config, mesh).run()

@@ -18,6 +18,7 @@ from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer
 from tests.ranks import run_ranks
+from tests.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +152,8 @@ def test_token_ids_need_no_tokenizer_but_text_does(model_folder: Path, tmp_path:
     config = make_config(tmp_path / "run", config_file, data, loss={"kind": "clip"}, checkpoint={"export": False})
     assert train(config).step == 1
     assert not (tmp_path / "run" / "model").exists()
-    with pytest.raises(ValueError, match=r"model.tokenizer: .*config.json holds none; give a folder or Hub id"):
+    with refused("model.tokenizer"):
         load_tokenizer(make_config(tmp_path / "sft", config_file, data))
     text = write_lines(tmp_path / "text.jsonl", [{"prompt": "1+1", "response": "2", "reward": 1.0}])
-    with pytest.raises(ValueError, match=r"model.tokenizer: none, but text.jsonl holds text"):
+    with refused("model.tokenizer"):
         train(make_config(tmp_path / "text", config_file, text, loss={"kind": "clip"}))

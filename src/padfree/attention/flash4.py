@@ -24,7 +24,7 @@ from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities
 from padfree.attention.flash import fill_blind_queries, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
-from padfree.config.rules import shown_error
+from padfree.errors import UserError, shown_error
 
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
@@ -153,9 +153,10 @@ def _kernels() -> Any:
     try:
         return import_module("flash_attn.cute.interface")
     except Exception as error:  # what it needs may be there in a version that it cannot use
-        raise ValueError(
-            f"backend: 'fa4' cannot serve: flash-attn-4 cannot be imported ({shown_error(error)}); install it anew "
-            "with pip install 'padfree[fa4]', or use 'torch'"
+        raise UserError(
+            "backend",
+            f"'fa4' cannot serve: flash-attn-4 cannot be imported ({shown_error(error)})",
+            "install it anew with pip install 'padfree[fa4]', or use 'torch'",
         ) from error
 
 

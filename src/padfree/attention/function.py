@@ -23,6 +23,7 @@ from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments, need_tensor
+from padfree.errors import UserError
 
 
 @overload
@@ -82,8 +83,8 @@ def varlen_attention(
         need_tensor("sinks", sinks)
         sinks = sinks if sinks.is_floating_point() else sinks.float()
         if sinks.shape != q.shape[1:2]:
-            raise ValueError(
-                f"sinks: shape {tuple(sinks.shape)} for {q.shape[1]} query heads; give one number per head"
+            raise UserError(
+                "sinks", f"shape {tuple(sinks.shape)} for {q.shape[1]} query heads", "give one number per head"
             )
     chosen = _chosen(q, k, v, softcap, backend, raw_backward=False)
     if chosen.capabilities.raw_backward:
@@ -171,9 +172,9 @@ def varlen_backward(
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):
         need_tensor(argument, tensor)
         if tensor.shape != shape:
-            raise ValueError(f"{argument}: shape {tuple(tensor.shape)}; give {tuple(shape)}, as varlen_forward returns")
+            raise UserError(argument, f"shape {tuple(tensor.shape)}", f"give {tuple(shape)}, as varlen_forward returns")
     if dout.dtype != q.dtype:
-        raise ValueError(f"dout: {dout.dtype} while q is {q.dtype}; cast one to the other's dtype")
+        raise UserError("dout", f"{dout.dtype} while q is {q.dtype}", "cast one to the other's dtype")
     chosen = _chosen(q, k, v, softcap, backend, raw_backward=True)
     return chosen.backward(dout, q, k, v, out, lse, segments_q, segments_k, spec)
 
@@ -209,26 +210,28 @@ def _checked_spec(
         need_tensor(name, tensor)
     for name, given in (("segments_q", segments_q), ("segments_k", segments_k)):
         if not isinstance(given, Segments):
-            raise ValueError(f"{name}: {type(given).__name__}; give Segments.from_lengths(...) or a batch's segments")
+            raise UserError(name, f"{type(given).__name__}", "give Segments.from_lengths(...) or a batch's segments")
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"q, k, v: shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
-            "give q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] without a batch dimension"
+        raise UserError(
+            "q, k, v",
+            f"shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}",
+            "give q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv] without a batch dimension",
         )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q, k: {q.shape[1]} query heads for {k.shape[1]} key heads; give a multiple of them")
+        raise UserError("q, k", f"{q.shape[1]} query heads for {k.shape[1]} key heads", "give a multiple of them")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v: types {q.dtype}, {k.dtype}, {v.dtype}; give them one type")
+        raise UserError("q, k, v", f"types {q.dtype}, {k.dtype}, {v.dtype}", "give them one type")
     if segments_q.num_segments != segments_k.num_segments:
-        raise ValueError(
-            f"segments_q, segments_k: {segments_q.num_segments} and {segments_k.num_segments} segments; "
-            "give the same number, empty ones where a sample has no queries or no keys here"
+        raise UserError(
+            "segments_q, segments_k",
+            f"{segments_q.num_segments} and {segments_k.num_segments} segments",
+            "give the same number, empty ones where a sample has no queries or no keys here",
         )
     for name, segments, tokens in (("segments_q", segments_q, len(q)), ("segments_k", segments_k, len(k))):
         if segments.num_tokens != tokens:
-            raise ValueError(f"{name}: {segments.num_tokens} tokens for a tensor of {tokens}; they must be the same")
+            raise UserError(name, f"{segments.num_tokens} tokens for a tensor of {tokens}", "they must be the same")
         if segments.cu_seqlens.device != q.device:
-            raise ValueError(f"{name}: on {segments.cu_seqlens.device}, q on {q.device}; call .to({str(q.device)!r})")
+            raise UserError(name, f"on {segments.cu_seqlens.device}, q on {q.device}", f"call .to({str(q.device)!r})")
         assert segments.parents is None, "nodes see their ancestors: path_attention"
     return AttentionSpec(
         scale=q.shape[2] ** -0.5 if scale is None else scale, causal=causal, window=window, softcap=softcap

@@ -12,6 +12,7 @@ import torch
 
 from padfree.attention import cpu, flash4, flex, reference, torch_varlen
 from padfree.attention.backend import AttentionBackend, Needs, span
+from padfree.errors import UserError
 
 BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend
@@ -28,7 +29,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 def register_backend(backend: AttentionBackend) -> None:
     """Add a backend of your own behind the others; `auto` takes it for what they cannot serve."""
     if backend.name == "auto" or backend.name in BACKENDS:
-        raise ValueError(f"name: {backend.name!r} is taken; give another than auto, {', '.join(BACKENDS)}")
+        raise UserError("name", "is taken", f"give another than auto, {', '.join(BACKENDS)}", value=backend.name)
     BACKENDS[backend.name] = backend
     _choose.cache_clear()
 
@@ -48,7 +49,7 @@ def choose_backend(
     `raw_backward` asks for one that `varlen_backward` can use.
     """
     if not isinstance(requested, str):
-        raise ValueError(f"backend: {requested!r}; use 'auto' or one of {', '.join(BACKENDS)}")
+        raise UserError("backend", "", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
     if not isinstance(device, torch.device):
         device = torch.device(device)
     return _choose(device, dtype, head_dim, value_dim or head_dim, softcap, raw_backward, requested)
@@ -80,12 +81,14 @@ def _choose(
             if reason is None:
                 return name
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ValueError(f"backend: 'auto' found no kernel ({listed}); change that, or name backend='reference'")
+        raise UserError("backend", f"'auto' found no kernel ({listed})", "change that, or name backend='reference'")
     if requested not in BACKENDS:
-        raise ValueError(f"backend: {requested!r} is unknown; use 'auto' or one of {', '.join(BACKENDS)}")
+        raise UserError("backend", "is unknown", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
     if reasons[requested] is not None:
         able = [name for name, reason in reasons.items() if reason is None]
-        raise ValueError(f"backend: {requested!r} cannot serve: {reasons[requested]}; use 'auto' or {_either(able)}")
+        raise UserError(
+            "backend", f"cannot serve: {reasons[requested]}", f"use 'auto' or {_either(able)}", value=requested
+        )
     return requested
 
 
@@ -102,7 +105,9 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return (0, 0)
     if not torch.cuda.is_available():
-        raise ValueError(f"device: '{device}', but PyTorch sees no CUDA device; use 'cpu', or a PyTorch built for CUDA")
+        raise UserError(
+            "device", f"'{device}', but PyTorch sees no CUDA device", "use 'cpu', or a PyTorch built for CUDA"
+        )
     return torch.cuda.get_device_capability(device)
 
 

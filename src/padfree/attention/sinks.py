@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from padfree.batch import need_tensor
+from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """out [Tq, H, dv] and lse [Tq, H] over the keys, sinks [H] -> the same with the sink in the softmax"""
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:
-        raise ValueError(
-            f"sinks, lse: shapes {tuple(sinks.shape)}, {tuple(lse.shape)} for out {tuple(out.shape)}; give [H], [Tq, H]"
+        raise UserError(
+            "sinks, lse",
+            f"shapes {tuple(sinks.shape)}, {tuple(lse.shape)} for out {tuple(out.shape)}",
+            "give [H], [Tq, H]",
         )
     with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
     return (out * torch.exp(lse - with_sink)[..., None]).to(out.dtype), with_sink
@@ -29,9 +32,10 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     """[H], from the out and lse that `apply_sinks` returned"""
     _need_floats(dout=dout, out=out, lse=lse, sinks=sinks)
     if sinks.shape != lse.shape[1:] or dout.shape != out.shape:
-        raise ValueError(
-            f"sinks, dout: shapes {tuple(sinks.shape)}, {tuple(dout.shape)} for out {tuple(out.shape)}; "
-            "give [H], [Tq, H, dv]"
+        raise UserError(
+            "sinks, dout",
+            f"shapes {tuple(sinks.shape)}, {tuple(dout.shape)} for out {tuple(out.shape)}",
+            "give [H], [Tq, H, dv]",
         )
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [Tq, H]
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(dim=0).to(sinks.dtype)
@@ -42,4 +46,4 @@ def _need_floats(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         need_tensor(name, tensor)
         if not tensor.is_floating_point():
-            raise ValueError(f"{name}: {tensor.dtype}; give floats, such as {name}.float()")
+            raise UserError(name, "", f"give floats, such as {name}.float()", value=tensor.dtype)

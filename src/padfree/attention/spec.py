@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from padfree.arrays import need_number, need_whole
 from padfree.batch import Segments
+from padfree.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +38,8 @@ class AttentionSpec:
         if self.window is not None:
             need_whole("window", self.window, 1, "give 1 or more and causal=True, or window=None")
         if self.window is not None and not self.causal:
-            raise ValueError(
-                f"window: {self.window} with causal={self.causal}; give 1 or more and causal=True, or window=None"
+            raise UserError(
+                "window", f"{self.window} with causal={self.causal}", "give 1 or more and causal=True, or window=None"
             )
         if self.softcap is not None:
             need_number(

@@ -79,6 +79,7 @@ from padfree.checkpoint.manifest import (
 )
 from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimizer
 from padfree.distributed.peers import watching
+from padfree.errors import UserError
 from padfree.model.export import sync
 from padfree.model.load import local_part, local_region
 
@@ -102,7 +103,7 @@ class Checkpointer:
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: bool = False) -> None:
         if keep_last < 1:
-            raise ValueError(f"keep_last: {keep_last}; give 1 or more")
+            raise UserError("keep_last", "", "give 1 or more", value=keep_last)
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.asynchronous = asynchronous
@@ -260,7 +261,7 @@ class Checkpointer:
         for file, about in content["files"].items():
             if not (partial / file).exists():
                 raise CheckpointError(
-                    f"checkpoint: {partial / file} was written and is not there; give a folder that all ranks share"
+                    "checkpoint", f"{partial / file} was written and is not there", "give a folder that all ranks share"
                 )
             assert (partial / file).stat().st_size == about["bytes"]
         write_text(partial / MANIFEST, json.dumps({"sha256": hash_of(content), "content": content}))
@@ -385,13 +386,13 @@ class Checkpointer:
         return values
 
     @contextmanager
-    def _together(self) -> Iterator[list[str]]:
+    def _together(self) -> Iterator[list[CheckpointError]]:
         """A block that collects errors in a list: after it every rank raises if any rank has one."""
-        errors: list[str] = []
+        errors: list[CheckpointError] = []
         yield errors
         for told in self._exchange(errors):
             if told:
-                raise CheckpointError(told[0])
+                raise told[0]
 
 
 def complete_in(folder: Path) -> list[Path]:
@@ -419,12 +420,13 @@ def latest_in(folder: Path) -> Path | None:
 
 
 @contextmanager
-def _reported(errors: list[str], path: Path, what: str) -> Iterator[None]:
+def _reported(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
     """Put what goes wrong in the block into the list; `what` is "problem; cure"."""
     try:
         yield
     except CheckpointError as error:
-        errors.append(str(error))
+        errors.append(error)
     except OSError as error:
         problem, _, cure = what.partition("; ")
-        errors.append(f"checkpoint: {error.filename or path} {problem} ({error.strerror or error}); {cure}")
+        fact = f"{error.filename or path} {problem} ({error.strerror or error})"
+        errors.append(CheckpointError("checkpoint", fact, cure))

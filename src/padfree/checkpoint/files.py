@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from padfree.errors import UserError
 from padfree.model.load import Region, local_region
 
 DTYPES = {
@@ -37,8 +38,8 @@ DTYPES = {
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class CheckpointError(ValueError):
-    """A checkpoint could not be written or read; the message is one line and says what to do."""
+class CheckpointError(UserError):
+    """A checkpoint could not be written or read."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
@@ -112,13 +113,13 @@ class Reader:
 
 def check_file(path: Path, about: Mapping[str, Any], cure: str) -> None:
     if not path.exists():
-        raise CheckpointError(f"checkpoint: {path} is missing; {cure}")
+        raise CheckpointError("checkpoint", f"{path} is missing", cure)
     size = path.stat().st_size
     if size != about["bytes"]:
-        raise CheckpointError(f"checkpoint: {path} is damaged ({size} bytes of {about['bytes']}); {cure}")
+        raise CheckpointError("checkpoint", f"{path} is damaged ({size} bytes of {about['bytes']})", cure)
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
-            raise CheckpointError(f"checkpoint: {path} is damaged (its checksum does not match); {cure}")
+            raise CheckpointError("checkpoint", f"{path} is damaged (its checksum does not match)", cure)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -137,10 +138,10 @@ def check_json(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(f"{where}: the key {key!r} is no text; JSON has no other keys")
+                raise UserError(where, f"the key {key!r} is no text", "JSON has no other keys")
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             check_json(item, f"{where}[{index}]")
     elif type(value) not in (str, int, float, bool, type(None)):
-        raise ValueError(f"{where}: {type(value).__name__}; give numbers, text, lists or dicts of them")
+        raise UserError(where, f"{type(value).__name__}", "give numbers, text, lists or dicts of them")

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from padfree.checkpoint.files import DTYPES, CheckpointError, hash_of
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
+from padfree.errors import UserError
 from padfree.model.load import local_part, named_tensors
 from padfree.model.lora import ADAPTER, is_adapter, is_trained_with_adapters
 
@@ -75,7 +76,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"checkpoint: {key} is {tensor.dtype}; only {', '.join(DTYPES.values())} can be saved")
+            raise UserError("checkpoint", f"{key} is {tensor.dtype}", f"only {', '.join(DTYPES.values())} can be saved")
     return tensors
 
 
@@ -118,15 +119,15 @@ def check_model(
         differs = "its adapters were trained with other weights below them"
         cure = "keep model.path and what is there, and run.seed for random weights"
     if differs:
-        raise CheckpointError(f"checkpoint: {path} is of another model ({differs}); {cure}")
+        raise CheckpointError("checkpoint", f"{path} is of another model ({differs})", cure)
     if optimizer is None:
         return
     if content["optimizer"] is None:
-        raise CheckpointError(f"checkpoint: {path} was saved without an optimizer; start from its weights instead")
+        raise CheckpointError("checkpoint", f"{path} was saved without an optimizer", "start from its weights instead")
     names = [group["params"] for group in describe_optimizer(model, optimizer)["groups"]]
     if names != [group["params"] for group in content["optimizer"]["groups"]]:
         raise CheckpointError(
-            f"checkpoint: {path} was saved with other groups of parameters in the optimizer; keep its settings"
+            "checkpoint", f"{path} was saved with other groups of parameters in the optimizer", "keep its settings"
         )
 
 
@@ -136,8 +137,9 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
         return False
     if differs := _different(content["tensors"], "reference/", reference):
         raise CheckpointError(
-            f"checkpoint: {path} has another reference model ({differs}); keep reference.path and lora, "
-            "or give another run.folder"
+            "checkpoint",
+            f"{path} has another reference model ({differs})",
+            "keep reference.path and lora, or give another run.folder",
         )
     return True
 
@@ -148,7 +150,7 @@ def check_critic(content: dict[str, Any], path: Path, critic: Trained) -> None:
     if content.get("critic") is None or differs:
         reason = differs if content.get("critic") is not None else "it has none"
         raise CheckpointError(
-            f"checkpoint: {path} has another critic ({reason}); keep critic.path, or give another run.folder"
+            "checkpoint", f"{path} has another critic ({reason})", "keep critic.path, or give another run.folder"
         )
 
 
@@ -184,14 +186,14 @@ def join_manifest(content: dict[str, Any], told: list[Any]) -> dict[str, Any]:
 def read_manifest(path: Path, cure: str) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.exists():
-        raise CheckpointError(f"checkpoint: {path} is not there or not complete (no {MANIFEST}); {cure}")
+        raise CheckpointError("checkpoint", f"{path} is not there or not complete (no {MANIFEST})", cure)
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_of(manifest.get("content")):
-        raise CheckpointError(f"checkpoint: {file} is damaged (its checksum does not match); {cure}")
+        raise CheckpointError("checkpoint", f"{file} is damaged (its checksum does not match)", cure)
     content: dict[str, Any] = manifest["content"]
     if content["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint: {path} has format {content['format']}, not {FORMAT}; {cure}")
+        raise CheckpointError("checkpoint", f"{path} has format {content['format']}, not {FORMAT}", cure)
     return content

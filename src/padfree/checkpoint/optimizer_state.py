@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from padfree.checkpoint.files import DTYPE_OF, Reader, check_json
+from padfree.errors import UserError
 from padfree.model.load import local_part, local_region, named_tensors
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -29,9 +30,10 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
             if not isinstance(value, Tensor):
                 continue
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
-                raise ValueError(
-                    f"optimizer: the state {kind!r} of {name} is this rank's alone; use an optimizer whose state is "
-                    "sharded as the parameters are"
+                raise UserError(
+                    "optimizer",
+                    f"the state {kind!r} of {name} is this rank's alone",
+                    "use an optimizer whose state is sharded as the parameters are",
                 )
             tensors[f"{kind}/{name}"] = value
     return tensors
@@ -44,7 +46,9 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     for group in optimizer.param_groups:
         strangers = [parameter for parameter in group["params"] if id(parameter) not in names]
         if strangers:
-            raise ValueError("optimizer: has parameters that are not the model's; make it after the model is sharded")
+            raise UserError(
+                "optimizer", "has parameters that are not the model's", "make it after the model is sharded"
+            )
         options = {
             key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
         }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from padfree.cli.main import COMMANDS
 from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from padfree.tools.talk.conversation import Conversation
@@ -47,9 +48,10 @@ def run(settings: argparse.Namespace) -> None:
     try:
         speaker = speaker_of(settings)
         if speaker.words.chat is None:
-            raise ValueError(
-                f"MODEL: {settings.model} was trained on prompts without a chat template; talk to it with padfree "
-                "generate, or give --chat-template"
+            raise UserError(
+                "MODEL",
+                f"{settings.model} was trained on prompts without a chat template",
+                "talk to it with padfree generate, or give --chat-template",
             )
         from padfree.tools.talk.conversation import Conversation
 
@@ -85,7 +87,7 @@ def _on_terminal(chat: _Chat) -> None:
         try:
             with _on_interrupt(chat.interrupt):
                 chat.take(line)
-        except ValueError as error:  # a full context, say: the chat goes on
+        except UserError as error:  # a full context, say: the chat goes on
             chat.output.write(f"{error}\n")
 
 
@@ -122,10 +124,10 @@ class _Chat:
         elif name == "/help":
             self.output.write(f"{HELP}\n")
         else:
-            raise ValueError(f"{text.split()[0]}: no such command; /help lists them, // begins a message with /")
+            raise UserError(f"{text.split()[0]}", "no such command", "/help lists them, // begins a message with /")
 
     def _ask(self, text: str) -> None:
-        from padfree.tools.talk.speaker import StopAnswer
+        from padfree.tools.talk.speaker import FullContextError, StopAnswer
 
         def show(_: int, piece: str) -> None:
             if not self._json:
@@ -136,10 +138,8 @@ class _Chat:
         self.stop = False
         try:
             answer = self.conversation.ask(text, max_new_tokens=self._max_new_tokens, on_text=show)
-        except ValueError as error:
-            if "fill the model's context" in str(error):
-                raise ValueError(f"{error.args[0].partition(';')[0]}; /reset forgets the conversation") from None
-            raise
+        except FullContextError as error:
+            raise UserError(error.setting, error.problem, "/reset forgets the conversation") from None
         if self._json:
             self.output.write_json({"prompt": text, **answer.as_json()})
             return

@@ -17,6 +17,7 @@ from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
 from padfree.config.outputs import check_output
 from padfree.config.processes import processes_of
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from padfree.tools.check import CheckReport
@@ -58,13 +59,13 @@ def run(settings: argparse.Namespace) -> None:
     for name, least in (("samples", 2), ("max_length", 2), ("layers", 1)):
         value = getattr(settings, name)
         if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')}: {value}; give {least} or more")
+            raise UserError(f"--{name.replace('_', '-')}", "", f"give {least} or more", value=value)
     if settings.dtype is not None and settings.dtype not in DTYPES:
-        raise ValueError(f"--dtype: {settings.dtype!r}; choose one of {', '.join(DTYPES)}")
+        raise UserError("--dtype", "", f"choose one of {', '.join(DTYPES)}", value=settings.dtype)
     if settings.loss not in LOSSES:
-        raise ValueError(f"--loss: {settings.loss!r}; choose one of {', '.join(LOSSES)}")
+        raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
     if settings.layers is not None and settings.full:
-        raise ValueError(f"--layers: {settings.layers} together with --full; give one of them")
+        raise UserError("--layers", f"{settings.layers} together with --full", "give one of them")
     data = data_settings(settings)
     first = processes.is_first
     target = None if settings.json is None else Path(settings.json)
@@ -74,7 +75,7 @@ def run(settings: argparse.Namespace) -> None:
         from padfree.tools.check.report import is_report
 
         if not is_report(target):
-            raise ValueError(f"--json: {target} is there and is no report of padfree check; give another file")
+            raise UserError("--json", f"{target} is there and is no report of padfree check", "give another file")
     check_name(settings.model, "--model")
     if settings.tokenizer is not None:
         check_name(settings.tokenizer, "--tokenizer")
@@ -130,10 +131,10 @@ def data_settings(settings: argparse.Namespace) -> DataConfig | None:
     files = [word for word in words if word not in changes]
     other = next((word for word in changes if not word.startswith("data.")), None)
     if other is not None:
-        raise ValueError(f"override: {other!r}; give settings of data only, such as data.on_bad_row=skip")
+        raise UserError("override", "", "give settings of data only, such as data.on_bad_row=skip", value=other)
     if settings.data is None:
         if words:
-            raise ValueError(f"--data: missing, with {words[0]!r}; give it files")
+            raise UserError("--data", f"missing, with {words[0]!r}", "give it files")
         return None
     # The other settings that a run must have are no part of a check.
     unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]
@@ -145,7 +146,7 @@ def _write(target: Path, text: str) -> None:
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--json: {target} cannot be written ({error.strerror}); give another file") from None
+        raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
 
 
 def context_ranks(layout: str | None, processes: int) -> int:
@@ -156,13 +157,15 @@ def context_ranks(layout: str | None, processes: int) -> int:
     for entry in layout.split(","):
         name, _, size = entry.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"--layout: {layout!r}; give data and context ranks, as in dp=2,cp=2")
+            raise UserError("--layout", "", "give data and context ranks, as in dp=2,cp=2", value=layout)
         sizes[name] = int(size)
     wanted = sizes["dp"] * sizes["cp"]
     if wanted != processes:
-        raise ValueError(
-            f"--layout: {layout!r} is {wanted} processes and there are {processes}; start it with "
-            f"torchrun --nproc-per-node {wanted} -m padfree check ..."
+        raise UserError(
+            "--layout",
+            f"is {wanted} processes and there are {processes}",
+            f"start it with torchrun --nproc-per-node {wanted} -m padfree check ...",
+            value=layout,
         )
     return sizes["cp"]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
 from padfree.config import load_config
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from padfree.tools.page import Page
@@ -46,15 +47,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
     if settings.rows < 1:
-        raise ValueError(f"--rows: {settings.rows}; give 1 or more")
+        raise UserError("--rows", "", "give 1 or more", value=settings.rows)
 
     from padfree.train.data_view import shown_rows
-    from padfree.train.training_data import held_out_config, load_tokenizer, load_training_data
+    from padfree.train.training_data import load_tokenizer, load_training_data
 
     if settings.eval:
-        if not config.eval.path:
-            raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
-        config = held_out_config(config)
+        config = config.with_held_out_data()
     tokenizer = load_tokenizer(config)
     source = load_training_data(config, tokenizer, import_reward=False)
     rows = shown_rows(config, source, tokenizer, first=settings.row, count=settings.rows)

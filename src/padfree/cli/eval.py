@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from padfree.cli.main import COMMANDS
@@ -20,6 +19,7 @@ from padfree.config import load_config
 from padfree.config.hub import check_names
 from padfree.config.outputs import check_output
 from padfree.config.processes import processes_of
+from padfree.errors import UserError
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,14 +38,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
-    if not config.eval.path:
-        raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
+    held_out = config.with_held_out_data()
     first = processes_of().is_first
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
     # The data that the recipe trains on need not be here.
-    check_names(replace(config, data=replace(config.data, path=config.eval.path)))
+    check_names(held_out)
 
     shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers alone
     shown.activity("importing torch and transformers", 0, 0)
@@ -60,7 +59,7 @@ def run(settings: argparse.Namespace) -> None:
         try:
             target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--json: {target} cannot be written ({error.strerror}); give another file") from None
+            raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:<{width}}  {value:.6g}")

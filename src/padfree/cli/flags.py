@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from padfree.config import Config
 from padfree.config.loss import TASKS
-from padfree.config.rules import closest
+from padfree.errors import closest
 
 SHORT = {
     "model": "model.path",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
 from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from padfree.tools.talk.speaker import Answer, Speaker
@@ -80,15 +81,15 @@ def _prompts(words: Sequence[str], file: str | None) -> list[str]:
     found = list(words)
     if STDIN in found:
         if found.count(STDIN) > 1 or file == STDIN:
-            raise ValueError("PROMPT: standard input can be read once; give - once")
+            raise UserError("PROMPT", "standard input can be read once", "give - once")
         found[found.index(STDIN)] = "\n".join(read_lines(sys.stdin, "standard input"))
     if file is not None:
         found += _lines_of(file)
     if not found:
-        raise ValueError("PROMPT: none; give a text, - for standard input, or a file with --prompts")
+        raise UserError("PROMPT", "none", "give a text, - for standard input, or a file with --prompts")
     for prompt in found:
         if not prompt.strip():
-            raise ValueError("PROMPT: one of them is empty; give a text")
+            raise UserError("PROMPT", "one of them is empty", "give a text")
     return found
 
 
@@ -98,14 +99,14 @@ def _lines_of(name: str) -> list[str]:
     else:
         path = Path(name).expanduser()
         if path.exists() and not path.is_file():
-            raise ValueError(f"--prompts: {name} is not a file; give a file with a prompt on every line")
+            raise UserError("--prompts", f"{name} is not a file", "give a file with a prompt on every line")
         try:
             with path.open(encoding="utf-8-sig") as file:
                 lines = list(read_lines(file, f"--prompts: {name}"))
         except OSError as error:
             reason = error.strerror or os.strerror(error.errno or 0)
-            raise ValueError(f"--prompts: {name} cannot be read ({reason}); give another file") from None
+            raise UserError("--prompts", f"{name} cannot be read ({reason})", "give another file") from None
     found = [line for line in lines if line.strip()]
     if not found:
-        raise ValueError(f"--prompts: {name} has no prompt; give a file with a prompt on every line")
+        raise UserError("--prompts", f"{name} has no prompt", "give a file with a prompt on every line")
     return found

@@ -32,6 +32,7 @@ import padfree
 from padfree.cli.main import COMMANDS, parsed
 from padfree.cli.on_host import ANSWER, RELEASE, shutdown_seconds, source_digest
 from padfree.config.loss import TASKS
+from padfree.errors import UserError
 
 LAUNCHED = ("check", *TASKS, "eval")
 """Commands that several processes run together."""
@@ -103,17 +104,17 @@ class Launch:
         words = settings.words[1:] if settings.words[:1] == ["--"] else settings.words
         if not words or words[0] not in LAUNCHED:
             given = repr(words[0]) if words else "missing"
-            raise ValueError(f"COMMAND: {given}; give one of {', '.join(LAUNCHED)} behind --")
+            raise UserError("COMMAND", f"{given}", f"give one of {', '.join(LAUNCHED)} behind --")
         hosts = [host.strip() for host in settings.hosts.split(",")]
         if not all(hosts) or any(host.startswith("-") for host in hosts):
-            raise ValueError(f"--hosts: {settings.hosts!r}; name each host, with commas between them")
+            raise UserError("--hosts", "", "name each host, with commas between them", value=settings.hosts)
         for host in hosts:
             if hosts.count(host) > 1:
-                raise ValueError(f"--hosts: {host} is there twice; name every host once")
+                raise UserError("--hosts", f"{host} is there twice", "name every host once")
         if settings.processes is not None and settings.processes < 1:
-            raise ValueError(f"--processes: {settings.processes}; give 1 or more")
+            raise UserError("--processes", "", "give 1 or more", value=settings.processes)
         if settings.restarts < 0:
-            raise ValueError(f"--restarts: {settings.restarts}; give 0 or more")
+            raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
         parsed(words)  # a command line that cannot be understood is refused here
         return Launch(
             hosts=tuple(hosts),
@@ -154,7 +155,7 @@ class Launch:
 def _address(given: str | None, first: str) -> tuple[str, int]:
     name, _, port = (given or first.rpartition("@")[2]).partition(":")
     if not name or not (port or str(PORT)).isdigit():
-        raise ValueError(f"--address: {given!r}; give a name that all hosts know, and a port, as in a:{PORT}")
+        raise UserError("--address", "", f"give a name that all hosts know, and a port, as in a:{PORT}", value=given)
     return name, int(port or PORT)
 
 
@@ -216,8 +217,10 @@ class Connection:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ValueError(
-                f"--ssh: {launch.ssh[0]} cannot be run ({error.strerror}); install OpenSSH's client, or give its path"
+            raise UserError(
+                "--ssh",
+                f"{launch.ssh[0]} cannot be run ({error.strerror})",
+                "install OpenSSH's client, or give its path",
             ) from None
         self._errors = threading.Thread(target=self._read, args=(self.process.stderr, sys.stderr), daemon=True)
         self._errors.start()
@@ -262,16 +265,22 @@ class Connection:
         except BrokenPipeError:  # whoever read it has seen enough
             self._events.put(Signalled(signal.SIGPIPE))
 
-    def refusal(self, code: int, python: str) -> str:
+    def refusal(self, code: int, python: str) -> UserError:
         """Why it has ended without an answer."""
         last = next((line for line in reversed(self.printed) if line), f"exit code {code}")
         if code == CONNECTION:
-            return f"--hosts: {self.host} cannot be reached ({last}); ssh {self.host} must work without a password"
+            return UserError(
+                "--hosts", f"{self.host} cannot be reached ({last})", f"ssh {self.host} must work without a password"
+            )
         if code in NOT_FOUND:
-            return f"--python: {python} cannot be run on {self.host} ({last}); install it there, or give its path"
+            return UserError(
+                "--python", f"{python} cannot be run on {self.host} ({last})", "install it there, or give its path"
+            )
         if "No module named" in last:
-            return f"--hosts: {self.host} has no padfree of this version ({last}); install the same on all hosts"
-        return f"--hosts: {self.host} ended without an answer ({last}); try ssh {self.host} by hand"
+            return UserError(
+                "--hosts", f"{self.host} has no padfree of this version ({last})", "install the same on all hosts"
+            )
+        return UserError("--hosts", f"{self.host} ended without an answer ({last})", f"try ssh {self.host} by hand")
 
 
 @contextmanager
@@ -325,7 +334,7 @@ def gathered(connections: Sequence[Connection], events: Events, launch: Launch) 
         if isinstance(event, Signalled):
             raise SystemExit(128 + event.number)
         if isinstance(event, Ended):
-            raise ValueError(by_name[event.host].refusal(event.code, launch.python))
+            raise by_name[event.host].refusal(event.code, launch.python)
         answers[event.host] = event.answer
         check_answer(event.host, event.answer)
     ordered = {host: answers[host] for host in launch.hosts}
@@ -337,11 +346,11 @@ def check_answer(host: str, answer: Mapping[str, Any]) -> None:
     if (answer["version"], answer["source"]) != (padfree.__version__, source_digest()):
         theirs = answer["version"]
         difference = theirs if theirs != padfree.__version__ else f"{theirs} with other files"
-        raise ValueError(
-            f"--hosts: padfree on {host} is {difference}, here it is {padfree.__version__}; install the same on all"
+        raise UserError(
+            "--hosts", f"padfree on {host} is {difference}, here it is {padfree.__version__}", "install the same on all"
         )
     if answer.get("refused"):
-        raise ValueError(with_host(answer["refused"], host))
+        raise UserError.of(with_host(answer["refused"], host))
 
 
 def with_host(message: str, host: str) -> str:
@@ -354,12 +363,16 @@ def check_alike(answers: Mapping[str, Mapping[str, Any]]) -> None:
     (first, expected), *others = answers.items()
     for host, answer in others:
         if answer["torch"] != expected["torch"]:
-            raise ValueError(
-                f"--hosts: torch is {answer['torch']} on {host} and {expected['torch']} on {first}; install the same"
+            raise UserError(
+                "--hosts",
+                f"torch is {answer['torch']} on {host} and {expected['torch']} on {first}",
+                "install the same",
             )
         if answer["recipe"] != expected["recipe"]:
-            raise ValueError(
-                f"--folder: the recipe on {host} is not that of {first}; use a folder that all hosts share, or copy it"
+            raise UserError(
+                "--folder",
+                f"the recipe on {host} is not that of {first}",
+                "use a folder that all hosts share, or copy it",
             )
 
 
@@ -367,12 +380,13 @@ def equal_gpus(answers: Mapping[str, Mapping[str, Any]]) -> int:
     counts = {host: int(answer["gpus"]) for host, answer in answers.items()}
     fewest = min(counts, key=lambda host: counts[host])
     if not counts[fewest]:
-        raise ValueError(f"--processes: {fewest} has no GPU that torch sees; say how many to start on each host")
+        raise UserError("--processes", f"{fewest} has no GPU that torch sees", "say how many to start on each host")
     most = max(counts, key=lambda host: counts[host])
     if counts[most] != counts[fewest]:
-        raise ValueError(
-            f"--processes: {most} has {counts[most]} GPUs and {fewest} {counts[fewest]}; "
-            f"give as many to each, as in --processes {counts[fewest]}"
+        raise UserError(
+            "--processes",
+            f"{most} has {counts[most]} GPUs and {fewest} {counts[fewest]}",
+            f"give as many to each, as in --processes {counts[fewest]}",
         )
     return counts[fewest]
 

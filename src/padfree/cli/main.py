@@ -1,4 +1,6 @@
-"""`padfree COMMAND`: finds the command, turns a mistake of the user into one line, and sets the exit code.
+"""`padfree COMMAND`: finds the command, prints mistakes and bugs, and sets the exit code.
+
+A mistake of the user (`UserError`) is one line. Any other exception is a bug and shows its traceback.
 
 Only the module of the command that was asked for is imported: help, and a mistake in a setting, need not wait for
 torch.
@@ -22,6 +24,7 @@ from padfree.cli.flags import OVERRIDE, meant, understood
 from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
 from padfree.config.loss import TASKS
 from padfree.config.recipes import default_recipe
+from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
 from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning
 
@@ -121,22 +124,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + stop.number  # the signal was answered with a line when it came
         except OSError as error:
             if printed is None or error is not printed.failure:
-                raise  # of another file
+                return report(command, system_error(error) or error)  # of another file
             if isinstance(error, BrokenPipeError):
                 return 0  # whoever read the output has seen enough
             say(command, f"stdout: cannot be written ({error.strerror}); free space, or send the output elsewhere")
             return 1
-        except ValueError as error:
-            say(command, str(error))
-            return 1
-        except Exception:
-            raise  # a mistake of padfree: it keeps its traceback
+        except Exception as error:
+            return report(command, error)
         except BaseException as error:
             if command not in CALL_USER_CODE:
                 raise  # SystemExit with the exit code of the command
             say(command, raised_by_user_code(error))
             return 1
     return code or 0
+
+
+def report(command: str, error: Exception) -> int:
+    """One line for a `UserError`, the traceback of a bug; the exit code."""
+    if isinstance(error, UserError):
+        say(command, str(error))
+        return 1
+    with suppress(OSError):
+        traceback.print_exception(error, file=sys.stderr)
+    say(command, bug_note())
+    return EXIT_BUG
 
 
 def say(command: str, line: str) -> None:
@@ -167,7 +178,12 @@ def exits_refused() -> Iterator[None]:
     def refuse(status: int) -> NoReturn:
         if os.getpid() != process:
             leave(status)
-        raise RuntimeError(f"os._exit({status}) was called, which would end the run in silence")
+        caller = traceback.extract_stack(limit=2)[0]
+        raise UserError(
+            f"os._exit({status})",
+            f"{caller.filename}:{caller.lineno} in {caller.name} called it, which would end the run in silence",
+            "raise an Exception there, or return",
+        )
 
     os._exit = refuse
     try:

@@ -28,6 +28,7 @@ from padfree.config import load_config
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.recipes import recipe_path
+from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
 """Before the answer: a shell may print other lines first."""
@@ -62,7 +63,7 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
         return {**found, "refused": f"--folder: {order['folder']} cannot be entered ({error.strerror}); {cure}"}
     try:
         found["recipe"] = checked_recipe(order["words"])
-    except ValueError as error:
+    except UserError as error:
         return {**found, "refused": str(error)}
     if not order["counts_gpus"]:
         return found

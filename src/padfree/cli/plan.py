@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from padfree.config import Config, load_config
 from padfree.config.hub import check_name, check_names
 from padfree.config.outputs import check_output
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from padfree.tools.planner import RunPlan, Suggestion
@@ -73,7 +74,7 @@ def run(settings: argparse.Namespace) -> None:
     config = _config(settings)
     if config.model.path == NO_MODEL and (settings.suggest or settings.calibrate):
         flag, why = ("--suggest", ", memory depends on it") if settings.suggest else ("--calibrate", "")
-        raise ValueError(f"{flag}: without a model; give --model{why}")
+        raise UserError(f"{flag}", "without a model", f"give --model{why}")
     config = _settled(config, settings)
     if settings.calibrate:
         _calibrate(config, settings)
@@ -104,20 +105,23 @@ def _check(settings: argparse.Namespace) -> None:
     for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory", "hosts"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
-            raise ValueError(
-                f"--{name.replace('_', '-')}: {value}; give {'more than 0' if name == 'memory' else '1 or more'}"
+            raise UserError(
+                f"--{name.replace('_', '-')}",
+                "",
+                f"give {'more than 0' if name == 'memory' else '1 or more'}",
+                value=value,
             )
     if settings.samples is not None and settings.tokens is not None:
-        raise ValueError(f"--tokens: {settings.tokens} with --samples {settings.samples}; give one of them")
+        raise UserError("--tokens", f"{settings.tokens} with --samples {settings.samples}", "give one of them")
     if settings.lengths is not None and (settings.data or settings.rollouts):
-        raise ValueError(f"--lengths: {settings.lengths} with --data or --rollouts; give the data or their lengths")
+        raise UserError("--lengths", f"{settings.lengths} with --data or --rollouts", "give the data or their lengths")
     if settings.html is not None:
         from padfree.tools.page.page import refuse_foreign
 
         check_output(settings.html, "--html", makes_folder=True)
         refuse_foreign(Path(settings.html), "--html")
     if settings.json and settings.calibrate:
-        raise ValueError("--json: with --calibrate; call padfree plan once for each")
+        raise UserError("--json", "with --calibrate", "call padfree plan once for each")
 
 
 def _recipe(settings: argparse.Namespace) -> str | None:
@@ -151,11 +155,11 @@ def _config(settings: argparse.Namespace) -> Config:
     flags: dict[str, Any] = {}
     if recipe is None:
         if not _has_data(settings) and not settings.calibrate:
-            raise ValueError("--data: missing; give --data, --lengths or a recipe")
+            raise UserError("--data", "missing", "give --data, --lengths or a recipe")
         if settings.data and settings.model is None and not _says(settings, "model.path"):
-            raise ValueError("--model: missing; give one, its tokenizer reads --data")
+            raise UserError("--model", "missing", "give one, its tokenizer reads --data")
         if _has_data(settings) and not settings.suggest and not _has_cap(settings):
-            raise ValueError("--max-tokens: missing; give the tokens of a micro-batch, or --suggest")
+            raise UserError("--max-tokens", "missing", "give the tokens of a micro-batch, or --suggest")
         flags = {
             "model.path": NO_MODEL,
             "data.path": [] if _says(settings, "data.sources") else [settings.lengths or "no data"],
@@ -247,9 +251,10 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     from padfree.tools.planner import DeviceMemory, Shape, choose_time_model, load_steps, make_plan, suggest
 
     if config.parallel.context == "auto":
-        raise ValueError(
-            "parallel.context: 'auto' for padfree plan, which plans a fixed size; set parallel.context=1 here, and see "
-            "what the run itself shows with --dry-run"
+        raise UserError(
+            "parallel.context",
+            "'auto' for padfree plan, which plans a fixed size",
+            "set parallel.context=1 here, and see what the run itself shows with --dry-run",
         )
     shape = Shape(
         ranks=settings.ranks,
@@ -292,7 +297,7 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
     from padfree.tools.planner.scaling import Links, plan_scaling
 
     if config.model.path == NO_MODEL:
-        raise ValueError(f"--hosts: {settings.hosts} without a model; give --model, bytes depend on it")
+        raise UserError("--hosts", f"{settings.hosts} without a model", "give --model, bytes depend on it")
     return plan_scaling(
         plan.epoch.steps,
         plan.shape,
@@ -309,7 +314,7 @@ def _exact_steps(text: str) -> int | None:
     if text == "all":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--exact-steps: {text!r}; give 1 or more, or all")
+        raise UserError("--exact-steps", "", "give 1 or more, or all", value=text)
     return int(text)
 
 
@@ -338,7 +343,9 @@ def _write_page(
     try:
         write_page(plan, settings.html, title=title, suggestion=suggestion, scaling=scaling)
     except OSError as error:
-        raise ValueError(f"--html: {settings.html} cannot be written ({error.strerror}); give another file") from None
+        raise UserError(
+            "--html", f"{settings.html} cannot be written ({error.strerror})", "give another file"
+        ) from None
     if not settings.json:
         print(f"page        {settings.html}")
 
@@ -357,7 +364,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
         from rich.console import Console
         from rich.progress import Progress
     except ModuleNotFoundError as error:
-        raise ValueError("padfree: the package rich is missing; pip install rich") from error
+        raise UserError("padfree", "the package rich is missing", "pip install rich") from error
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

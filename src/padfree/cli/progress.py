@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from padfree.errors import UserError
+
 SILENCE, LONGEST_SILENCE = 10.0, 600.0
 """Seconds without a line until there is one about what the run is doing, at first and at most."""
 
@@ -216,7 +218,7 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ModuleNotFoundError as error:
-        raise ValueError("padfree: the package rich is missing; pip install rich") from error
+        raise UserError("padfree", "the package rich is missing", "pip install rich") from error
     console = Console()
     if not console.is_terminal:
         lines = Lines(shown=True)

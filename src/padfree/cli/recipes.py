@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from padfree.config.recipes import shipped_recipes, summary
-from padfree.config.rules import closest
+from padfree.errors import UserError, closest
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,5 +34,5 @@ def run(settings: argparse.Namespace) -> int:
     else:
         near = closest(settings.name, list(recipes))
         cure = f"use {near}" if near else f"give one of {', '.join(recipes)}"
-        raise ValueError(f"recipes: {settings.name!r} is not the name of a recipe; {cure}")
+        raise UserError("recipes", "is not the name of a recipe", cure, value=settings.name)
     return 0

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from padfree.errors import UserError
 from padfree.tools.talk.find import find_model
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def speaker_of(settings: argparse.Namespace) -> Speaker:
     files = find_model(settings.model, base=settings.base)
     plain = getattr(settings, "plain", False)
     if plain and (settings.chat_template is not None or arguments is not None):
-        raise ValueError("--plain: it uses no chat template; leave --chat-template and --template-arguments out")
+        raise UserError("--plain", "it uses no chat template", "leave --chat-template and --template-arguments out")
     plain = plain or (files.plain and settings.chat_template is None)
 
     from transformers.utils import logging as untyped
@@ -75,7 +76,7 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f'--template-arguments: {text!r}; give a JSON object such as {{"enable_thinking": false}}')
+        raise UserError("--template-arguments", "", 'give a JSON object such as {"enable_thinking": false}', value=text)
     return found
 
 
@@ -103,4 +104,4 @@ def read_lines(text: Any, name: str) -> Any:
         for line in text:
             yield line.rstrip("\n").removesuffix("\r")
     except UnicodeDecodeError:
-        raise ValueError(f"{name}: it is not UTF-8 text; convert it") from None
+        raise UserError(name, "it is not UTF-8 text", "convert it") from None

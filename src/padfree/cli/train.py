@@ -22,6 +22,7 @@ from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
 from padfree.config.recipes import default_recipe
+from padfree.errors import UserError
 from padfree.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ def run(settings: argparse.Namespace) -> int:
         overrides.append(f"data.on_bad_row={settings.on_bad_row}")
     config = load_config(settings.recipe, overrides)
     if config.loss.command != settings.command:
-        raise ValueError(
-            f"loss.kind: {config.loss.kind!r} for padfree {settings.command}; use padfree {config.loss.command} for it"
+        raise UserError(
+            "loss.kind",
+            f"for padfree {settings.command}",
+            f"use padfree {config.loss.command} for it",
+            value=config.loss.kind,
         )
     processes = processes_of(meet=not settings.dry_run)
     check_names(config)  # before torch is imported: a mistyped name need not wait for it
@@ -168,7 +172,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         for groups in islice(make_batcher(config, source.samples, source.parts), SHOWN_STEPS if processes > 1 else 1)
     ]
     if not plans:
-        raise ValueError("data.path: it gave no batch; give files with at least one sample")
+        raise UserError("data.path", "it gave no batch", "give files with at least one sample")
     plan = plans[0]
     lengths = plan.lengths.tolist()
     widths = context if plan.widths is None else plan.widths

@@ -27,6 +27,7 @@ from torch import nn
 
 from padfree.arrays import host_array, integer_array, number_array
 from padfree.batch import IGNORE, Sample
+from padfree.errors import UserError
 from padfree.model.adapter import check_stock_packing
 from padfree.model.interface import check_positions, position_limit
 from padfree.packing.collate import collate
@@ -56,9 +57,9 @@ class PackedCollator:
         settings: dict[str, Any] = {"length": length, "multiple_of": multiple_of}
         for name, value in settings.items():
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}: {value!r}; give a whole number of 1 or more")
+                raise UserError(name, "", "give a whole number of 1 or more", value=value)
         if length is not None and length % multiple_of:
-            raise ValueError(f"length: {length} is not a multiple of multiple_of={multiple_of}; make it one")
+            raise UserError("length", f"{length} is not a multiple of multiple_of={multiple_of}", "make it one")
         unwrapped: Any = model.get_base_model() if isinstance(model, Wrapped) else model
         check_stock_packing(unwrapped)
         self.length, self.multiple_of = length, multiple_of
@@ -68,18 +69,22 @@ class PackedCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self._config._attn_implementation != self._implementation:
-            raise ValueError(
-                f"model: its attention was {self._implementation} when the collator was made and is "
-                f"{self._config._attn_implementation} now; make another PackedCollator(model)"
+            raise UserError(
+                "model",
+                f"its attention was {self._implementation} when the collator was made and is "
+                f"{self._config._attn_implementation} now",
+                "make another PackedCollator(model)",
             )
         samples = [sample for index, feature in enumerate(features) for sample in _samples(feature, index)]
         if not samples:
-            raise ValueError("features: empty list; give at least one")
+            raise UserError("features", "empty list", "give at least one")
         batch = collate(samples)
         if self.length is not None:
             if batch.num_tokens > self.length:
-                raise ValueError(
-                    f"length: {self.length} for {batch.num_tokens} tokens; raise it or give fewer features per batch"
+                raise UserError(
+                    "length",
+                    f"{self.length} for {batch.num_tokens} tokens",
+                    "raise it or give fewer features per batch",
                 )
             batch = batch.padded_to(self.length)
         else:
@@ -93,33 +98,33 @@ class PackedCollator:
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
     """The sequences of one feature."""
     if "input_ids" not in feature:
-        raise ValueError(
-            f"features: no input_ids in feature {index} (it has {sorted(feature)}); tokenise the data first"
+        raise UserError(
+            "features", f"no input_ids in feature {index} (it has {sorted(feature)})", "tokenise the data first"
         )
     tokens = integer_array(feature["input_ids"], f"input_ids of feature {index}")
     attention = feature.get("attention_mask")
     if attention is not None and not host_array(attention, f"attention_mask of feature {index}").all():
-        raise ValueError(f"attention_mask: zeros in feature {index}; give it without padding, packing needs none")
+        raise UserError("attention_mask", f"zeros in feature {index}", "give it without padding, packing needs none")
     mask = np.ones(len(tokens), dtype=np.bool_)
     for key in MASKS:
         if feature.get(key) is not None:
             given = _per_token(feature[key], key, tokens, index)
             if not np.isin(given, (0, 1)).all():
-                raise ValueError(f"{key}: values other than 0 and 1 in feature {index}; give one of them per token")
+                raise UserError(f"{key}", f"values other than 0 and 1 in feature {index}", "give one of them per token")
             mask &= given.astype(np.bool_)
     if feature.get("labels") is not None:
         labels = _per_token(feature["labels"], "labels", tokens, index)
         trained = labels != IGNORE
         if (labels[trained] != tokens[trained]).any():
-            raise ValueError(
-                f"labels: feature {index} differs from its input_ids; give them unshifted, -100 if untrained"
+            raise UserError(
+                "labels", f"feature {index} differs from its input_ids", "give them unshifted, -100 if untrained"
             )
         mask &= trained
     lengths = feature.get("seq_lengths")
     lengths = [len(tokens)] if lengths is None else integer_array(lengths, f"seq_lengths of feature {index}").tolist()
     if sum(lengths) != len(tokens) or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"seq_lengths: {sum(lengths)} in all for {len(tokens)} tokens in feature {index}; make them agree"
+        raise UserError(
+            "seq_lengths", f"{sum(lengths)} in all for {len(tokens)} tokens in feature {index}", "make them agree"
         )
     borders = np.cumsum(lengths)[:-1]
     return [
@@ -131,5 +136,7 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
 def _per_token(values: Any, key: str, tokens: NDArray[Any], index: int) -> NDArray[Any]:
     array = number_array(values, f"{key} of feature {index}")
     if array.shape != tokens.shape:
-        raise ValueError(f"{key}: shape {array.shape} for {len(tokens)} tokens in feature {index}; give one per token")
+        raise UserError(
+            f"{key}", f"shape {array.shape} for {len(tokens)} tokens in feature {index}", "give one per token"
+        )
     return array

@@ -37,6 +37,7 @@ from padfree.compat.slime_losses import (
     selective_log_softmax,
     sum_of_sample_mean,
 )
+from padfree.errors import UserError
 from padfree.packing.balance import balance
 
 __all__ = [
@@ -117,12 +118,14 @@ def unpack_sequences(packed: Packed) -> list[Packed]:
     responses = [int(length) for length in packed["response_lengths"]]
     starts, ends, num_tokens = offsets[:-1], offsets[1:], offsets[-1]
     if len(responses) != len(starts):
-        raise ValueError(f"response_lengths: {len(responses)} for {len(starts)} sequences in cu_seqlens; give one each")
+        raise UserError(
+            "response_lengths", f"{len(responses)} for {len(starts)} sequences in cu_seqlens", "give one each"
+        )
     ends[-1] -= pad_length
     for index, (start, end, response) in enumerate(zip(starts, ends, responses, strict=True)):
         if not 0 <= response <= end - start:
-            raise ValueError(
-                f"response_lengths: {response} at sequence {index} of {end - start} tokens; give 0 up to its length"
+            raise UserError(
+                "response_lengths", f"{response} at sequence {index} of {end - start} tokens", "give 0 up to its length"
             )
     response_ends = np.cumsum(responses).tolist()
     num_responses = response_ends[-1]
@@ -157,9 +160,10 @@ def unpack_sequences(packed: Packed) -> list[Packed]:
 def _check_scorable(key: str, starts: list[int], ends: list[int], responses: list[int]) -> None:
     for index, (start, end, response) in enumerate(zip(starts, ends, responses, strict=True)):
         if response and response == end - start:
-            raise ValueError(
-                f"{key}: the response of sequence {index} is its whole {response} tokens, nothing scores the first; "
-                "keep at least one prompt token"
+            raise UserError(
+                f"{key}",
+                f"the response of sequence {index} is its whole {response} tokens, nothing scores the first",
+                "keep at least one prompt token",
             )
 
 
@@ -182,11 +186,12 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     """k lists of indices, each ascending, none empty, of nearly equal total length."""
     need_whole("k_partitions", k_partitions, 1, "give 1 or more")
     if k_partitions > len(seqlen_list):
-        raise ValueError(f"k_partitions: {k_partitions} for {len(seqlen_list)} sequences; give 1 up to that number")
+        raise UserError("k_partitions", f"{k_partitions} for {len(seqlen_list)} sequences", "give 1 up to that number")
     if equal_size and len(seqlen_list) % k_partitions:
-        raise ValueError(
-            f"k_partitions: {k_partitions} does not divide {len(seqlen_list)} sequences; "
-            "give a divisor, or equal_size=False"
+        raise UserError(
+            "k_partitions",
+            f"{k_partitions} does not divide {len(seqlen_list)} sequences",
+            "give a divisor, or equal_size=False",
         )
     parts = balance(seqlen_list, k_partitions, equal_count=equal_size)
     return [[int(i) for i in part] for part in parts]
@@ -199,8 +204,8 @@ def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | 
         need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")
     if cap is not None and lengths.max() > cap:
         index = int(lengths.argmax())
-        raise ValueError(
-            f"max_tokens_per_gpu: {cap} is less than the {lengths[index]} tokens of sequence {index}; raise it"
+        raise UserError(
+            "max_tokens_per_gpu", f"{cap} is less than the {lengths[index]} tokens of sequence {index}", "raise it"
         )
     packs = num_packs or (1 if cap is None else -(-int(lengths.sum()) // cap))
     packs = max(1, min(packs, count))
@@ -209,7 +214,7 @@ def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | 
     while True:
         try:
             return list(balance(lengths, packs, lengths=lengths, cap=cap))
-        except ValueError:
+        except UserError:
             if packs >= count:
                 raise
             packs += 1
@@ -226,17 +231,21 @@ def _check_sequences(
         need_whole("num_packs", num_packs, 1, "give 1 or more")
     for key, values in {"response_lengths": response_lengths, **response_level, **sequence_level}.items():
         if len(values) != len(tokens):
-            raise ValueError(f"{key}: {len(values)} entries for {len(tokens)} sequences; give one per sequence")
+            raise UserError(f"{key}", f"{len(values)} entries for {len(tokens)} sequences", "give one per sequence")
     for index, (sequence, response) in enumerate(zip(tokens, response_lengths, strict=True)):
         if not 0 <= response <= len(sequence):
-            raise ValueError(
-                f"response_lengths: {response} at sequence {index} of {len(sequence)} tokens; give 0 up to its length"
+            raise UserError(
+                "response_lengths",
+                f"{response} at sequence {index} of {len(sequence)} tokens",
+                "give 0 up to its length",
             )
     for key, lists in response_level.items():
         for index, (values, response) in enumerate(zip(lists, response_lengths, strict=True)):
             if len(values) != response:
-                raise ValueError(
-                    f"{key}: {len(values)} entries at sequence {index} for a response of {response}; give one per token"
+                raise UserError(
+                    f"{key}",
+                    f"{len(values)} entries at sequence {index} for a response of {response}",
+                    "give one per token",
                 )
 
 
@@ -246,12 +255,14 @@ def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
     if key == "loss_masks":
         for i, array in zip(chosen, arrays, strict=True):
             if not np.isin(array, (0, 1)).all():
-                raise ValueError(
-                    f"loss_masks of sequence {i}: values other than 0 and 1; use advantages to scale a token"
+                raise UserError(
+                    f"loss_masks of sequence {i}", "values other than 0 and 1", "use advantages to scale a token"
                 )
     return torch.cat([torch.from_numpy(array.astype(np.float32)) for array in arrays])
 
 
 def _expect(key: str, values: Any, length: int) -> None:
     if len(values) != length:
-        raise ValueError(f"{key}: {len(values)} entries where {length} were expected; it does not belong to this pack")
+        raise UserError(
+            f"{key}", f"{len(values)} entries where {length} were expected", "it does not belong to this pack"
+        )

@@ -21,6 +21,7 @@ from torch import Tensor
 from padfree.arrays import number_array
 from padfree.config.choices import KLEstimator
 from padfree.config.loss_settings import ClipSettings
+from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
@@ -47,8 +48,8 @@ def gather_log_probs_packed(
     """
     logits, tokens = _one_row(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
-        raise ValueError(
-            f"input_ids: {len(tokens)} tokens for {len(logits)} rows of logits; give one token more than rows"
+        raise UserError(
+            "input_ids", f"{len(tokens)} tokens for {len(logits)} rows of logits", "give one token more than rows"
         )
     return score_logits(logits, tokens[1:], temperature=_temperature(temperature))[0]
 
@@ -75,10 +76,12 @@ def get_logprob_and_entropy_with_cp(
     logits, tokens = _one_row(logits, target_tokens)
     chunk = len(logits)
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank: {cp_rank} of cp_size {cp_size}; give 0 up to cp_size - 1")
+        raise UserError("cp_rank", f"{cp_rank} of cp_size {cp_size}", "give 0 up to cp_size - 1")
     if len(tokens) > chunk * cp_size or not len(tokens):
-        raise ValueError(
-            f"target_tokens: {len(tokens)} tokens for {cp_size} chunks of {chunk} rows; give 1 up to {cp_size * chunk}"
+        raise UserError(
+            "target_tokens",
+            f"{len(tokens)} tokens for {cp_size} chunks of {chunk} rows",
+            f"give 1 up to {cp_size * chunk}",
         )
     # The last row predicts nothing that is known; any label does for it, and it is cut off below.
     labels = torch.nn.functional.pad(tokens[1:], (0, chunk * cp_size - len(tokens) + 1))
@@ -97,18 +100,21 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
     x = checks.loss_input("x", x)
     loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
     if len(response_lengths) != len(loss_masks):
-        raise ValueError(f"loss_masks: {len(loss_masks)} for {len(response_lengths)} response_lengths; give one each")
+        raise UserError(
+            "loss_masks", f"{len(loss_masks)} for {len(response_lengths)} response_lengths", "give one each"
+        )
     given = [len(mask) for mask in loss_masks]
     if given != list(response_lengths):
         index = next(i for i, length in enumerate(response_lengths) if given[i] != length)
-        raise ValueError(
-            f"loss_masks: {given[index]} entries at sample {index} of response length {response_lengths[index]}; "
-            "give one entry per response token"
+        raise UserError(
+            "loss_masks",
+            f"{given[index]} entries at sample {index} of response length {response_lengths[index]}",
+            "give one entry per response token",
         )
     total = sum(response_lengths)
     if x.shape != (total,):
-        raise ValueError(
-            f"x: shape {tuple(x.shape)} for response_lengths that add up to {total}; give one entry per token"
+        raise UserError(
+            "x", f"shape {tuple(x.shape)} for response_lengths that add up to {total}", "give one entry per token"
         )
     if not total:
         return x.sum()
@@ -142,9 +148,11 @@ class _GatherChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:
         if dist.get_world_size(group) != world or dist.get_rank(group) != rank:
-            raise ValueError(
-                f"cp_group: rank {dist.get_rank(group)} of {dist.get_world_size(group)}, but cp_rank {rank} and "
-                f"cp_size {world} were given; give the group they belong to"
+            raise UserError(
+                "cp_group",
+                f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}, but cp_rank {rank} and cp_size {world} "
+                "were given",
+                "give the group they belong to",
             )
         ctx.begin, ctx.end = rank * len(chunk), (rank + 1) * len(chunk)
         parts = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for _ in range(world)]
@@ -171,8 +179,8 @@ def _one_row(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     if tokens.dim() == 2 and len(tokens) == 1:
         tokens = tokens[0]
     if logits.dim() != 2 or tokens.dim() != 1:
-        raise ValueError(
-            f"logits: shape {tuple(logits.shape)} with tokens {tuple(tokens.shape)}; give one packed row of each"
+        raise UserError(
+            "logits", f"shape {tuple(logits.shape)} with tokens {tuple(tokens.shape)}", "give one packed row of each"
         )
     return logits, tokens.to(logits.device)
 

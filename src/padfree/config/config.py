@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from padfree.config.functions import model_of
@@ -15,7 +15,6 @@ from padfree.config.models import (
     TeacherConfig,
 )
 from padfree.config.rollout import RolloutConfig
-from padfree.config.rules import need
 from padfree.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -25,6 +24,8 @@ from padfree.config.sections import (
     RunConfig,
     TrackConfig,
 )
+from padfree.config.setting import check_needs
+from padfree.errors import UserError, need
 from padfree.optim.settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
@@ -59,6 +60,7 @@ class Config:
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
+        check_needs(self)
         endless = self.data.epochs is None and self.run.steps is None
         need(not endless, "run.steps", None, "set run.steps=1000, or data.epochs=1, or the run never ends")
         falls = self.schedule.kind != "constant"
@@ -83,16 +85,14 @@ class Config:
             need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, cure)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
-        self._check_critic()
+        if self.run.steps is not None:
+            cure = f"give less than run.steps, {self.run.steps}, or the policy is never trained"
+            need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, cure)
         self._check_eval()
 
     def _check_reference(self) -> None:
         """Of a task that compares with a reference. One that is not named is the model that the run begins with."""
-        task, path, precompute = self.loss.task, self.reference.path, self.reference.precompute
-        may = ", ".join(f"padfree {one.command}" for one in TASKS.values() if one.may_precompute)
-        need(
-            not precompute or task.may_precompute, "reference.precompute", precompute, f"leave it out, it is for {may}"
-        )
+        task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
             need(used, "reference.path", path, "leave it out, or set loss.kl_coefficient")
@@ -105,18 +105,6 @@ class Config:
             need(self.model.init == "weights", "reference.path", path, cure)
             object.__setattr__(self, "reference", replace(self.reference, path=self.model.path))
 
-    def _check_critic(self) -> None:
-        """Of a critic, which is there where advantages come from it."""
-        if self.loss.advantage != "gae":
-            for entry in fields(CriticConfig):
-                value = getattr(self.critic, entry.name)
-                cure = "leave it out, or set loss.advantage=gae"
-                need(value == entry.default, f"critic.{entry.name}", value, cure)
-            return
-        steps = self.run.steps
-        cure = f"give less than run.steps, {steps}, or the policy is never trained"
-        need(steps is None or self.critic.warmup < steps, "critic.warmup", self.critic.warmup, cure)
-
     def _check_eval(self) -> None:
         """Of evaluations, and of the checkpoint that they choose."""
         task, sampled = self.loss.task, self.rollout.source is not None
@@ -128,13 +116,9 @@ class Config:
                 "set rollout.staleness=0, or eval.path=[] and use padfree eval: the sampler is busy with batches ahead"
             )
             need(stale == 0, "rollout.staleness", stale, cure)
-        for name, unset in (("reward", None), ("greedy", True), ("draws", 1), ("passes", 1.0)):
-            value = getattr(self.eval, name)
-            need(sampled or value == unset, f"eval.{name}", value, "leave it out, nothing is sampled in this run")
         best = self.checkpoint.best
         if best is None:
             return
-        need(bool(self.eval.path), "checkpoint.best", best, "set eval.path to held-out data, it is measured there")
         known = [f"eval/{name}" for name in (TASKS["rl"] if sampled else task).eval_metrics]
         if sampled and self.eval.draws == 1:
             known.remove("eval/pass@k")
@@ -173,6 +157,14 @@ class Config:
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         cure = "set reference.path=MODEL, such as model.path, or loss.kl_coefficient=0"
         need(known, "reference.path", None, cure)
+
+    def with_held_out_data(self) -> Config:
+        """The settings of the run with held-out data in the place of its own."""
+        if not self.eval.path:
+            raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
+        data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
+        reward = self.eval.reward or self.rollout.reward
+        return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by section, fit for JSON."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from padfree.config.rules import shown_error
+from padfree.errors import UserError, shown_error
 
 PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -58,17 +58,21 @@ class UserFunction:
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
         if package in sys.stdlib_module_names:
-            raise ValueError(
-                f"{self.setting}: {path!r}: {package} is Python's own, and none of its functions is a {self.noun}; "
-                "write one in a module of your own and name that"
+            raise UserError(
+                self.setting,
+                f": {package} is Python's own, and none of its functions is a {self.noun}",
+                "write one in a module of your own and name that",
+                value=path,
             )
         with _current_folder() as folder:
             # a package is found without being imported, a module inside it is not
             found = package in sys.modules or importlib.util.find_spec(package) is not None
         if not found:
-            raise ValueError(
-                f"{self.setting}: {path!r}: there is no module {package}; give a module that is installed or in "
-                f"{folder}"
+            raise UserError(
+                self.setting,
+                f": there is no module {package}",
+                f"give a module that is installed or in {folder}",
+                value=path,
             )
 
     def load(self, path: str) -> Callable[..., Any]:
@@ -78,7 +82,7 @@ class UserFunction:
         function: Any = getattr(self._imported(module, path), name, None)
         if not callable(function):
             what = "no" if function is None else "a value but no function"
-            raise ValueError(f"{self.setting}: {path!r}: the module has {what} {name!r}; correct the name")
+            raise UserError(self.setting, f": the module has {what} {name!r}", "correct the name", value=path)
         self._check_function(path, function)
         found: Callable[..., Any] = function
         return found
@@ -93,8 +97,8 @@ class UserFunction:
                 missing = error.name if isinstance(error, ModuleNotFoundError) else None
                 itself = missing is not None and f"{module}.".startswith(f"{missing}.")
                 cure = f"give a module that is installed or in {folder}" if itself else "correct the module"
-                raise ValueError(
-                    f"{self.setting}: {path!r}: importing {module} raised {shown_error(error)}; {cure}"
+                raise UserError(
+                    self.setting, f": importing {module} raised {shown_error(error)}", cure, value=path
                 ) from error
 
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
@@ -103,20 +107,23 @@ class UserFunction:
         home = str(getattr(function, "__module__", None)).partition(".")[0]
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
             what = "a class" if inspect.isclass(function) else f"a function of {home}, which is Python's own"
-            raise ValueError(f"{self.setting}: {path!r} is {what}; write a function of {wanted} and name that")
+            raise UserError(self.setting, f"is {what}", f"write a function of {wanted} and name that", value=path)
         if self.asynchronous and not inspect.iscoroutinefunction(function):
-            raise ValueError(f"{self.setting}: {path!r} is not async; make it `async def` that returns {self.result}")
+            raise UserError(self.setting, "is not async", f"make it `async def` that returns {self.result}", value=path)
         generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
         if generates or (inspect.iscoroutinefunction(function) and not self.asynchronous):
-            raise ValueError(
-                f"{self.setting}: {path!r} is async or a generator; make it a plain function that returns {self.result}"
+            raise UserError(
+                self.setting,
+                "is async or a generator",
+                f"make it a plain function that returns {self.result}",
+                value=path,
             )
         try:
             inspect.signature(function).bind(*self.arguments)
         except TypeError as error:
             these = "this argument" if len(self.arguments) == 1 else f"these {len(self.arguments)} arguments"
-            raise ValueError(
-                f"{self.setting}: {path!r} cannot be called with {wanted}: {error}; take {these}"
+            raise UserError(
+                self.setting, f"cannot be called with {wanted}: {error}", f"take {these}", value=path
             ) from None
 
 

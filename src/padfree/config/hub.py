@@ -17,6 +17,7 @@ from typing import Literal
 from padfree.config.config import Config
 from padfree.config.functions import model_of
 from padfree.config.inputs import check_regular
+from padfree.errors import UserError
 
 SECONDS = 10.0
 """How long the Hub may take for a first answer."""
@@ -53,7 +54,7 @@ def check_names(config: Config) -> None:
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
         for name in names:
             if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
-                raise ValueError(f"{part}: {name} does not exist; give a file, a folder or a Hub id")
+                raise UserError(part, f"{name} does not exist", "give a file, a folder or a Hub id")
 
 
 def shortened(name: str) -> str:
@@ -69,13 +70,13 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
             return
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be looked into, no such user
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{setting}: {shortened(name)} cannot be read ({reason}); give another") from None
+        raise UserError(setting, f"{shortened(name)} cannot be read ({reason})", "give another") from None
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ValueError(f"{setting}: {name!r} does not exist; correct the path, or give a Hub id (owner/name)")
+        raise UserError(setting, "does not exist", "correct the path, or give a Hub id (owner/name)", value=name)
     reason = _unknown(name, kind)
     if reason is not None:
-        raise ValueError(
-            f"{setting}: {name!r} is not on this disk, and {reason}; correct the name, or give a folder that exists"
+        raise UserError(
+            setting, f"is not on this disk, and {reason}", "correct the name, or give a folder that exists", value=name
         )
 
 

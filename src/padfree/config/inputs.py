@@ -7,6 +7,8 @@ import re
 import stat
 from pathlib import Path
 
+from padfree.errors import UserError
+
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -33,12 +35,12 @@ def special_kind(path: str | Path, *, once: bool = True) -> str | None:
 def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
     """Refuse what would be waited for instead of read; of a folder, each entry. `once`: see `special_kind`."""
     if (kind := special_kind(path, once=once)) is not None:
-        raise ValueError(f"{setting}: {path} is {kind}, not a file; give a file")
+        raise UserError(setting, f"{path} is {kind}, not a file", "give a file")
     if os.path.isdir(path):
         try:
             entries = sorted(os.listdir(path))
         except OSError as error:
-            raise ValueError(f"{setting}: {path} cannot be read ({error.strerror}); make it readable") from None
+            raise UserError(setting, f"{path} cannot be read ({error.strerror})", "make it readable") from None
         for entry in entries:
             if (kind := special_kind(os.path.join(path, entry))) is not None:
-                raise ValueError(f"{setting}: {os.path.join(path, entry)} is {kind}, not a file; remove it")
+                raise UserError(setting, f"{os.path.join(path, entry)} is {kind}, not a file", "remove it")

@@ -44,9 +44,12 @@ from padfree.config.loss_settings import (
     SFTSettings,
     TaskSettings,
     TokenTISSettings,
-    check_number,
 )
-from padfree.config.rules import closest, need
+from padfree.config.setting import BETWEEN, STAYS, check_bounds, check_table, need_of, setting
+from padfree.errors import closest, need
+
+OF_RL = need_of("command", "rl", fix="leave it out, only policy losses have such a term")
+EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out, other losses than those of RL have data.epochs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +61,17 @@ class LossConfig:
     for the kind that is chosen, whatever its table says.
     """
 
-    kind: str = "sft"  # or one of the objectives below, or the user's own as module:function
+    kind: str = setting(
+        "sft", resume="may change within RL"
+    )  # or one of the objectives below, or the user's own as module:function
     weights: WeightMode = "token-mean"
-    constant: float | None = None  # the divisor of weights = "constant"
-    temperature: float = 1.0
-    router: float = 0.0  # coefficient of the experts' load-balancing loss, over all tokens of a step
-    router_bias: float = 0.0  # what the bias by which experts are chosen moves in a step, as in DeepSeek-V3
-    advantage: Advantage = "grpo"
+    constant: float | None = setting(None, above=0)  # the divisor of weights = "constant"
+    temperature: float = setting(1.0, least=1e-6, most=1e6, fix="give more than 0, 1e-6 to 1e6", resume=BETWEEN)
+    router: float = setting(0.0, least=0)  # coefficient of the experts' load-balancing loss, over all tokens of a step
+    router_bias: float = setting(
+        0.0, least=0
+    )  # what the bias by which experts are chosen moves in a step, as in DeepSeek-V3
+    advantage: Advantage = setting("grpo", needs=OF_RL, resume=STAYS)
     low: float | None = None
     high: float | None = None
     dual: float | None = None
@@ -74,8 +81,8 @@ class LossConfig:
     dpo: DPOSettings = field(default_factory=DPOSettings)
     kto: KTOSettings = field(default_factory=KTOSettings)
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
-    old_policy: OldPolicySetting = "auto"
-    corrections: tuple[str, ...] = ()  # names of those below
+    old_policy: OldPolicySetting = setting("auto", needs=OF_RL, resume=BETWEEN)
+    corrections: tuple[str, ...] = setting((), needs=OF_RL, resume=BETWEEN)  # names of those below
     token_tis: TokenTISSettings = field(default_factory=TokenTISSettings)
     sequence_tis: SequenceTISSettings = field(default_factory=SequenceTISSettings)
     icepop: IcePopSettings = field(default_factory=IcePopSettings)
@@ -83,12 +90,12 @@ class LossConfig:
     opsm: OPSMSettings = field(default_factory=OPSMSettings)
     distill: DistillSettings = field(default_factory=DistillSettings)
     reward: RewardModelSettings = field(default_factory=RewardModelSettings)
-    kl_coefficient: float = 0.0
+    kl_coefficient: float = setting(0.0, least=0, needs=OF_RL, resume=BETWEEN)
     kl_estimator: KLEstimator = "k3"
     kl_weighting: KLWeighting = "none"  # ratio: the estimate times π / π_old, with its gradient
-    entropy_coefficient: float = 0.0
-    epochs: int = 1  # passes over a rollout batch
-    mini_batches: int = 1  # optimizer steps in a pass
+    entropy_coefficient: float = setting(0.0, least=-math.inf, fix="give a finite number", needs=OF_RL)
+    epochs: int = setting(1, least=1, needs=EPOCHS_OF_RL, resume=BETWEEN)  # passes over a rollout batch
+    mini_batches: int = setting(1, least=1, needs=EPOCHS_OF_RL, resume=BETWEEN)  # optimizer steps in a pass
 
     @property
     def command(self) -> str:
@@ -149,16 +156,13 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         self._check_kind()
-        need(1e-6 <= self.temperature <= 1e6, "loss.temperature", self.temperature, "give more than 0, 1e-6 to 1e6")
-        for name in ("router", "router_bias"):
-            need(0 <= getattr(self, name) < math.inf, f"loss.{name}", getattr(self, name), "give 0 or more")
-        for name in ("epochs", "mini_batches"):
-            need(getattr(self, name) >= 1, f"loss.{name}", getattr(self, name), "give 1 or more")
+        check_table(self, "loss.")
         self._check_weights()
         self._check_bounds()
         self._check_corrections()
         if self.task is not PolicySettings:
-            self._check_without_rollouts()
+            fix = f"choose another, {self.task.title} has no groups"
+            need(self.weights != "group-mean", "loss.weights", self.weights, fix)
         for name, table in TASK_TABLES.items():
             for entry in fields(table) if self.kind != name else ():
                 value = getattr(getattr(self, name), entry.name)
@@ -176,7 +180,6 @@ class LossConfig:
 
     def _check_weights(self) -> None:
         constant = self.constant
-        need(constant is None or 0 < constant < math.inf, "loss.constant", constant, "give more than 0")
         if self.weights == "constant":
             need(constant is not None, "loss.constant", None, "give it, as in loss.constant=4096: weights 'constant'")
         else:
@@ -191,7 +194,7 @@ class LossConfig:
             cure = f"set loss.{name}=none, loss.kind {self.kind!r} has no such bound"
             need(value is None or name in own, f"loss.{name}", value, cure)
             if kind is not None and value is not None:
-                check_number(kind, name, value, "loss.")
+                check_bounds(kind, name, value, f"loss.{name}")
 
     def _check_corrections(self) -> None:
         names = list(self.corrections)
@@ -202,26 +205,6 @@ class LossConfig:
                 value = getattr(getattr(self, name), entry.name)
                 asked = value == entry.default or name in names
                 need(asked, f"loss.{name}.{entry.name}", value, f"leave it out, or add {name!r} to loss.corrections")
-
-    def _check_without_rollouts(self) -> None:
-        """Nothing of RL may be set and then not be used."""
-        name_of = self.task.title
-        for name, unset in (
-            ("advantage", "grpo"),
-            ("old_policy", "auto"),
-            ("corrections", ()),
-            ("kl_coefficient", 0.0),
-            ("entropy_coefficient", 0.0),
-        ):
-            value = getattr(self, name)
-            need(value == unset, f"loss.{name}", value, f"leave it out, {name_of} has no such term")
-        need(self.weights != "group-mean", "loss.weights", self.weights, f"choose another, {name_of} has no groups")
-        need(
-            self.epochs == self.mini_batches == 1,
-            "loss.epochs",
-            self.epochs,
-            f"leave it out, {name_of} has data.epochs",
-        )
 
 
 Table = TypeVar("Table", Objective, Correction, TaskSettings)

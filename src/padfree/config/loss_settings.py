@@ -16,7 +16,7 @@ others are in `padfree.losses`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from padfree.config.choices import (
@@ -28,40 +28,8 @@ from padfree.config.choices import (
     PreferenceLoss,
     SequenceStatistic,
 )
-from padfree.config.rules import check_choice, need
-
-SMALLEST, LARGEST = math.nextafter(0.0, 1.0), math.nextafter(math.inf, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers that a setting may be, both ends included, and what is said of others."""
-
-    low: float
-    high: float
-    cure: str
-
-    def check(self, name: str, value: object) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        need(number and self.low <= value <= self.high, name, value, self.cure)  # type: ignore[operator]
-
-
-def number(default: float | None, low: float, high: float, cure: str) -> Any:
-    """A field with its bounds; None is right where it is the default."""
-    return field(default=default, metadata={"range": Range(low, high, cure)})
-
-
-def check_number(settings: type[Any], name: str, value: object, prefix: str) -> None:
-    """Refuse a value that the field of this name may not have."""
-    entry = settings.__dataclass_fields__[name]
-    if "range" in entry.metadata and not (value is None and entry.default is None):
-        entry.metadata["range"].check(f"{prefix}{name}", value)
-
-
-def _check_numbers(settings: Any, prefix: str) -> None:
-    for entry in fields(settings):
-        check_number(type(settings), entry.name, getattr(settings, entry.name), prefix)
-
+from padfree.config.setting import check_table, need_of, setting
+from padfree.errors import UserError, check_choice, need
 
 # Tasks
 
@@ -122,15 +90,20 @@ class DistillSettings(TaskSettings):
     has_teacher: ClassVar[bool] = True
 
     divergence: DivergenceKind = "forward-kl"
-    beta: float = number(0.5, SMALLEST, math.nextafter(1.0, 0.0), "give a share above 0 and below 1")  # of jsd
-    top_k: int | None = None  # over the teacher's most probable tokens and all others as one; None: over all tokens
+    beta: float = setting(
+        0.5,
+        above=0,
+        below=1,
+        fix="give a share above 0 and below 1",
+        needs=need_of("divergence", "jsd", fix="leave it out, or set loss.distill.divergence=jsd"),
+    )  # of jsd
+    top_k: int | None = setting(
+        None, least=1, fix="give 1 or more, or leave it out"
+    )  # over the teacher's most probable tokens and all others as one; None: over all tokens
 
     def __post_init__(self) -> None:
         check_choice("loss.distill.divergence", self.divergence, DivergenceKind)
-        _check_numbers(self, "loss.distill.")
-        need(self.top_k is None or self.top_k >= 1, "loss.distill.top_k", self.top_k, "give 1 or more, or leave it out")
-        used = self.divergence == "jsd" or self.beta == 0.5
-        need(used, "loss.distill.beta", self.beta, "leave it out, or set loss.distill.divergence=jsd")
+        check_table(self, "loss.distill.")
 
 
 # Objectives
@@ -143,7 +116,7 @@ class Objective:
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
-        _check_numbers(self, f"loss.{self.kind}.")
+        check_table(self, f"loss.{self.kind}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +124,9 @@ class ClipSettings(Objective):
     """Clipped ratio (PPO, GRPO): the ratio is kept in [1 - low, 1 + high]; `dual` bounds it where A < 0."""
 
     kind: ClassVar[str] = "clip"
-    low: float = number(0.2, 0.0, 1.0, "give 0 up to 1")
-    high: float = number(0.2, 0.0, math.inf, "give 0 or more")
-    dual: float | None = number(None, math.nextafter(1.0, 2.0), math.inf, "give more than 1, or leave it out")
+    low: float = setting(0.2, least=0, most=1, fix="give 0 up to 1")
+    high: float = setting(0.2, least=0, most=math.inf, fix="give 0 or more")
+    dual: float | None = setting(None, above=1, most=math.inf, fix="give more than 1, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +134,8 @@ class GSPOSettings(Objective):
     """Clipped sequence ratio. The defaults are the paper's: a mean over tokens moves far less than one token."""
 
     kind: ClassVar[str] = "gspo"
-    low: float = number(3e-4, 0.0, 1.0, "give 0 up to 1")
-    high: float = number(4e-4, 0.0, math.inf, "give 0 or more")
+    low: float = setting(3e-4, least=0, most=1, fix="give 0 up to 1")
+    high: float = setting(4e-4, least=0, most=math.inf, fix="give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +143,8 @@ class CISPOSettings(Objective):
     """Clipped importance weight: in [1 - low, 1 + high], without a lower bound where `low` is None."""
 
     kind: ClassVar[str] = "cispo"
-    low: float | None = number(None, 0.0, 1.0, "give 0 up to 1, or leave it out for no lower bound")
-    high: float = number(4.0, 0.0, math.inf, "give 0 or more")
+    low: float | None = setting(None, least=0, most=1, fix="give 0 up to 1, or leave it out for no lower bound")
+    high: float = setting(4.0, least=0, most=math.inf, fix="give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +173,7 @@ class Correction:
     compares_sampler: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_numbers(self, f"loss.{self.kind}.")
+        check_table(self, f"loss.{self.kind}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +239,7 @@ class OPSMSettings(Correction):
 
     kind: ClassVar[str] = "opsm"
     compares_sampler: ClassVar[bool] = False
-    delta: float = number(1e-4, 0.0, math.inf, "give 0 or more")
+    delta: float = setting(1e-4, least=0, most=math.inf, fix="give 0 or more")
 
 
 TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
@@ -299,21 +272,21 @@ class PolicySettings(TaskSettings):
     objective: Objective = ClipSettings()
     old_policy: OldPolicy = "trainer"
     corrections: tuple[Correction, ...] = ()
-    kl_coefficient: float = number(0.0, 0.0, LARGEST, "give 0 or more")
+    kl_coefficient: float = setting(0.0, least=0, fix="give 0 or more")
     kl_estimator: KLEstimator = "k3"
     kl_weighting: KLWeighting = "none"
-    entropy_coefficient: float = number(0.0, -LARGEST, LARGEST, "give a finite number")
+    entropy_coefficient: float = setting(0.0, least=-math.inf, fix="give a finite number")
 
     def __post_init__(self) -> None:
         check_choice("loss.old_policy", self.old_policy, OldPolicy)
         check_choice("loss.kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("loss.kl_weighting", self.kl_weighting, KLWeighting)
-        _check_numbers(self, "loss.")
+        check_table(self, "loss.")
         objective, corrections = self._untyped()
         if not isinstance(objective, Objective):
-            raise ValueError(f"objective: {objective!r}; give ClipSettings(), GSPOSettings() or another of them")
+            raise UserError("objective", "", "give ClipSettings(), GSPOSettings() or another of them", value=objective)
         if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
-            raise ValueError(f"corrections: {corrections!r}; give a tuple such as (TokenTISSettings(),)")
+            raise UserError("corrections", "", "give a tuple such as (TokenTISSettings(),)", value=corrections)
         kinds = [correction.kind for correction in self.corrections]
         need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "give each of them once")
         if self.old_policy == "sampler":
@@ -327,8 +300,6 @@ class PolicySettings(TaskSettings):
     def check_run(self, config: Any) -> None:
         cure = "set batch.samples=64 and batch.tokens=none, RL takes whole groups of samples"
         need(config.batch.samples is not None, "batch.samples", None, cure)
-        loss_on = config.data.loss_on
-        need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is trained on in RL is the response")
 
     def _untyped(self) -> tuple[object, object]:
         """Objective and corrections as they were given, whatever they are."""
@@ -347,16 +318,17 @@ class PolicySettings(TaskSettings):
 
 # Losses of pairs, and of other models
 
+NO_SUCH = "leave it out, this loss.dpo.variant has none"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSettings:
     """Squared error of a value model, its change limited to `clip` (None: unlimited)."""
 
-    clip: float | None = 0.2
+    clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
 
     def __post_init__(self) -> None:
-        if self.clip is not None:
-            Range(0.0, math.inf, "give 0 or more, or None to switch it off").check("value clip", self.clip)
+        check_table(self, "value ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,18 +348,14 @@ class DPOSettings(TaskSettings):
     has_reference: ClassVar[bool] = True
     may_precompute: ClassVar[bool] = True
     variant: PreferenceLoss = "sigmoid"
-    beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
-    label_smoothing: float = number(0.0, 0.0, math.nextafter(0.5, 0.0), "give 0 up to, but not including, 0.5")
-    gamma: float = number(0.0, 0.0, LARGEST, "give 0 or more")
+    beta: float = setting(0.1, above=0, fix="give a positive number")
+    label_smoothing: float = setting(0.0, least=0, below=0.5, needs=need_of("variant", "sigmoid", "simpo", fix=NO_SUCH))
+    gamma: float = setting(0.0, least=0, needs=need_of("variant", "simpo", fix=NO_SUCH))
     normalise: bool | None = None
 
     def __post_init__(self) -> None:
         check_choice("loss.dpo.variant", self.variant, PreferenceLoss)
-        _check_numbers(self, "loss.dpo.")
-        smoothed = self.variant in ("sigmoid", "simpo")
-        cure = f"leave it out, the variant {self.variant!r} has none"
-        need(smoothed or not self.label_smoothing, "loss.dpo.label_smoothing", self.label_smoothing, cure)
-        need(self.variant == "simpo" or not self.gamma, "loss.dpo.gamma", self.gamma, cure)
+        check_table(self, "loss.dpo.")
 
     @property
     def needs_reference(self) -> bool:
@@ -419,12 +387,12 @@ class KTOSettings(TaskSettings):
     kind: ClassVar[str] = "kto"
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
     has_reference: ClassVar[bool] = True
-    beta: float = number(0.1, SMALLEST, LARGEST, "give a positive number")
-    desirable_weight: float = number(1.0, 0.0, LARGEST, "give 0 or more")
-    undesirable_weight: float = number(1.0, 0.0, LARGEST, "give 0 or more")
+    beta: float = setting(0.1, above=0, fix="give a positive number")
+    desirable_weight: float = setting(1.0, least=0)
+    undesirable_weight: float = setting(1.0, least=0)
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "loss.kto.")
+        check_table(self, "loss.kto.")
 
     def check_run(self, config: Any) -> None:
         check_answers(config)
@@ -444,10 +412,10 @@ class RewardModelSettings(TaskSettings):
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     head: ClassVar[ModelHead] = "scalar"
     group_size: ClassVar[int] = 2
-    margin: float = number(0.0, 0.0, LARGEST, "give 0 or more")  # beside the margins that rows may have
+    margin: float = setting(0.0, least=0)  # beside the margins that rows may have
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "loss.reward.")
+        check_table(self, "loss.reward.")
 
     def check_run(self, config: Any) -> None:
         check_pairs(config)
@@ -460,8 +428,7 @@ class RewardModelSettings(TaskSettings):
 
 def check_answers(config: Any) -> None:
     """Of tasks whose loss weighs whole answers."""
-    loss_on, weights = config.data.loss_on, config.loss.weights
-    need(loss_on == "assistant", "data.loss_on", loss_on, "leave it out, what is compared are the answers")
+    weights = config.loss.weights
     need(weights == "token-mean", "loss.weights", weights, "leave it out, all of them weigh the same")
 
 

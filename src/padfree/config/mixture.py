@@ -8,7 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from padfree.config.models import expand_home
-from padfree.config.rules import need
+from padfree.config.setting import SAMPLES, STAYS, setting
+from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
 """An epoch lists every sample that it shows; more repetitions than this are for `data.epochs`."""
@@ -18,12 +19,14 @@ MOST_WEIGHT = 1000.0
 class DataSource:
     """One source of a mixture. `columns`, `split` and `subset` are those of `[data]` unless they are given here."""
 
-    path: tuple[str, ...]
-    weight: float = 1.0  # how many times an epoch shows each row
-    name: str | None = None  # in metrics and messages; None: the name of the first file or folder
-    columns: dict[str, str] | None = None
-    split: str | None = None  # of a Hub id
-    subset: str | None = None  # of a Hub id
+    path: tuple[str, ...] = setting(resume=SAMPLES)
+    weight: float = setting(1.0, resume=STAYS)  # how many times an epoch shows each row
+    name: str | None = setting(
+        None, resume=SAMPLES
+    )  # in metrics and messages; None: the name of the first file or folder
+    columns: dict[str, str] | None = setting(None, resume=SAMPLES)
+    split: str | None = setting(None, resume=SAMPLES)  # of a Hub id
+    subset: str | None = setting(None, resume=SAMPLES)  # of a Hub id
 
     def __post_init__(self) -> None:
         expand_home(self, "path")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from padfree.config.inputs import special_kind
+from padfree.errors import UserError
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
@@ -22,23 +23,23 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
     path = Path(path)
     kind = special_kind(path)
     if kind is not None and path != Path(os.devnull):  # opening a FIFO would wait for its reader
-        raise ValueError(f"{name}: {path} is {kind}; give the name of a file")
+        raise UserError(name, f"{path} is {kind}", "give the name of a file")
     if path.is_dir():
-        raise ValueError(f"{name}: {path} is a folder; give the name of a file")
+        raise UserError(name, f"{path} is a folder", "give the name of a file")
     if makes_folder and not path.parent.exists():
         check_folder(path.parent, name)
         return
     try:
         if not path.parent.is_dir():
             cure = "give a file in a folder" if path.parent.exists() else "create it first"
-            raise ValueError(f"{name}: {path.parent} is no folder; {cure}")
+            raise UserError(name, f"{path.parent} is no folder", cure)
         if path.exists():
             with path.open("ab"):
                 pass
         else:
             _try_folder(path.parent)
     except OSError as error:
-        raise ValueError(f"{name}: {path} cannot be written ({error.strerror or error}); give another file") from None
+        raise UserError(name, f"{path} cannot be written ({error.strerror or error})", "give another file") from None
 
 
 def check_folder(path: str | Path, name: str) -> None:
@@ -49,10 +50,10 @@ def check_folder(path: str | Path, name: str) -> None:
             path.stat()  # a name that is too long, or a loop of links, is no folder that can be made
         nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not nearest.is_dir():
-            raise ValueError(f"{name}: {path}, but {nearest} is a file; give another folder")
+            raise UserError(name, f"{path}, but {nearest} is a file", "give another folder")
         _try_folder(nearest)
     except OSError as error:
-        raise ValueError(f"{name}: {path} cannot be written ({error.strerror or error}); give another folder") from None
+        raise UserError(name, f"{path} cannot be written ({error.strerror or error})", "give another folder") from None
 
 
 def _try_folder(folder: Path) -> None:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from padfree.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
@@ -39,19 +41,19 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
     local_world = _count(variables, "LOCAL_WORLD_SIZE", world if not meet else 1)
     local_rank = _index(variables, "LOCAL_RANK", None, "")
     if local_world > world:
-        raise ValueError(f"LOCAL_WORLD_SIZE: {local_world} of WORLD_SIZE {world}; give {world} or less")
+        raise UserError("LOCAL_WORLD_SIZE", f"{local_world} of WORLD_SIZE {world}", f"give {world} or less")
     address = None
     if "WORLD_SIZE" in variables and meet:
         if "RANK" not in variables:
-            raise ValueError(f"RANK: missing, with WORLD_SIZE {world}; start the processes with torchrun, or set it")
+            raise UserError("RANK", f"missing, with WORLD_SIZE {world}", "start the processes with torchrun, or set it")
         if "LOCAL_WORLD_SIZE" in variables and local_rank >= local_world:
-            raise ValueError(f"LOCAL_RANK: {local_rank} of LOCAL_WORLD_SIZE {local_world}; give less than that")
+            raise UserError("LOCAL_RANK", f"{local_rank} of LOCAL_WORLD_SIZE {local_world}", "give less than that")
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
-                raise ValueError(f"{name}: missing, with WORLD_SIZE {world}; give {what}, or use torchrun")
+                raise UserError(name, f"missing, with WORLD_SIZE {world}", f"give {what}, or use torchrun")
         port = _number(variables, "MASTER_PORT")
         if not 0 < port < 1 << 16:
-            raise ValueError(f"MASTER_PORT: {port}; give a port, 1 to 65535")
+            raise UserError("MASTER_PORT", "", "give a port, 1 to 65535", value=port)
         address = f"{variables['MASTER_ADDR'].strip()}:{port}"
     return Processes(rank=rank, world=world, local_rank=local_rank, local_world=local_world, address=address)
 
@@ -59,14 +61,14 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables[name].strip()
     if not text.removeprefix("-").isdecimal() or len(text) > 9:
-        raise ValueError(f"{name}: {variables[name]!r} is not a whole number; unset it, or use torchrun")
+        raise UserError(name, "is not a whole number", "unset it, or use torchrun", value=variables[name])
     return int(text)
 
 
 def _count(variables: Mapping[str, str], name: str, default: int) -> int:
     found = _number(variables, name) if name in variables else default
     if found < 1:
-        raise ValueError(f"{name}: {found}; give 1 or more processes, or unset it")
+        raise UserError(name, "", "give 1 or more processes, or unset it", value=found)
     return found
 
 
@@ -74,5 +76,5 @@ def _index(variables: Mapping[str, str], name: str, limit: int | None, of: str) 
     found = _number(variables, name) if name in variables else 0
     if found < 0 or (limit is not None and found >= limit):
         among = "" if limit is None else f" of {of} {limit}"
-        raise ValueError(f"{name}: {found}{among}; ranks count from 0{'' if limit is None else f' to {limit - 1}'}")
+        raise UserError(name, f"{found}{among}", f"ranks count from 0{'' if limit is None else f' to {limit - 1}'}")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from string import Formatter
 
-from padfree.config.rules import shown_value
+from padfree.errors import UserError
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -13,15 +13,11 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
     try:
         found = list(Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"data.prompt_template: {shown_value(template)} ({error}); {cure}") from None
+        raise UserError("data.prompt_template", f"({error})", cure, value=template) from None
     for _, name, specification, conversion in found:
         if name == "" or specification or conversion:
-            raise ValueError(
-                f"data.prompt_template: {shown_value(template)} has braces without a column in them; {cure}"
-            )
+            raise UserError("data.prompt_template", "has braces without a column in them", cure, value=template)
     parts = [(text, name) for text, name, _, _ in found]
     if all(name is None for _, name in parts):
-        raise ValueError(
-            f"data.prompt_template: {shown_value(template)} has no {{prompt}}; write where the prompt goes"
-        )
+        raise UserError("data.prompt_template", "has no {prompt}", "write where the prompt goes", value=template)
     return parts

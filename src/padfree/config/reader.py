@@ -18,7 +18,7 @@ from padfree.config.config import Config
 from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
 from padfree.config.recipes import recipe_path
-from padfree.config.rules import closest, need, shown_value
+from padfree.errors import UserError, closest, need
 
 LONGEST_RECIPE = 1 << 20
 """Bytes. No recipe is so long, and a path may name anything."""
@@ -50,19 +50,21 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
         with open(path, "rb") as file:
             content = file.read(LONGEST_RECIPE + 1)
         if len(content) > LONGEST_RECIPE:
-            raise ValueError(f"config: {path} has more than {LONGEST_RECIPE:,} bytes; give a TOML file of settings")
+            raise UserError("config", f"{path} has more than {LONGEST_RECIPE:,} bytes", "give a TOML file of settings")
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ValueError(f"config: {path} is UTF-16; save it as UTF-8")
+            raise UserError("config", f"{path} is UTF-16", "save it as UTF-8")
         # A byte order mark is what some editors put before UTF-8. TOML's lines may end as on Windows.
         return tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
-        raise ValueError(
-            f"config: {path} cannot be read ({error.strerror}); give a TOML file, or a name from `padfree recipes`"
+        raise UserError(
+            "config",
+            f"{path} cannot be read ({error.strerror})",
+            "give a TOML file, or a name from `padfree recipes`",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {path} is not TOML: {_line(error)}; correct it there") from None
+        raise UserError("config", f"{path} is not TOML: {_line(error)}", "correct it there") from None
     except RecursionError:
-        raise ValueError(f"config: {path} is nested too deeply; give a recipe, a table of settings") from None
+        raise UserError("config", f"{path} is nested too deeply", "give a recipe, a table of settings") from None
 
 
 def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,9 +91,11 @@ def _check_bounds_are_meant(
     for name in BOUNDS:
         inherited = loss.get(name) is not None and f"loss.{name}" not in said
         if inherited and kind is not None and loss.get("kind") != kind:
-            raise ValueError(
-                f"loss.{name}: {loss[name]!r} in {path} is for loss.kind {kind!r}, not {loss.get('kind')!r}; set "
-                f"loss.{name}=none, or move it to [loss.{kind}] there"
+            raise UserError(
+                f"loss.{name}",
+                f"in {path} is for loss.kind {kind!r}, not {loss.get('kind')!r}",
+                f"set loss.{name}=none, or move it to [loss.{kind}] there",
+                value=loss[name],
             )
 
 
@@ -116,14 +120,19 @@ def _override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     parts = name.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
-        raise ValueError(
-            f"override: {override!r}; write section.name=value without spaces, or in quotes, such as optimizer.lr=1e-5"
+        raise UserError(
+            "override",
+            "",
+            "write section.name=value without spaces, or in quotes, such as optimizer.lr=1e-5",
+            value=override,
         )
     place: Any = values
     for part in parts[:-1]:
         place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
         if not isinstance(place, (dict, list)):
-            raise ValueError(f"override: {override!r} goes into {part!r}, which is a value; write section.name=value")
+            raise UserError(
+                "override", f"goes into {part!r}, which is a value", "write section.name=value", value=override
+            )
     if isinstance(place, list):
         _entry(place, parts[-1], override)
         place[int(parts[-1])] = _parsed(text.strip())
@@ -135,7 +144,9 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
     """An entry of a list by its number: data.sources.0.weight."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
         known = f"0 to {len(entries) - 1}" if entries else "none"
-        raise ValueError(f"override: {override!r} asks for entry {part!r} of a list that has {known}; give one of them")
+        raise UserError(
+            "override", f"asks for entry {part!r} of a list that has {known}", "give one of them", value=override
+        )
     return entries[int(part)]
 
 
@@ -153,14 +164,14 @@ def _parsed(text: str) -> Any:
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     """An instance of the dataclass `kind` from a table; `named` collects the settings that it has a value for."""
     if not isinstance(values, Mapping):
-        raise ValueError(
-            f"{prefix.rstrip('.')}: {shown_value(values)} is no table; write [{prefix.rstrip('.')}] and its settings"
+        raise UserError(
+            f"{prefix.rstrip('.')}", "is no table", f"write [{prefix.rstrip('.')}] and its settings", value=values
         )
     hints = _hints(kind)  # type: ignore[arg-type]
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
     for name in values:
         if name not in names:
-            raise ValueError(f"{prefix}{name}: no such setting; {_closest(name, tuple(names), prefix)}")
+            raise UserError(f"{prefix}{name}", "no such setting", f"{_closest(name, tuple(names), prefix)}")
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
@@ -176,7 +187,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
             if is_dataclass(hint):
                 given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
-                raise ValueError(f"{prefix}{name}: missing; give {_words(hint)}, as in {prefix}{name}=...")
+                raise UserError(f"{prefix}{name}", "missing", f"give {_words(hint)}, as in {prefix}{name}=...")
     made = kind(**given)  # what a single setting cannot be, its section refuses
     for name, value in given.items():
         if not prefix.startswith("data.sources."):  # of which the section that they are in knows more
@@ -196,7 +207,7 @@ def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
         if not isinstance(entry, Mapping):
             first = next(iter(fields(kind))).name
             example = f"{name}='[{{{first}=\"...\"}}]'"
-            raise ValueError(f"{name}: {shown_value(entry)} is not a table; give a list of tables, as in {example}")
+            raise UserError(name, "is not a table", f"give a list of tables, as in {example}", value=entry)
     return tuple(_build(kind, entry, f"{name}.{number}.", set()) for number, entry in enumerate(entries))
 
 
@@ -211,17 +222,17 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     """`value` as the type `hint` says: no guessing but int to float, and one entry to a list of one."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{name}: {shown_value(value)}; give it without the zero character")
+        raise UserError(name, "", "give it without the zero character", value=value)
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
-        raise ValueError(
-            f"{name}: {shown_value(value)} is what a shell leaves of a table without quotes; {_table_cure(name, value)}"
+        raise UserError(
+            name, "is what a shell leaves of a table without quotes", f"{_table_cure(name, value)}", value=value
         )
     if converted is _WRONG:
         choices = _choices(hint)
         cure = f"give {_words(hint)}"
         if isinstance(value, str) and (near := closest(value, choices)) is not None:
             cure = f"did you mean {near!r}? {cure}"
-        raise ValueError(f"{name}: {shown_value(value)}; {cure}")
+        raise UserError(name, "", cure, value=value)
     return converted
 
 

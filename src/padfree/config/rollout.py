@@ -15,17 +15,24 @@ from padfree.config.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.models import expand_home
-from padfree.config.rules import LARGEST_GIB, SMALLEST_GIB, check_seconds, closest, need
+from padfree.config.rules import GIB, SECONDS
+from padfree.config.setting import STAYS, check_table, need_of, setting
+from padfree.errors import closest, need
 
 MOST_PROCESSES = 1024
 """Of rewards, on a host."""
+
+SERVED_FIX = "set rollout.engine=vllm, or leave it out"
+FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """Servers that the run starts, watches and ends: `command` once for each entry of `devices`."""
 
-    command: tuple[str, ...] = ()  # its words; the model, the port and what else the run needs are added
+    command: tuple[str, ...] = setting(
+        (), needs=need_of("rollout.may_have_servers", fix=SERVED_FIX)
+    )  # its words; the model, the port and what else the run needs are added
     devices: tuple[str, ...] = ("0",)  # CUDA_VISIBLE_DEVICES of each server; "cpu": none
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -43,30 +50,52 @@ class RolloutConfig:
     With one `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is the sampler's too.
     """
 
-    reward: str | None = None
+    reward: str | None = setting(None, resume="may change within RL")
     environment: str | None = None  # module:function of an episode
-    agent: tuple[str, ...] = ()  # or the words of a program that is one, with the policy at its OPENAI_BASE_URL
-    episode_timeout: float = 300.0  # seconds of an episode's own, its reward's too; waiting for tokens does not count
+    agent: tuple[str, ...] = setting(
+        (),
+        needs=need_of("reward", fix="set rollout.reward=exact_match or another, it judges what rollout.agent prints"),
+    )  # or the words of a program that is one, with the policy at its OPENAI_BASE_URL
+    episode_timeout: float = setting(
+        300.0, **SECONDS
+    )  # seconds of an episode's own, its reward's too; waiting for tokens does not count
     on_failure: OnFailure = "error"  # skip: a group whose episode or reward raises or hangs is left out
-    reward_processes: int = 0  # that rewards are computed in; 0: in the process
-    group: int = 8  # responses to a prompt
-    max_new_tokens: int = 256
+    reward_processes: int = setting(
+        0,
+        least=0,
+        most=MOST_PROCESSES,
+        needs=need_of("reward", fix="set rollout.reward, without one there is nothing to compute in processes"),
+    )  # that rewards are computed in; 0: in the process
+    group: int = setting(8, least=1, resume=STAYS)  # responses to a prompt
+    max_new_tokens: int = setting(256, least=1)
     engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
-    batch: int = 256  # responses a device writes at a time
-    kv_cache_memory: Literal["auto"] | float = "auto"  # GiB of keys and values; auto: half of what is free at most
-    staleness: int = 0  # batches that are sampled ahead while one is trained
+    batch: int = setting(256, least=1)  # responses a device writes at a time
+    kv_cache_memory: Literal["auto"] | float = setting(
+        "auto", **GIB, fix="give auto or GiB above 0"
+    )  # GiB of keys and values; auto: half of what is free at most
+    staleness: int = setting(
+        0, least=0, fix="give 0 or more batches"
+    )  # batches that are sampled ahead while one is trained
     filter: RolloutFilter = "none"  # equal: groups with equal rewards are replaced by other prompts'
-    oversample: float = 1.0  # groups that are asked for at once, times those that are needed
-    filter_bound: float = 3.0  # groups that a batch may ask for in all, times its own
+    oversample: float = setting(
+        1.0, least=1, needs=FILTERED
+    )  # groups that are asked for at once, times those that are needed
+    filter_bound: float = setting(3.0, least=1)  # groups that a batch may ask for in all, times its own
     overlong_buffer: int = 0  # the last tokens of the room: a response that ends among them loses some reward,
-    overlong_penalty: float = 1.0  # and so much of it at the last
+    overlong_penalty: float = setting(1.0, above=0)  # and so much of it at the last
     # Of servers alone
-    servers: tuple[str, ...] = ()  # addresses of servers that run
+    servers: tuple[str, ...] = setting(
+        (), needs=need_of("may_have_servers", fix=SERVED_FIX)
+    )  # addresses of servers that run
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     transfer: WeightTransfer = "group"  # how weights get to servers
-    transfer_folder: str | None = None  # of files, seen by run and servers; None: memory, or the run folder
-    timeout: float = 600.0
-    canary: float | None = None  # mean difference of log-probabilities that is allowed; None: by model.dtype
+    transfer_folder: str | None = setting(
+        None, filled="give a folder, or leave it out"
+    )  # of files, seen by run and servers; None: memory, or the run folder
+    timeout: float = setting(600.0, **SECONDS)
+    canary: float | None = setting(
+        None, above=0, most=math.inf, fix="give more than 0, or leave it out"
+    )  # mean difference of log-probabilities that is allowed; None: by model.dtype
     top_p: float = 1.0
     top_k: int | None = None
 
@@ -74,6 +103,10 @@ class RolloutConfig:
     def kv_cache_bytes(self) -> int | None:
         """`kv_cache_memory` in bytes; None: auto."""
         return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
+
+    @property
+    def may_have_servers(self) -> bool:
+        return self.engine != "in_process"
 
     @property
     def has_servers(self) -> bool:
@@ -94,27 +127,17 @@ class RolloutConfig:
         return self.environment is not None or bool(self.agent)
 
     def __post_init__(self) -> None:
-        for name in ("group", "max_new_tokens", "batch"):
-            need(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "give 1 or more")
-        if self.kv_cache_memory != "auto":
-            memory = self.kv_cache_memory
-            need(SMALLEST_GIB <= memory <= LARGEST_GIB, "rollout.kv_cache_memory", memory, "give auto or GiB above 0")
+        check_table(self, "rollout.")
         self._check_batches()
         expand_home(self, "transfer_folder")
         cure = "leave it out, the trainer's log-probabilities are those of the whole softmax"
         need(self.top_p == 1.0, "rollout.top_p", self.top_p, cure)
         need(self.top_k is None, "rollout.top_k", self.top_k, cure)
-        check_seconds("rollout.timeout", self.timeout)
-        need(self.canary is None or self.canary > 0, "rollout.canary", self.canary, "give more than 0, or leave it out")
-        need(self.transfer_folder != "", "rollout.transfer_folder", "", "give a folder, or leave it out")
         self._check_engine()
         self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
         own = is_path(self.engine)
-        if self.engine == "in_process":
-            cure = "set rollout.engine=vllm, or leave it out"
-            need(not servers, "rollout.servers", servers, cure)
-            need(not command, "rollout.launch.command", command, cure)
+        if not self.may_have_servers:
             return
         for url in servers:
             scheme = "[a-z]+" if own else "https?"
@@ -126,21 +149,14 @@ class RolloutConfig:
         need(not (servers and command), "rollout.servers", servers, cure)
 
     def _check_batches(self) -> None:
-        need(self.staleness >= 0, "rollout.staleness", self.staleness, "give 0 or more batches")
         ahead = self.staleness > 0 and self.engine == "in_process"
         cure = "rollout.engine in_process samples from the weights that are in training: set rollout.engine=vllm, or 0"
         need(not ahead, "rollout.staleness", self.staleness, cure)
-        need(1.0 <= self.oversample < math.inf, "rollout.oversample", self.oversample, "give 1 or more")
-        filtered = self.filter != "none"
-        need(filtered or self.oversample == 1.0, "rollout.oversample", self.oversample, "set rollout.filter=equal")
-        need(1.0 <= self.filter_bound < math.inf, "rollout.filter_bound", self.filter_bound, "give 1 or more")
-        compared = not filtered or self.group > 1
+        compared = self.filter == "none" or self.group > 1
         need(compared, "rollout.filter", self.filter, "set rollout.group to 2 or more, one response is equal to itself")
         right = 0 <= self.overlong_buffer <= self.max_new_tokens
         cure = f"give 0 to rollout.max_new_tokens, {self.max_new_tokens}"
         need(right, "rollout.overlong_buffer", self.overlong_buffer, cure)
-        penalty = self.overlong_penalty
-        need(0 < penalty < math.inf, "rollout.overlong_penalty", penalty, "give more than 0")
 
     def _check_episodes(self) -> None:
         environment, agent = self.environment, list(self.agent)
@@ -150,18 +166,6 @@ class RolloutConfig:
         need(all(agent), "rollout.agent", agent, "give words, none of them empty")
         cure = "leave it out, rollout.environment is the environment (padfree.rollout.environment.run_agent runs one)"
         need(not agent or environment is None, "rollout.agent", agent, cure)
-        cure = "set rollout.reward=exact_match or another, it judges what rollout.agent prints"
-        need(not agent or self.reward is not None, "rollout.reward", None, cure)
-        check_seconds("rollout.episode_timeout", self.episode_timeout)
-        processes = self.reward_processes
-        need(0 <= processes <= MOST_PROCESSES, "rollout.reward_processes", processes, f"give 0 to {MOST_PROCESSES}")
-        cure = "set rollout.reward, without one there is nothing to compute in processes"
-        need(
-            not self.reward_processes or self.reward is not None,
-            "rollout.reward_processes",
-            self.reward_processes,
-            cure,
-        )
 
     def _check_engine(self) -> None:
         if self.engine in SAMPLING_ENGINES or is_path(self.engine):

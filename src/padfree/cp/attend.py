@@ -31,6 +31,7 @@ from padfree.cp.ranges import Indices
 from padfree.cp.ring import attend_ring
 from padfree.cp.shard import METHODS, need_group
 from padfree.cp.ulysses import attend_ulysses, check_heads
+from padfree.errors import UserError
 
 _ATTEND: dict[str, Callable[..., Tensor]] = {
     "allgather": attend_allgather,
@@ -61,13 +62,13 @@ def attend(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         need_tensor(name, tensor)
         if tensor.shape[:1] != (expected,):
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)} for {expected} local tokens; give one row per token")
+            raise UserError(name, f"shape {tuple(tensor.shape)} for {expected} local tokens", "give one row per token")
     if window is not None:
         need_whole("window", window, 1, "give 1 or more and causal=True, or window=None")
     if window is not None and window >= segments.num_positions:
         window = None  # no query has as many keys
     if segments.parents is not None and not causal:
-        raise ValueError("causal: False for samples that share prefixes; make the row with share_prefixes=False")
+        raise UserError("causal", "False for samples that share prefixes", "make the row with share_prefixes=False")
     options: dict[str, Any] = {
         "causal": causal,
         "scale": scale,
@@ -83,9 +84,9 @@ def attend(
         out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
         return out
     if window is not None and not causal:
-        raise ValueError(f"window: {window} with causal={causal}; give 1 or more and causal=True, or window=None")
+        raise UserError("window", f"{window} with causal={causal}", "give 1 or more and causal=True, or window=None")
     if context.method not in _ATTEND:
-        raise ValueError(f"method: {context.method!r}; choose one of {', '.join(METHODS)}")
+        raise UserError("method", "", f"choose one of {', '.join(METHODS)}", value=context.method)
     plan = context.plan
     assert isinstance(plan, ContextPlan)
     return _ATTEND[context.method](q, k, v, plan, need_group(context), **options)
@@ -146,4 +147,4 @@ def communication_bytes(
         ) * element_size
         to_others = share * token_bytes * (1 - np.eye(world, dtype=np.int64))
         return Communication(forward_links=to_others, backward_links=to_others)
-    raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")
+    raise UserError("method", "", f"choose one of {', '.join(METHODS)}", value=method)

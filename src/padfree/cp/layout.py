@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from padfree.arrays import need_whole
 from padfree.batch import Layout, Segments
 from padfree.config.choices import LayoutKind
+from padfree.errors import UserError
 
 Indices = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -69,14 +70,16 @@ REFUSED = 2.0**40
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
     """The pieces of each of `world` ranks. Every rank holds exactly T / world tokens."""
     if not isinstance(segments, Segments):
-        raise ValueError(f"segments: {type(segments).__name__}; give those of a batch, batch.segments")
+        raise UserError("segments", f"{type(segments).__name__}", "give those of a batch, batch.segments")
     num_tokens = segments.num_tokens
     if kind not in get_args(LayoutKind):
-        raise ValueError(f"kind: {kind!r}; choose one of {', '.join(get_args(LayoutKind))}")
+        raise UserError("kind", "", f"choose one of {', '.join(get_args(LayoutKind))}", value=kind)
     need_whole("world", world, 1, "give 1 or more ranks")
     if num_tokens % world:
-        raise ValueError(
-            f"segments: {num_tokens} tokens for {world} context ranks; pad the batch with padded_to_multiple({world})"
+        raise UserError(
+            "segments",
+            f"{num_tokens} tokens for {world} context ranks",
+            f"pad the batch with padded_to_multiple({world})",
         )
     offsets = segments.offsets
     if num_tokens == 0 or kind != "balanced":

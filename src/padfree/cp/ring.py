@@ -38,6 +38,7 @@ from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
 from padfree.distributed import Ring
+from padfree.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -260,8 +261,10 @@ def attend_ring(
 ) -> Tensor:
     """[T/world, H, d], [T/world, Hkv, d], [T/world, Hkv, dv] -> [T/world, H, dv]."""
     if window is not None:
-        raise ValueError(
-            f"method: 'ring' with a window of {window} keys; use method='allgather', which moves only the keys in it"
+        raise UserError(
+            "method",
+            f"'ring' with a window of {window} keys",
+            "use method='allgather', which moves only the keys in it",
         )
     steps = prepare_steps(plan, causal=causal)
     out: Tensor = _RingAttention.apply(q, k, v, sinks, steps, group, options)  # type: ignore[no-untyped-call]

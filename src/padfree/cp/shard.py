@@ -30,6 +30,7 @@ from padfree.cp.ranges import to_device
 from padfree.cp.ring import prepare_steps
 from padfree.cp.ulysses import prepare_paths
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
+from padfree.errors import UserError
 
 METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
 
@@ -51,17 +52,18 @@ def shard(
     any kind of layout; `contiguous` saves it a permutation.
     """
     if method not in METHODS:
-        raise ValueError(f"method: {method!r}; choose one of {', '.join(METHODS)}")
+        raise UserError("method", "", f"choose one of {', '.join(METHODS)}", value=method)
     if not isinstance(batch, PackedBatch):
-        raise ValueError(f"batch: {type(batch).__name__}; give a batch that padfree.pack returned")
+        raise UserError("batch", f"{type(batch).__name__}", "give a batch that padfree.pack returned")
     need_whole("world", world, 1, "give 1 or more ranks")
     need_whole("rank", rank, 0, f"give one from 0 to {world - 1}")
     if not rank < world:
-        raise ValueError(f"rank: {rank} of {world} context ranks; give one from 0 to {world - 1}")
+        raise UserError("rank", f"{rank} of {world} context ranks", f"give one from 0 to {world - 1}")
     if group is not None and (group.size(), group.rank()) != (world, rank):
-        raise ValueError(
-            f"group: this process is rank {group.rank()} of {group.size()} in it, not {rank} of {world}; "
-            "give the context group and its own rank and size"
+        raise UserError(
+            "group",
+            f"this process is rank {group.rank()} of {group.size()} in it, not {rank} of {world}",
+            "give the context group and its own rank and size",
         )
     if world == 1:
         context = AttnContext(
@@ -129,11 +131,13 @@ def gather_tokens(
     tokens. Either way the sum over ranks of the parameters' gradients is that of one process.
     """
     if loss not in ("replicated", "partial"):
-        raise ValueError(f"loss: {loss!r}; choose replicated or partial")
+        raise UserError("loss", "", "choose replicated or partial", value=loss)
     need_tensor("values", values)
     expected = context.segments.num_tokens // context.world
     if values.shape[:1] != (expected,):
-        raise ValueError(f"values: shape {tuple(values.shape)} for {expected} local tokens; give one entry per token")
+        raise UserError(
+            "values", f"shape {tuple(values.shape)} for {expected} local tokens", "give one entry per token"
+        )
     if context.layout is None:
         return values
     plan = context.plan
@@ -156,7 +160,7 @@ def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
 def need_group(context: AttnContext) -> ProcessGroup:
     """The process group of a context of several ranks."""
     if context.group is None:
-        raise ValueError(f"group: None for {context.world} context ranks; give shard() the context process group")
+        raise UserError("group", f"None for {context.world} context ranks", "give shard() the context process group")
     group: ProcessGroup = context.group
     return group
 

@@ -21,18 +21,21 @@ from padfree.attention.paths import path_attention, prepare_path_keys
 from padfree.batch import PathKeys
 from padfree.cp.context_plan import ContextPlan
 from padfree.distributed import exchange_rows
+from padfree.errors import UserError
 
 
 def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
     if num_heads % world:
-        raise ValueError(
-            f"method: 'ulysses' on {world} context ranks with {num_heads} heads; choose a number of ranks that divides "
-            "the heads, or method='allgather'"
+        raise UserError(
+            "method",
+            f"'ulysses' on {world} context ranks with {num_heads} heads",
+            "choose a number of ranks that divides the heads, or method='allgather'",
         )
     if num_key_heads % world and world % num_key_heads:
-        raise ValueError(
-            f"method: 'ulysses' on {world} context ranks with {num_key_heads} key heads; choose a number of ranks that "
-            "divides them or is a multiple of them, or method='allgather'"
+        raise UserError(
+            "method",
+            f"'ulysses' on {world} context ranks with {num_key_heads} key heads",
+            "choose a number of ranks that divides them or is a multiple of them, or method='allgather'",
         )
 
 

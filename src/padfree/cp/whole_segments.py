@@ -31,6 +31,7 @@ from padfree.cp.layout import document_index
 from padfree.cp.ranges import Indices, to_device
 from padfree.cp.shard import need_group
 from padfree.distributed import exchange_rows
+from padfree.errors import UserError
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:
@@ -38,10 +39,11 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
     lengths = segments.lengths[: segments.num_samples]
     share = layout.num_tokens // layout.world
     if lengths.max(initial=0) > share:
-        raise ValueError(
-            f"parallel.context: a sample of {lengths.max()} tokens is longer than a rank's share, {share} of "
-            f"{layout.num_tokens} tokens over {layout.world} ranks, and layers that carry a state need whole samples; "
-            "use fewer context ranks, more tokens a micro-batch, or shorter samples"
+        raise UserError(
+            "parallel.context",
+            f"a sample of {lengths.max()} tokens is longer than a rank's share, {share} of {layout.num_tokens} tokens "
+            f"over {layout.world} ranks, and layers that carry a state need whole samples",
+            "use fewer context ranks, more tokens a micro-batch, or shorter samples",
         )
     held = np.zeros((len(lengths), layout.world), dtype=np.int64)
     for rank in range(layout.world):

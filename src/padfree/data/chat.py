@@ -33,7 +33,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from padfree.config.choices import LossOn, Turns
-from padfree.config.rules import shown_error
 from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
 from padfree.data.chat_shape import MAX_LEAVES, Leaf, Shape, Skeleton, Span, shape_of, written
@@ -42,6 +41,7 @@ from padfree.data.conversation import Conversation, Message, read_conversation
 from padfree.data.records import RowError, shown, string
 from padfree.data.settings import TextSettings
 from padfree.data.template import compared_texts, compiled, rendered
+from padfree.errors import UserError, shown_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,9 +112,10 @@ class ChatRenderer:
         day: datetime.date | None = None,
     ) -> None:
         if template is None and not tokenizer.chat_template:
-            raise ValueError(
-                "data.chat_template: the tokenizer has none; give a file with one, or prompt and response columns and "
-                "data.prompt_format=plain"
+            raise UserError(
+                "data.chat_template",
+                "the tokenizer has none",
+                "give a file with one, or prompt and response columns and data.prompt_format=plain",
             )
         self.day = day or datetime.date.today()
         self._sources = {tools: _source(tokenizer, template, tools) for tools in (False, True)}
@@ -318,13 +319,14 @@ def _source(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: boo
         source = tokenizer.get_chat_template(template, [{}] if tools else None) if usable else None
     except ValueError:
         names = ", ".join(sorted(tokenizer.chat_template))
-        raise ValueError(
-            f"data.chat_template: the tokenizer has several templates and no default ({names}); write one of them to a "
-            "file, and give the file"
+        raise UserError(
+            "data.chat_template",
+            f"the tokenizer has several templates and no default ({names})",
+            "write one of them to a file, and give the file",
         ) from None
     if not isinstance(source, str):
         given = tokenizer.chat_template if template is None else template
-        raise ValueError(f"data.chat_template: {shown(given)} in the tokenizer; expected a Jinja template as text")
+        raise UserError("data.chat_template", f"{shown(given)} in the tokenizer", "expected a Jinja template as text")
     return source
 
 
@@ -333,9 +335,10 @@ def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            raise ValueError(
-                f"data.template_arguments.{name}: of type {type(value).__name__}; give a text, a number, a boolean, or "
-                "a list or table of them"
+            raise UserError(
+                f"data.template_arguments.{name}",
+                f"of type {type(value).__name__}",
+                "give a text, a number, a boolean, or a list or table of them",
             ) from None
     return dict(arguments)
 

@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 
 from padfree.batch import Sample
 from padfree.config.choices import Overlong
-from padfree.config.rules import check_choice
 from padfree.data.records import DataReport, SkippedRow, labelled
 from padfree.data.settings import check_max_length
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
+from padfree.errors import UserError, check_choice
 
 SCANNED_TOKENS = 1 << 22
 """How many tokens are looked at in one go."""
@@ -141,10 +141,11 @@ class TokenizedDataset(StoredSamples):
         over = np.flatnonzero(self.lengths > self.max_length)
         if len(over) and self.overlong == "error":
             first = int(over[0])
-            raise ValueError(
-                f"data.max_length: {self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer, the "
-                f"first ({self._uid(first)}) {self.lengths[first]} tokens; set data.overlong=truncate or "
-                f"data.overlong=drop, or data.max_length={self.lengths[over].max()}"
+            raise UserError(
+                "data.max_length",
+                f"{self.max_length}, but {len(over)} of {len(self.lengths)} samples are longer, the first "
+                f"({self._uid(first)}) {self.lengths[first]} tokens",
+                f"set data.overlong=truncate or data.overlong=drop, or data.max_length={self.lengths[over].max()}",
             )
         usable = np.ones(len(self.lengths), dtype=np.bool_)
         for place in over.tolist():
@@ -171,7 +172,7 @@ class TokenizedDataset(StoredSamples):
         self._kept = np.flatnonzero(keep)
         if len(over) and not len(self._kept):
             longest = self.lengths.max()
-            raise ValueError(f"data.max_length: {self.max_length} leaves no sample; set data.max_length={longest}")
+            raise UserError("data.max_length", f"{self.max_length} leaves no sample", f"set data.max_length={longest}")
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
 

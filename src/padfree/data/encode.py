@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.data.records import RowError, attempt
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,8 +75,10 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> None:
         if append_eos and tokenizer.eos_token_id is None:
-            raise ValueError(
-                "data.append_eos: true, but the tokenizer has no eos token; set data.append_eos=false, or its eos_token"
+            raise UserError(
+                "data.append_eos",
+                "true, but the tokenizer has no eos token",
+                "set data.append_eos=false, or its eos_token",
             )
         self._tokenizer = tokenizer
         self._beginning = _beginning(tokenizer)

@@ -27,6 +27,7 @@ from itertools import product
 from typing import Any
 
 from padfree.data.records import RowError, shown
+from padfree.errors import UserError
 
 UNUSED = "unused"
 MOST_CHOICES = 4
@@ -118,14 +119,16 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
         if name == UNUSED:
             continue
         if name not in schema.known:
-            raise ValueError(
-                f"data.columns: {column!r} is mapped to {name!r}, which is not a field; use one of "
-                f"{', '.join(schema.known)}, or {UNUSED}"
+            raise UserError(
+                "data.columns",
+                f"is mapped to {name!r}, which is not a field",
+                f"use one of {', '.join(schema.known)}, or {UNUSED}",
+                value=column,
             )
         if list(mapping.values()).count(name) > 1:
             both = [other for other, target in mapping.items() if target == name]
-            raise ValueError(
-                f"data.columns: {both} are all mapped to {name!r}; map one, as in {setting({both[0]: name})}"
+            raise UserError(
+                "data.columns", f"{both} are all mapped to {name!r}", f"map one, as in {setting({both[0]: name})}"
             )
 
 
@@ -149,18 +152,21 @@ def resolve(
     """How to read a file with this first row. `also`: columns that are read besides (by `data.prompt_template`)."""
     for column, name in mapping.items():
         if column not in first and name != UNUSED:  # a later row may have a column that is not used
-            raise ValueError(
-                f"data.columns: {column!r} (for {name!r}) is not in {file}, which has {sorted(first)}; correct the name"
+            raise UserError(
+                "data.columns",
+                f"(for {name!r}) is not in {file}, which has {sorted(first)}",
+                "correct the name",
+                value=column,
             )
     readings = [reading for format in schema.formats for reading in _readings(format, first, mapping, schema)]
     readings = _best(readings, first, schema)
     if not readings:
-        raise ValueError(
-            f"data.columns: {file} has {sorted(first)}; expected {schema.expected()}; {_cure(first, schema)}"
+        raise UserError(
+            "data.columns", f"{file} has {sorted(first)}; expected {schema.expected()}", f"{_cure(first, schema)}"
         )
     if len(readings) > 1:
         ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
-        raise ValueError(f"data.columns: {file} can be read in {len(readings)} ways; set {', or '.join(ways)}")
+        raise UserError("data.columns", f"{file} can be read in {len(readings)} ways", f"set {', or '.join(ways)}")
     (found,) = readings
     return _fields(found, first, mapping, schema, file, also)
 
@@ -230,13 +236,16 @@ def _fields(
     also = also if "prompt" in reading.columns else ()
     unknown = [name for name in also if name not in first and name not in reading.columns]
     if unknown:
-        raise ValueError(
-            f"data.prompt_template: {{{unknown[0]}}} is not a column of {file}, which has {sorted(first)}; correct it"
+        raise UserError(
+            "data.prompt_template",
+            f"{{{unknown[0]}}} is not a column of {file}, which has {sorted(first)}",
+            "correct it",
         )
     if also and not {"prompt", reading.columns["prompt"]} & set(also):
-        raise ValueError(
-            f"data.prompt_template: it has no {{prompt}}, so that {reading.columns['prompt']!r} of {file} would be "
-            "lost; write where it goes"
+        raise UserError(
+            "data.prompt_template",
+            f"it has no {{prompt}}, so that {reading.columns['prompt']!r} of {file} would be lost",
+            "write where it goes",
         )
     used = {*reading.columns.values(), *(name for name in also if name in first)}
     ignored = {column for column, name in mapping.items() if name == UNUSED}
@@ -247,7 +256,7 @@ def _fields(
             follow = f"{added(mapping, {column: 'input'})} to put it behind the prompt, or "
             follow = follow if _may_follow(column, reading) else ""
             ignore = f"{added(mapping, {column: UNUSED})} to ignore it"
-            raise ValueError(f"data.columns: {file} has {column!r}, {why}; set {follow}{ignore}")
+            raise UserError("data.columns", f"{file} has {column!r}, {why}", f"set {follow}{ignore}")
     # Later rows may have the optional fields of the format. Other columns that mean something were not foreseen.
     optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
     taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))

@@ -40,6 +40,7 @@ from padfree.data.store import (
     tokenizer_digest,
 )
 from padfree.data.tokenize import PairTokenizer, RewardTokenizer, RowTokenizer, TokenizedChunk
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,7 +137,7 @@ def _tokenised(
     """The folder of the cache that has these data."""
     check_mapping(settings.columns, schema)
     if num_workers is not None and num_workers < 0:
-        raise ValueError(f"num_workers: {num_workers}; give 0 or more")
+        raise UserError("num_workers", "", "give 0 or more", value=num_workers)
     sources = open_sources(data, split=settings.split, subset=settings.subset)
     folder = Path(cache) if cache is not None else default_cache_folder()
     identity = _identity(sources, tokenizer, settings, folder)
@@ -224,12 +225,13 @@ def _build(
             source.check_unchanged()
         names = [source.name for source in sources]
         if not any(rows):
-            raise ValueError(f"data: no rows in {', '.join(names)}; give a file that has some")
+            raise UserError("data", f"no rows in {', '.join(names)}", "give a file that has some")
         if not writer.num_samples:
             first = writer.skipped[0]
-            raise ValueError(
-                f"data: none of {sum(rows)} rows can be used, the first ({first.file}:{first.line}): {first.reason}; "
-                "give rows that can"
+            raise UserError(
+                "data",
+                f"none of {sum(rows)} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
+                "give rows that can",
             )
         files = [
             {"name": source.name, "unit": source.unit, "rows": count, "read_as": reading and reading[1]}
@@ -248,14 +250,18 @@ def _reading_of(
         return None
     fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
     if fields.kind in ("messages", "continued") and not tokenize.renders_chat:
-        raise ValueError(
-            f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} has "
-            f"{fields['messages']!r}; give a file as data.chat_template, and set data.prompt_format=chat"
+        raise UserError(
+            "data.prompt_format",
+            f"without a chat template, but {source.name} has {fields['messages']!r}",
+            "give a file as data.chat_template, and set data.prompt_format=chat",
+            value=settings.prompt_format,
         )
     if fields.kind in ("text", "tokens") and settings.loss_on == "last":
         column = fields["text" if fields.kind == "text" else "input_ids"]
-        raise ValueError(
-            f"data.loss_on: 'last', but {source.name} has {column!r}, which has no turns; set data.loss_on=assistant"
+        raise UserError(
+            "data.loss_on",
+            f"'last', but {source.name} has {column!r}, which has no turns",
+            "set data.loss_on=assistant",
         )
     return fields, described(fields, first, schema) + _how(fields, first, settings, tokenize.renders_chat)
 
@@ -333,9 +339,11 @@ def _send(connection: Connection[Any, Any], task: _Task) -> None:
         raise _died() from None
 
 
-def _died() -> ValueError:
-    return ValueError(
-        "num_workers: a tokenising process died; see what it wrote, and use fewer if memory was short, or num_workers 0"
+def _died() -> UserError:
+    return UserError(
+        "num_workers",
+        "a tokenising process died",
+        "see what it wrote, and use fewer if memory was short, or num_workers 0",
     )
 
 
@@ -355,8 +363,8 @@ def _shown_progress(progress: bool | Progress) -> Iterator[Progress]:
     elif not progress:
         yield lambda done, total: None
     else:
-        rich = optional_package("rich.progress", "progress: True shows a bar", install="rich")
-        console = optional_package("rich.console", "progress: True shows a bar", install="rich")
+        rich = optional_package("rich.progress", "progress", "True shows a bar", install="rich")
+        console = optional_package("rich.console", "progress", "True shows a bar", install="rich")
         with rich.Progress(console=console.Console(stderr=True)) as bar:
             task = bar.add_task("tokenising", total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)

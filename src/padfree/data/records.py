@@ -16,12 +16,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from padfree.errors import UserError
+
 LARGEST = 1e38
 """Numbers end here: they become float32."""
 
 
-class RowError(ValueError):
+class RowError(UserError):
     """What is wrong with one row, without the place of the row."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("", reason, "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem,)
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -124,8 +132,8 @@ def labelled(name: str, label: str | int) -> str:
     return text if text == name or text.startswith(f"{name}:") else f"{name}/{text}"
 
 
-def bad_row(row: SkippedRow, unit: str) -> ValueError:
-    return ValueError(f"{row.file} {unit} {row.line}: {row.reason}; correct it, or set data.on_bad_row=skip")
+def bad_row(row: SkippedRow, unit: str) -> UserError:
+    return UserError(f"{row.file} {unit} {row.line}", f"{row.reason}", "correct it, or set data.on_bad_row=skip")
 
 
 def shown(value: object) -> str:

@@ -1,6 +1,6 @@
 """A process that judges texts for `padfree.rollout.environment.judge`: asked and answered through its pipes.
 
-    length (8 bytes), (text, row, uid)   ->   length, (True, reward) or (False, what was wrong)
+    length (8 bytes), (text, row, uid)   ->   length, (True, reward) or (False, the `UserError`)
 
 What the reward prints goes to the standard error, and what it reads is empty, so that questions and answers stay apart.
 The process ends with its input. A reward that cannot be imported is the answer to every question.
@@ -14,6 +14,7 @@ import struct
 import sys
 
 from padfree.data.rewards import Reward, load_reward
+from padfree.errors import UserError
 
 LENGTH = struct.Struct("<Q")
 
@@ -26,12 +27,12 @@ def main(name: str) -> None:
     while len(head := questions.read(LENGTH.size)) == LENGTH.size:
         (length,) = LENGTH.unpack(head)
         text, row, uid = pickle.loads(questions.read(length))
-        answer: tuple[bool, float | str]
+        answer: tuple[bool, float | UserError]
         try:
             reward = reward or load_reward(name)
             answer = True, reward(text, row, uid)
-        except ValueError as error:
-            answer = False, str(error)
+        except UserError as error:
+            answer = False, error
         message = pickle.dumps(answer)
         answers.write(LENGTH.pack(len(message)) + message)
         answers.flush()

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from padfree.config.functions import UserFunction, is_path, model_of
-from padfree.config.rules import shown_error
 from padfree.data.records import LARGEST, shown
+from padfree.errors import UserError, shown_error
 
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 
@@ -47,7 +47,7 @@ def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
     answer = str(_answer(row))
     expected = hashed_number(answer) if "####" in answer else leading_number(answer)
     if expected is None:
-        raise ValueError(f"answer: {shown(answer)} has no number; give one, alone or after '####'")
+        raise UserError("answer", f"{shown(answer)} has no number", "give one, alone or after '####'")
     return float(hashed_number(response) == expected)
 
 
@@ -73,7 +73,9 @@ def leading_number(text: str) -> Decimal | None:
 def _answer(row: Mapping[str, Any]) -> str | int | float:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise ValueError(f"answer: {shown(answer)} in the row; give a string or a number to compare the response with")
+        raise UserError(
+            "answer", f"{shown(answer)} in the row", "give a string or a number to compare the response with"
+        )
     return answer
 
 
@@ -94,13 +96,16 @@ class Reward:
         except KeyboardInterrupt:
             raise  # a signal, outside of a run
         except BaseException as error:  # SystemExit, too: a reward does not end the run
-            raise ValueError(
-                f"reward: {self.name} raised {shown_error(error)} for sample {uid!r}; correct the function or the row"
+            raise UserError(
+                "reward",
+                f"{self.name} raised {shown_error(error)} for sample {uid!r}",
+                "correct the function or the row",
             ) from error
         if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < value < LARGEST:
-            raise ValueError(
-                f"reward: {self.name} returned {shown(value)} ({type(value).__name__}) for sample {uid!r}; "
-                "return a finite number"
+            raise UserError(
+                "reward",
+                f"{self.name} returned {shown(value)} ({type(value).__name__}) for sample {uid!r}",
+                "return a finite number",
             )
         return float(value)
 
@@ -110,7 +115,9 @@ def check_reward_name(name: str) -> None:
     if name in BUILT_IN or model_of(name):
         return
     if not is_path(name):
-        raise ValueError(f"reward: {name!r}; use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'")
+        raise UserError(
+            "reward", "", f"use one of {', '.join(BUILT_IN)}, or 'module:function', or 'model:folder'", value=name
+        )
     USER_REWARD.check(name)
 
 

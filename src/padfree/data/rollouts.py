@@ -60,6 +60,7 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.settings import RolloutDataSettings
 from padfree.data.sources import Chunk, open_sources, record_of
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -315,9 +316,10 @@ class _Collected:
         reason = f"{len(sample)} tokens, max_length {limit}"
         note = SkippedRow(file=file, line=line, reason=reason)
         if self._settings.overlong == "error":
-            raise ValueError(
-                f"data.max_length: {limit}, but {file}:{line} has {len(sample)} tokens; "
-                "set data.overlong=truncate or data.overlong=drop, or raise it"
+            raise UserError(
+                "data.max_length",
+                f"{limit}, but {file}:{line} has {len(sample)} tokens",
+                "set data.overlong=truncate or data.overlong=drop, or raise it",
             )
         if self._settings.overlong == "drop":
             self.dropped.append(note)
@@ -336,12 +338,13 @@ class _Collected:
         self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
-            raise ValueError(f"data: no rows in {', '.join(self.rows_per_file)}; give a file that has some")
+            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file that has some")
         if not self.samples:
             first = (self.skipped or self.dropped)[0]
-            raise ValueError(
-                f"data: none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}; "
-                "give rows that can"
+            raise UserError(
+                "data",
+                f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
+                "give rows that can",
             )
         report = DataReport(
             num_rows=num_rows,
@@ -374,8 +377,8 @@ def read_rollouts(
             fields = resolve(first, settings.columns, SCHEMA, source.name, reader.template_names)
             files.append({"name": source.name, "read_as": described(fields, first, SCHEMA, TITLES[fields.kind])})
         if fields is not None and fields.kind == "text" and tokenizer is None:
-            raise ValueError(
-                f"model.tokenizer: none, but {source.name} holds text; give a folder or Hub id, or token ids"
+            raise UserError(
+                "model.tokenizer", f"none, but {source.name} holds text", "give a folder or Hub id, or token ids"
             )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(fields.needed if fields else ()):

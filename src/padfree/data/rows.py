@@ -23,6 +23,7 @@ from padfree.data.conversation import Conversation, Message, read_conversation
 from padfree.data.fields import Fields, has_value
 from padfree.data.records import RowError, check_encodable, present, shown, string
 from padfree.data.settings import TextSettings
+from padfree.errors import UserError
 
 SYSTEM = ("system", "developer")
 
@@ -40,9 +41,11 @@ class RowReader:
 
     def __init__(self, settings: TextSettings, *, renders_chat: bool) -> None:
         if settings.system is not None and not renders_chat:
-            raise ValueError(
-                f"data.system: {settings.system!r}, but prompts do not go through a chat template; leave it out, or "
-                "set data.chat_template to a file and data.prompt_format=chat"
+            raise UserError(
+                "data.system",
+                ", but prompts do not go through a chat template",
+                "leave it out, or set data.chat_template to a file and data.prompt_format=chat",
+                value=settings.system,
             )
         self._system = settings.system
         self._renders_chat = renders_chat

@@ -9,12 +9,14 @@ from typing import Any
 
 from padfree.config.choices import LossOn, OnBadRow, Overlong, PromptFormat, Turns
 from padfree.config.prompt_template import template_parts
-from padfree.config.rules import check_choice
+from padfree.errors import UserError, check_choice
 
 
 def check_max_length(max_length: int | None) -> None:
     if max_length is not None and max_length < 2:
-        raise ValueError(f"max_length: {max_length}; give 2 or more (the first token is never predicted), or None")
+        raise UserError(
+            "max_length", "", "give 2 or more (the first token is never predicted), or None", value=max_length
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,8 +29,8 @@ from typing import Any
 
 from padfree.config.hub import check_name, shortened
 from padfree.config.inputs import check_regular
-from padfree.config.rules import first_line
 from padfree.data.records import RowError, as_record, parse_line, shown
+from padfree.errors import UserError, first_line
 
 CHUNK_ROWS = 512
 CHUNK_BYTES = 1 << 20
@@ -103,18 +103,18 @@ class FileSource(RecordSource):
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"data: the name of {str(path)!a} is not UTF-8; rename the file") from None
+            raise UserError("data", f"the name of {str(path)!a} is not UTF-8", "rename the file") from None
         try:
             with open(path, "rb"):
                 self._opened = path.stat()
         except OSError as error:
-            raise ValueError(f"data: {path} cannot be read ({error.strerror}); make it readable") from None
+            raise UserError("data", f"{path} cannot be read ({error.strerror})", "make it readable") from None
         self.size = self._opened.st_size
 
     def check_unchanged(self) -> None:
         now = self.path.stat()
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise ValueError(f"data: {self.name} was changed while it was read; try again when it is complete")
+            raise UserError("data", f"{self.name} was changed while it was read", "try again when it is complete")
 
     def digest(self) -> str:
         with open(self.path, "rb") as file:
@@ -129,8 +129,10 @@ class JsonLinesFile(FileSource):
             number = 1
             while line := file.readline(LINE_BYTES):
                 if len(line) == LINE_BYTES:
-                    raise ValueError(
-                        f"data: {self.name} line {number} has {LINE_BYTES:,} bytes or more; end each row with a newline"
+                    raise UserError(
+                        "data",
+                        f"{self.name} line {number} has {LINE_BYTES:,} bytes or more",
+                        "end each row with a newline",
                     )
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 number += 1
@@ -168,9 +170,9 @@ class JsonFile(FileSource):
         try:
             records = json.loads(text.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.name}: not JSON in UTF-8 ({error}); expected one list of records") from None
+            raise UserError(self.name, f"not JSON in UTF-8 ({error})", "expected one list of records") from None
         if not isinstance(records, list):
-            raise ValueError(f"{self.name}: {shown(records)}; expected one list of records")
+            raise UserError(self.name, f"{shown(records)}", "expected one list of records")
         return records
 
     def first_row(self) -> dict[str, Any] | None:
@@ -184,11 +186,11 @@ class JsonFile(FileSource):
 
 class ParquetFile(FileSource):
     def _open(self) -> Any:
-        parquet = optional_package("pyarrow.parquet", f"data: {self.name} is Parquet", install="pyarrow")
+        parquet = optional_package("pyarrow.parquet", "data", f"{self.name} is Parquet", install="pyarrow")
         try:
             return parquet.ParquetFile(self.path)
         except ValueError as error:  # pyarrow's own errors are ValueErrors
-            raise ValueError(f"{self.name}: not a Parquet file ({first_line(error)}); correct or remove it") from None
+            raise UserError(self.name, f"not a Parquet file ({first_line(error)})", "correct or remove it") from None
 
     def first_row(self) -> dict[str, Any] | None:
         batch = next(self._open().iter_batches(batch_size=1), None)
@@ -231,11 +233,11 @@ class HubSource(RecordSource):
         yield from self._numbered(parts, len(wanted))
 
 
-def optional_package(module: str, reason: str, *, install: str) -> Any:
+def optional_package(module: str, setting: str, reason: str, *, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ValueError(f"{reason}, which needs {install}; pip install {install}") from None
+        raise UserError(setting, f"{reason}, which needs {install}", f"pip install {install}") from None
 
 
 def record_of(record: Record) -> dict[str, Any]:
@@ -248,7 +250,7 @@ def open_sources(
     """The sources behind paths, folders and Hub ids, in the order given; a folder's files sorted by path."""
     entries = [data] if isinstance(data, (str, Path)) else list(data)
     if not entries:
-        raise ValueError("data: nothing given; give a file, a folder or a Hub id")
+        raise UserError("data", "nothing given", "give a file, a folder or a Hub id")
     found: list[RecordSource | Path] = []
     bases: list[Path] = []
     for entry in entries:
@@ -266,7 +268,7 @@ def open_sources(
                 found.append(_hub_dataset(str(entry), split, subset))
         except (OSError, RuntimeError) as error:  # a name too long, no permission, no such user
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"data: {shortened(str(entry))} cannot be read ({reason}); give another") from None
+            raise UserError("data", f"{shortened(str(entry))} cannot be read ({reason})", "give another") from None
     # What names a sample must not change when the folder is moved, or when a file is added to it.
     base = os.path.commonpath(bases) if bases else ""
     sources = [
@@ -275,7 +277,7 @@ def open_sources(
     ]
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
-            raise ValueError(f"data: {name} is given twice; give each file once")
+            raise UserError("data", f"{name} is given twice", "give each file once")
     return sources
 
 
@@ -284,14 +286,14 @@ def _files_below(folder: Path) -> list[Path]:
     visible = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
     found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and not (folder / path).is_dir())
     if not found:
-        raise ValueError(f"data: the folder {folder} has no {', '.join(SUFFIXES)} file; give one that has")
+        raise UserError("data", f"the folder {folder} has no {', '.join(SUFFIXES)} file", "give one that has")
     return found
 
 
 def _file_source(path: Path, name: str) -> FileSource:
     if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"data: {path} ends in {path.suffix!r}; give a {', '.join(SUFFIXES)} file, or a folder of them"
+        raise UserError(
+            "data", f"{path} ends in {path.suffix!r}", f"give a {', '.join(SUFFIXES)} file, or a folder of them"
         )
     if path.suffix == ".parquet":
         return ParquetFile(path, name)
@@ -305,25 +307,26 @@ def _file_source(path: Path, name: str) -> FileSource:
 
 
 def _saved_dataset(folder: Path, split: str) -> HubSource:
-    datasets = optional_package("datasets", f"data: {folder} was saved by datasets", install="datasets")
+    datasets = optional_package("datasets", "data", f"{folder} was saved by datasets", install="datasets")
     loaded = datasets.load_from_disk(str(folder))
     if isinstance(loaded, dict):
         if split not in loaded:
-            raise ValueError(f"data.split: {split!r} is not in {folder}; set it to one of {', '.join(loaded)}")
+            raise UserError("data.split", f"is not in {folder}", f"set it to one of {', '.join(loaded)}", value=split)
         return HubSource(loaded[split], f"{folder.name}/{split}")
     return HubSource(loaded, folder.name)
 
 
 def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
     if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise ValueError(f"data: {name} does not exist; give a file, a folder or a Hub id")
-    datasets = optional_package("datasets", f"data: {name} is not on this disk, so a Hub id", install="datasets")
+        raise UserError("data", f"{name} does not exist", "give a file, a folder or a Hub id")
+    datasets = optional_package("datasets", "data", f"{name} is not on this disk, so a Hub id", install="datasets")
     check_name(name, "data", "dataset")
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"data: {name} (data.subset {subset}, data.split {split}) did not load from the Hub "
-            f"({first_line(error)}); correct the name, data.subset or data.split"
+        raise UserError(
+            "data",
+            f"{name} (data.subset {subset}, data.split {split}) did not load from the Hub ({first_line(error)})",
+            "correct the name, data.subset or data.split",
         ) from error
     return HubSource(loaded, "/".join(filter(None, (name, subset, split))))

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from padfree.data.records import SkippedRow
 from padfree.data.sources import FileSource, RecordSource
+from padfree.errors import UserError
 
 FORMAT = 2
 _SETTLED_NANOSECONDS = 2_000_000_000
@@ -104,9 +105,10 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"cache: {error.filename or folder} cannot be written ({error.strerror or error}); free space there, or "
-            "set PADFREE_CACHE to another folder"
+        raise UserError(
+            "cache",
+            f"{error.filename or folder} cannot be written ({error.strerror or error})",
+            "free space there, or set PADFREE_CACHE to another folder",
         ) from error
 
 
@@ -241,7 +243,7 @@ def find_or_build(
     # A process that is being spawned imports the script that started it. If that leads here, it would wait for the
     # lock of the very process that waits for it. multiprocessing itself tells by this attribute.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ValueError("num_workers: the script loads its data on import; put it under if __name__ == '__main__'")
+        raise UserError("num_workers", "the script loads its data on import", "put it under if __name__ == '__main__'")
     with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache / f"{key}.lock"):
@@ -256,7 +258,7 @@ def find_or_build(
             with writing(cache):
                 beside.chmod(0o777 & ~_umask())
                 beside.rename(folder)
-        except (OSError, ValueError):
+        except (OSError, UserError):
             # On a file system without locks another process may have been first; both built the same.
             if not intact(folder):
                 raise
@@ -308,14 +310,14 @@ def _umask() -> int:
 def read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.exists():
-        raise ValueError(f"cache: {folder} has no metadata.json; delete the folder, it will be made anew")
+        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder, it will be made anew")
     try:
         metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = isinstance(metadata["format"], int)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cache: {path} is damaged ({error}); delete the folder, it will be made anew") from None
+        raise UserError("cache", f"{path} is damaged ({error})", "delete the folder, it will be made anew") from None
     if not known or metadata["format"] != FORMAT:
-        raise ValueError(f"cache: {folder} has format {metadata['format']}, not {FORMAT}; tokenise the data again")
+        raise UserError("cache", f"{folder} has format {metadata['format']}, not {FORMAT}", "tokenise the data again")
     return metadata
 
 
@@ -330,7 +332,9 @@ def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"cache: {path} is damaged ({error}); delete {folder}, it will be made anew") from None
+        raise UserError("cache", f"{path} is damaged ({error})", f"delete {folder}, it will be made anew") from None
     if array.shape != shape:
-        raise ValueError(f"cache: {path} has shape {array.shape}, not {shape}; delete {folder}, it will be made anew")
+        raise UserError(
+            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}, it will be made anew"
+        )
     return array

@@ -27,7 +27,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from padfree.config.rules import shown_error
+from padfree.errors import UserError, shown_error
 
 Span = tuple[int, int]
 
@@ -291,16 +291,16 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 @lru_cache(maxsize=64)
 def compiled(source: str, day: datetime.date) -> Any:
-    """The template of jinja2. Everything that can be wrong with its text is a ValueError of one line."""
+    """The template of jinja2. Everything that can be wrong with its text is a UserError of one line."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if len(source) > MAX_SOURCE:
-        raise ValueError(f"data.chat_template: {len(source)} characters; expected at most {MAX_SOURCE}")
+        raise UserError("data.chat_template", f"{len(source)} characters", f"expected at most {MAX_SOURCE}")
     environment = BoundedEnvironment(_compile_jinja_template("").environment, day)
     try:
         return environment.from_string(source)
     except (TemplateError, RecursionError, SyntaxError) as error:
-        raise ValueError(f"data.chat_template: {shown_error(error)}; correct the template") from None
+        raise UserError("data.chat_template", f"{shown_error(error)}", "correct the template") from None
 
 
 @lru_cache(maxsize=64)

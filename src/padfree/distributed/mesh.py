@@ -44,6 +44,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from padfree.config.processes import Processes, processes_of
 from padfree.distributed.peers import PeerLostError, failing_together
+from padfree.errors import UserError
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds."""
@@ -95,17 +96,17 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     "auto". Does nothing but choose the device if the processes have met before.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device: {device!r}; choose auto, cpu or cuda")
+        raise UserError("device", "", "choose auto, cpu or cuda", value=device)
     if not 0 < timeout <= LONGEST_TIMEOUT:
-        raise ValueError(f"timeout: {timeout} s; give more than 0, and {LONGEST_TIMEOUT:.0e} at most")
+        raise UserError("timeout", f"{timeout} s", f"give more than 0, and {LONGEST_TIMEOUT:.0e} at most")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: 'cuda', but torch sees no GPU; choose cpu, or install a CUDA build of torch")
+        raise UserError("device", "'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     processes = processes_of(meet=not dist.is_initialized())
     local_rank = processes.local_rank
     if cuda and local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"LOCAL_RANK: {local_rank} on a machine of {torch.cuda.device_count()} GPUs; start one process per GPU"
+        raise UserError(
+            "LOCAL_RANK", f"{local_rank} on a machine of {torch.cuda.device_count()} GPUs", "start one process per GPU"
         )
     chosen = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -136,8 +137,8 @@ def _meeting(processes: Processes, timeout: float) -> Iterator[None]:
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:  # asked first: the store would ask again and again until the timeout
-        raise ValueError(
-            f"MASTER_ADDR: {host!r} is not known here ({error.strerror}); give the host of rank 0"
+        raise UserError(
+            "MASTER_ADDR", f"is not known here ({error.strerror})", "give the host of rank 0", value=host
         ) from None
     try:
         yield
@@ -147,17 +148,21 @@ def _meeting(processes: Processes, timeout: float) -> Iterator[None]:
         reason = " ".join(str(error).split())
         lowered = reason.lower()
         if "address already in use" in lowered or "eaddrinuse" in lowered:
-            raise ValueError(
-                f"MASTER_PORT: {port} is in use on this host; give a free port, the same to every process"
+            raise UserError(
+                "MASTER_PORT", f"{port} is in use on this host", "give a free port, the same to every process"
             ) from None
         if "clients joined" in lowered:
-            raise ValueError(
-                f"WORLD_SIZE: {processes.world}, but not as many processes came to {processes.address} within "
-                f"{timeout:g} s (run.timeout); start them all, with the same MASTER_ADDR and MASTER_PORT"
+            raise UserError(
+                "WORLD_SIZE",
+                f"{processes.world}, but not as many processes came to {processes.address} within {timeout:g} s "
+                "(run.timeout)",
+                "start them all, with the same MASTER_ADDR and MASTER_PORT",
             ) from None
-        raise ValueError(
-            f"MASTER_ADDR: rank {processes.rank} of {processes.world} did not meet the others at {processes.address} "
-            f"({reason[:200]}); start them all, with the same MASTER_ADDR and MASTER_PORT"
+        raise UserError(
+            "MASTER_ADDR",
+            f"rank {processes.rank} of {processes.world} did not meet the others at {processes.address} "
+            f"({reason[:200]})",
+            "start them all, with the same MASTER_ADDR and MASTER_PORT",
         ) from None
 
 
@@ -273,11 +278,12 @@ def make_mesh(
     world = dist.get_world_size()
     for name, size in (("context", context), ("replicate", replicate)):
         if size < 1:
-            raise ValueError(f"{name}: {size}; give 1 or more")
+            raise UserError(name, "", "give 1 or more", value=size)
     if world % (context * replicate):
-        raise ValueError(
-            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {world} processes; "
-            f"start a multiple of {context * replicate} processes, or lower one of them"
+        raise UserError(
+            "parallel.context",
+            f"{context} times parallel.replicate {replicate} does not divide {world} processes",
+            f"start a multiple of {context * replicate} processes, or lower one of them",
         )
     device = torch.device(device)
     groups = Groups(np.arange(world).reshape(replicate, -1, context), timeout)

@@ -33,6 +33,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
+from padfree.errors import UserError
+
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
 """Seconds. A process counts every POLL, or less often among very many: see `_Listener`."""
 _BLOCKS = itertools.count()  # the store outlives a block, and the next one must not find what ended it
@@ -98,7 +100,7 @@ def failing_together() -> Iterator[None]:
         line = " ".join(str(error).split())
         with sigterm_ignored():
             if not _is_loss(error):
-                name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 listener.tell(f"stopped, because {_named([rank], hosts)} failed: {name}{line}")
                 time.sleep(LINGER)  # the store may be this process's; the others must hear of it before it is gone
                 raise
@@ -221,12 +223,12 @@ class _Listener(threading.Thread):
         return [store.get(f"{self._key}/count/{rank}").decode() for rank in range(self._world)]
 
 
-def raise_together(error: str | None, group: ProcessGroup | None = None) -> None:
-    """`ValueError` on every rank if any has an error, so that nobody goes on and waits for a rank that ended."""
-    errors: list[str | None] = [error]
+def raise_together(error: UserError | str | None, group: ProcessGroup | None = None) -> None:
+    """Raise a `UserError` on every rank if any rank has one, or its line: no rank must wait for one that has ended."""
+    errors: list[UserError | str | None] = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size(group)
         dist.all_gather_object(errors, error, group=group)
-    for message in errors:
-        if message is not None:
-            raise ValueError(message)
+    for found in errors:
+        if found is not None:
+            raise found if isinstance(found, UserError) else UserError.of(found)

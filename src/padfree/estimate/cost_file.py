@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from padfree.config.inputs import check_regular
+from padfree.errors import UserError
 from padfree.packing import CostModel
 
 
@@ -15,11 +16,11 @@ def read_cost(path: str | Path) -> CostModel:
         cost = CostModel.from_json(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
-        raise ValueError(
-            f"batch.cost: {path} cannot be read ({reason}); make it with padfree plan --calibrate"
+        raise UserError(
+            "batch.cost", f"{path} cannot be read ({reason})", "make it with padfree plan --calibrate"
         ) from None
     except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"batch.cost: {path} is not a cost model; make it with padfree plan --calibrate") from None
+        raise UserError("batch.cost", f"{path} is not a cost model", "make it with padfree plan --calibrate") from None
     check_grows(cost, f"batch.cost: {path}")
     return cost
 
@@ -27,4 +28,4 @@ def read_cost(path: str | Path) -> CostModel:
 def check_grows(cost: CostModel, name: str) -> None:
     """Costs that do not depend on tokens plan nothing; noise can make a measurement look like that."""
     if not cost.linear and not cost.quadratic:
-        raise ValueError(f"{name}: the cost does not grow with tokens; measure again on an idle device")
+        raise UserError(name, "the cost does not grow with tokens", "measure again on an idle device")

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from padfree.arrays import need_whole
 from padfree.config.choices import HeadMemory
+from padfree.errors import UserError
 
 Memory = HeadMemory | int
 
@@ -48,7 +49,7 @@ def budget_bytes(memory: Memory) -> int:
     """The bytes a setting stands for."""
     if isinstance(memory, str):
         if memory not in BUDGETS:
-            raise ValueError(f"memory: {memory!r}; give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes")
+            raise UserError("memory", "", "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes", value=memory)
         return BUDGETS[memory]
     need_whole("memory", memory, 1, "give 'speed' (4 GiB), 'low' (1 GiB) or a number of bytes above 0")
     return memory

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from padfree.arrays import need_number, need_whole
 from padfree.batch import LmHead, need_tensor
 from padfree.config.choices import DivergenceKind
-from padfree.config.rules import check_choice
+from padfree.errors import UserError, check_choice
 from padfree.head import divergence as torch_divergence
 from padfree.head import elementwise as torch_elementwise
 from padfree.head.budget import Memory, plan_fused, rounded_up
@@ -266,23 +266,26 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
     for name, tensor in (("teacher_hidden", teacher_hidden), ("teacher weight", teacher.weight)):
         need_tensor(name, tensor)
         if tensor.dtype != hidden.dtype or tensor.device != hidden.device:
-            raise ValueError(
-                f"{name}: {tensor.dtype} on {tensor.device} while hidden is {hidden.dtype} on {hidden.device}; make "
-                "them one"
+            raise UserError(
+                name,
+                f"{tensor.dtype} on {tensor.device} while hidden is {hidden.dtype} on {hidden.device}",
+                "make them one",
             )
     rows, width = (teacher_hidden.shape, teacher.weight.shape[1:]) if teacher_hidden.ndim == 2 else ((), ())
     if rows != (len(hidden), *width):
-        raise ValueError(
-            f"teacher_hidden: shape {tuple(teacher_hidden.shape)} for {len(hidden)} rows and a weight of "
-            f"{tuple(teacher.weight.shape)}; give [N, E] and [V, E]"
+        raise UserError(
+            "teacher_hidden",
+            f"shape {tuple(teacher_hidden.shape)} for {len(hidden)} rows and a weight of {tuple(teacher.weight.shape)}",
+            "give [N, E] and [V, E]",
         )
     if len(teacher.weight) != len(student.weight):
-        raise ValueError(
-            f"teacher weight: a vocabulary of {len(teacher.weight):,}, the student has {len(student.weight):,}; give a "
-            "teacher with the student's vocabulary"
+        raise UserError(
+            "teacher weight",
+            f"a vocabulary of {len(teacher.weight):,}, the student has {len(student.weight):,}",
+            "give a teacher with the student's vocabulary",
         )
     if teacher.bias is not None and teacher.bias.dtype != hidden.dtype:
-        raise ValueError(f"teacher bias: {teacher.bias.dtype} while hidden is {hidden.dtype}; make them one")
+        raise UserError("teacher bias", f"{teacher.bias.dtype} while hidden is {hidden.dtype}", "make them one")
     need_number("teacher softcap", teacher.softcap or 1.0, SMALLEST, LARGEST, "give a number above 0, or None")
 
 
@@ -293,8 +296,9 @@ def _row_weights(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
         return torch.ones_like(scale)
     need_tensor("weights", weights)
     if weights.shape != hidden.shape[:1] or weights.device != hidden.device:
-        raise ValueError(
-            f"weights: shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} rows on {hidden.device}; "
-            "give one number per row there"
+        raise UserError(
+            "weights",
+            f"shape {tuple(weights.shape)} on {weights.device} for {len(hidden)} rows on {hidden.device}",
+            "give one number per row there",
         )
     return picked(weights.detach().to(scale.dtype), call.index)

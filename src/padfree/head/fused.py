@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from padfree.batch import LmHead
+from padfree.errors import UserError
 from padfree.head.budget import Memory
 from padfree.head.chunks import Gradients, chunked_gradients
 from padfree.head.elementwise import Softmax, Upstream
@@ -69,8 +70,8 @@ def fused_loss(
     The other arguments are those of `score`.
     """
     if not callable(token_loss):
-        raise ValueError(
-            f"token_loss: {token_loss!r}; give a function of (logprobs, entropy, rows), see make_token_loss"
+        raise UserError(
+            "token_loss", "", "give a function of (logprobs, entropy, rows), see make_token_loss", value=token_loss
         )
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
@@ -106,10 +107,10 @@ class _Terms:
         rows = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
         losses: object = self.token_loss(logprobs, entropy, rows)
         if not isinstance(losses, Tensor):
-            raise ValueError(f"token_loss: returned a {type(losses).__name__}; return a tensor of one loss per row")
+            raise UserError("token_loss", f"returned a {type(losses).__name__}", "return a tensor of one loss per row")
         if losses.shape != logprobs.shape:
-            raise ValueError(
-                f"token_loss: loss of shape {tuple(losses.shape)} for {len(logprobs)} rows; return one per row"
+            raise UserError(
+                "token_loss", f"loss of shape {tuple(losses.shape)} for {len(logprobs)} rows", "return one per row"
             )
         self.losses.append(losses.detach())
         return losses
@@ -122,7 +123,9 @@ class _Terms:
                 leaves.append(softmax.entropy.detach().requires_grad_())
             losses = self.evaluate(leaves[0], leaves[1] if len(leaves) > 1 else None, start)
             if not losses.requires_grad:
-                raise ValueError("token_loss: its result carries no gradient; compute it from logprobs, not detached")
+                raise UserError(
+                    "token_loss", "its result carries no gradient", "compute it from logprobs, not detached"
+                )
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
         # The gradient of a sum is one number expanded; kernels want as many as there are rows.
         logprobs, *entropy = (gradient.contiguous() for gradient in gradients)

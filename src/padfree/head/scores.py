@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from padfree.arrays import need_number, need_whole
 from padfree.batch import IGNORE, LmHead, need_tensor
+from padfree.errors import UserError
 from padfree.head import elementwise as torch_elementwise
 from padfree.head import matmuls
 from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
@@ -98,7 +99,7 @@ def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | No
     given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
     for name, is_given in given.items():
         if is_given:
-            raise ValueError(f"{name}: given beside an LmHead, which has its own; leave it out")
+            raise UserError(name, "given beside an LmHead, which has its own", "leave it out")
     return weight
 
 
@@ -250,25 +251,27 @@ def prepare(
 
 def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"hidden: {hidden.dtype}; give bfloat16, float32 or float64")
+        raise UserError("hidden", "", "give bfloat16, float32 or float64", value=hidden.dtype)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or not len(weight):
-        raise ValueError(
-            f"hidden, weight: shapes {tuple(hidden.shape)} and {tuple(weight.shape)}; give [N, D] and [V, D]"
+        raise UserError(
+            "hidden, weight", f"shapes {tuple(hidden.shape)} and {tuple(weight.shape)}", "give [N, D] and [V, D]"
         )
     if labels.shape != hidden.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(
-            f"labels: {labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} rows; give one integer per row"
+        raise UserError(
+            "labels",
+            f"{labels.dtype} of shape {tuple(labels.shape)} for {len(hidden)} rows",
+            "give one integer per row",
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias: shape {tuple(bias.shape)} for {len(weight)} vocabulary entries; give one number per entry"
+        raise UserError(
+            "bias", f"shape {tuple(bias.shape)} for {len(weight)} vocabulary entries", "give one number per entry"
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
-            raise ValueError(f"{name}: {tensor.dtype} while hidden is {hidden.dtype}; cast one to the other's dtype")
+            raise UserError(name, f"{tensor.dtype} while hidden is {hidden.dtype}", "cast one to the other's dtype")
     for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name}: on {tensor.device} while hidden is on {hidden.device}; move it there")
+            raise UserError(name, f"on {tensor.device} while hidden is on {hidden.device}", "move it there")
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -278,12 +281,13 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
         return hidden.new_full((len(hidden),), 1 / temperature, dtype=dtype)
     need_tensor("temperature", temperature)
     if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
-        raise ValueError(
-            f"temperature: shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for "
-            f"{len(hidden)} rows; give one number, or one per row that needs no gradient"
+        raise UserError(
+            "temperature",
+            f"shape {tuple(temperature.shape)}, requires_grad {temperature.requires_grad}, for {len(hidden)} rows",
+            "give one number, or one per row that needs no gradient",
         )
     if temperature.device.type == "cpu" and not (temperature > 0).all():
-        raise ValueError(f"temperature: {temperature.min().item()} in a row; give numbers above 0")
+        raise UserError("temperature", f"{temperature.min().item()} in a row", "give numbers above 0")
     return temperature.to(dtype).reciprocal()
 
 
@@ -295,7 +299,9 @@ def _labelled_rows(labels: Tensor, num_labels: int | None) -> tuple[Tensor | Non
         return (None if len(index) == len(labels) else index), None
     count = labelled.sum()
     if not 0 <= num_labels <= len(labels) or (labels.device.type == "cpu" and int(count) != num_labels):
-        raise ValueError(f"num_labels: {num_labels} for {len(labels)} labels; give the number that are not {IGNORE}")
+        raise UserError(
+            "num_labels", f"{num_labels} for {len(labels)} labels", f"give the number that are not {IGNORE}"
+        )
     poison = torch.where(count == num_labels, 0.0, float("nan"))
     if num_labels == len(labels):
         return None, poison
@@ -308,7 +314,9 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
     if outside.any():
         label = int(picked_labels[outside][0])
         row = int((labels == label).nonzero()[0, 0])
-        raise ValueError(f"labels: {label} at row {row} for a vocabulary of {vocabulary}; give 0 to {vocabulary - 1}")
+        raise UserError(
+            "labels", f"{label} at row {row} for a vocabulary of {vocabulary}", f"give 0 to {vocabulary - 1}"
+        )
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
@@ -322,13 +330,13 @@ def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
     if backend == "chunked":
         return torch_elementwise
     if backend != "triton":
-        raise ValueError(f"backend: {backend!r}; give 'auto', 'reference', 'chunked' or 'triton'")
+        raise UserError("backend", "", "give 'auto', 'reference', 'chunked' or 'triton'", value=backend)
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("backend: 'triton', which is not installed; install triton or use 'chunked'")
+        raise UserError("backend", "'triton', which is not installed", "install triton or use 'chunked'")
     if hidden.dtype == torch.float64:
-        raise ValueError("backend: 'triton' with float64; use 'chunked'")
+        raise UserError("backend", "'triton' with float64", "use 'chunked'")
     from padfree.head import triton_elementwise as kernels
 
     if not is_cuda and not kernels.is_interpreted():
-        raise ValueError(f"backend: 'triton' on {hidden.device.type}; use 'chunked', or set TRITON_INTERPRET=1")
+        raise UserError("backend", f"'triton' on {hidden.device.type}", "use 'chunked', or set TRITON_INTERPRET=1")
     return kernels

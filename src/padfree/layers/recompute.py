@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.config.choices import Checkpointing
+from padfree.errors import UserError
 from padfree.layers.passes.nodes import MATMULS
 
 Kept = Literal["none", "input", "selective", "host"]
@@ -45,8 +46,11 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)
     for layer in layers:
         if not isinstance(layer, GradientCheckpointingLayer):
-            raise ValueError(
-                f"parallel.checkpointing: {mode!r}, but {type(layer).__name__} cannot be recomputed; set it to none"
+            raise UserError(
+                "parallel.checkpointing",
+                f", but {type(layer).__name__} cannot be recomputed",
+                "set it to none",
+                value=mode,
             )
         layer.gradient_checkpointing = True
         # A plain attribute of the class: nn.Module's own setattr is typed for tensors and modules.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from padfree.batch import need_tensor
+from padfree.errors import UserError
 
 
 def quantity(name: str, values: Tensor) -> Tensor:
@@ -45,13 +46,13 @@ def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
     """An index that torch takes for one: int32 or int64. `size`: the entries are 0 to size - 1."""
     need_tensor(name, values)
     if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"{name}: {values.dtype}; give integers, such as {name}.long()")
+        raise UserError(name, "", f"give integers, such as {name}.long()", value=values.dtype)
     if values.dtype not in (torch.int32, torch.int64):
         values = values.long()  # torch reads uint8 as a mask
     if size is not None and values.device.type == "cpu" and values.numel():
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= size:
-            raise ValueError(f"{name}: {low if low < 0 else high} with {size} in all; give 0 up to {max(size - 1, 0)}")
+            raise UserError(name, f"{low if low < 0 else high} with {size} in all", f"give 0 up to {max(size - 1, 0)}")
     return values
 
 
@@ -59,7 +60,7 @@ def mask(name: str, values: Tensor) -> Tensor:
     """A bool tensor."""
     need_tensor(name, values)
     if values.dtype != torch.bool:
-        raise ValueError(f"{name}: {values.dtype}; give bools, such as {name}.bool()")
+        raise UserError(name, "", f"give bools, such as {name}.bool()", value=values.dtype)
     return values
 
 
@@ -67,4 +68,4 @@ def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Every tensor has one entry for each of `length` things."""
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):
-            raise ValueError(f"{name}: shape {tuple(values.shape)} for {length} {reference}; give one entry each")
+            raise UserError(name, f"shape {tuple(values.shape)} for {length} {reference}", "give one entry each")

@@ -19,6 +19,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from padfree.config.loss_settings import PolicySettings, SFTSettings
+from padfree.errors import UserError
 from padfree.losses import policy
 from padfree.losses.segments import Reduce, no_reduce
 from padfree.losses.sft import sft_loss
@@ -33,7 +34,7 @@ def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Red
     given: tuple[object, object] = (inputs, settings)
     if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
         kinds = " and ".join(type(part).__name__ for part in given)
-        raise ValueError(f"inputs, settings: {kinds}; give LossInputs and one of PolicySettings, SFTSettings")
+        raise UserError("inputs, settings", f"{kinds}", "give LossInputs and one of PolicySettings, SFTSettings")
     if isinstance(settings, SFTSettings):
         return sft_loss(inputs)
     return policy.policy_loss(inputs, settings, reduce=reduce)
@@ -55,7 +56,7 @@ def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: 
     Statistics: `compute_loss` of the scores without gradient gives them.
     """
     if not is_elementwise(settings):
-        raise ValueError(f"settings: {settings} is not elementwise; compute scores first and call compute_loss")
+        raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")
     if isinstance(settings, SFTSettings):
         weights = inputs.weights
         return lambda logprobs, entropy, rows: -weights[rows] * logprobs

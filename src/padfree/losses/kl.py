@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from padfree.config.choices import KLEstimator
+from padfree.errors import UserError
 from padfree.losses import checks
 
 LOG_RATIO_BOUND = 20.0
@@ -38,4 +39,4 @@ def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimato
         if estimator == "k3":
             return divergence
         return divergence.clamp(min=-LOW_VARIANCE_BOUND, max=LOW_VARIANCE_BOUND)
-    raise ValueError(f"kl_estimator: {estimator!r}; use one of k1, k2, k3, low_var_kl")
+    raise UserError("kl_estimator", "", "use one of k1, k2, k3, low_var_kl", value=estimator)

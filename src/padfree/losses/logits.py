@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from padfree.arrays import need_number
+from padfree.errors import UserError
 from padfree.losses import checks
 
 CHUNK_ELEMENTS = 1 << 24
@@ -33,8 +34,8 @@ def score_logits(
     checks.quantity("logits", logits)
     labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; give one label per row"
+        raise UserError(
+            "labels", f"shape {tuple(labels.shape)} for logits {tuple(logits.shape)}", "give one label per row"
         )
     need_number("temperature", temperature, sys.float_info.min, sys.float_info.max, "give a positive number")
     logprobs, entropies = _ScoreLogits.apply(logits, labels, 1.0 / temperature, entropy)  # type: ignore[no-untyped-call]

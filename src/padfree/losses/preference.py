@@ -35,6 +35,7 @@ from torch.nn.functional import softplus
 
 from padfree.batch import SampleInfo
 from padfree.config.loss_settings import DPOSettings, RewardModelSettings
+from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
 from padfree.losses.types import LossInputs, LossOutput
@@ -125,21 +126,23 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
     """[P, 2] pairs of a row whose samples carry the pair as `group` and a higher `reward` on the chosen answer."""
     given: object = samples
     if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
-        raise ValueError(f"samples: {type(samples).__name__}; give those of a batch, batch.samples")
+        raise UserError("samples", f"{type(samples).__name__}", "give those of a batch, batch.samples")
     groups: dict[str | int | None, list[int]] = {}
     for place, info in enumerate(samples):
         groups.setdefault(info.group, []).append(place)
     pairs = []
     for group, places in groups.items():
         if group is None or len(places) != 2:
-            raise ValueError(
-                f"group: {group!r} on {len(places)} samples of a row; "
-                "give both answers of a pair, and no others, one group and keep them on one row"
+            raise UserError(
+                "group",
+                f"on {len(places)} samples of a row",
+                "give both answers of a pair, and no others, one group and keep them on one row",
+                value=group,
             )
         first, second = (samples[place].reward for place in places)
         if first is None or second is None or first == second:
-            raise ValueError(
-                f"reward: {first} and {second} in group {group!r}; give the chosen answer the higher reward"
+            raise UserError(
+                "reward", f"{first} and {second} in group {group!r}", "give the chosen answer the higher reward"
             )
         pairs.append(places if first > second else places[::-1])
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
@@ -164,8 +167,10 @@ def _pair_loss(
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
-        raise ValueError(
-            f"pairs: shape {tuple(pairs.shape)} for {len(pair_weights)} pair_weights; give (chosen, rejected) for each"
+        raise UserError(
+            "pairs",
+            f"shape {tuple(pairs.shape)} for {len(pair_weights)} pair_weights",
+            "give (chosen, rejected) for each",
         )
     totals, all_held = reduce(torch.stack([local.detach(), held], dim=1)).unbind(1)
     if means:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from padfree.batch import IGNORE, LocalBatch, PackedBatch
+from padfree.errors import UserError
 from padfree.losses import checks
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -97,11 +98,11 @@ class LossInputs:
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
-            raise ValueError(f"{name}: None, but {why} needs it; {GIVEN_BY.get(name, 'give one entry per token')}")
+            raise UserError(name, f"None, but {why} needs it", f"{GIVEN_BY.get(name, 'give one entry per token')}")
         values = checks.loss_input(name, values)
         if values.shape != self.mask.shape:
-            raise ValueError(
-                f"{name}: shape {tuple(values.shape)} for {len(self.mask)} tokens; give one entry per token"
+            raise UserError(
+                name, f"shape {tuple(values.shape)} for {len(self.mask)} tokens", "give one entry per token"
             )
         values = torch.where(self.mask, values, 0.0)
         return values if name in TRAINED else values.detach()

@@ -40,6 +40,7 @@ from torch import Tensor
 from padfree.arrays import host_array, integer_array, need_number, need_whole
 from padfree.batch import IGNORE, at_predictions
 from padfree.config.choices import WeightMode
+from padfree.errors import UserError
 from padfree.losses import checks
 from padfree.losses.segments import Reduce, no_reduce, segment_sum, spread
 
@@ -91,8 +92,8 @@ def batch_weights(
     scored = checks.index("labels", labels) != IGNORE
     if mode == "group-mean":
         if group_counts is None:
-            raise ValueError(
-                "group_counts: None for weights 'group-mean'; give the scored tokens of each sample's group"
+            raise UserError(
+                "group_counts", "None for weights 'group-mean'", "give the scored tokens of each sample's group"
             )
         sizes = checks.wide("group_counts", group_counts)
     elif mode in ("sample-mean", "sum-of-sample-mean"):
@@ -121,7 +122,7 @@ def weight_divisor(
         assert constant is not None
         return float(constant)
     if constant is not None:
-        raise ValueError(f"constant: {constant} for weights {mode!r}; leave it out, or use weights 'constant'")
+        raise UserError("constant", f"{constant} for weights {mode!r}", "leave it out, or use weights 'constant'")
     if mode == "sum-of-sample-mean":
         return 1.0
     if mode == "token-mean":
@@ -154,8 +155,10 @@ def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDAr
 def _checked_mask(mask: ArrayLike, index: int) -> NDArray[np.bool_]:
     array = host_array(mask, "masks")
     if array.ndim != 1 or not (array.dtype.kind == "b" or np.isin(array, (0, 1)).all()):
-        raise ValueError(
-            f"masks: {array.dtype} array of shape {array.shape} at index {index}; give one bool (or 0 and 1) per token"
+        raise UserError(
+            "masks",
+            f"{array.dtype} array of shape {array.shape} at index {index}",
+            "give one bool (or 0 and 1) per token",
         )
     return array.astype(np.bool_, copy=False)
 
@@ -163,7 +166,7 @@ def _checked_mask(mask: ArrayLike, index: int) -> NDArray[np.bool_]:
 def _checked_counts(counts: ArrayLike) -> NDArray[np.int64]:
     array = integer_array(counts, "counts")
     if array.min(initial=0) < 0:
-        raise ValueError(f"counts: {array.min()} among them; give whole numbers of 0 or more")
+        raise UserError("counts", f"{array.min()} among them", "give whole numbers of 0 or more")
     return array
 
 
@@ -202,13 +205,13 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
     """[B] groups numbered in the order they first appear; names of any hashable kind."""
     if groups is None or len(groups) != num_samples:
         given = None if groups is None else len(groups)
-        raise ValueError(
-            f"groups: {given} for {num_samples} samples; weights 'group-mean' need the group of each sample"
+        raise UserError(
+            "groups", f"{given} for {num_samples} samples", "weights 'group-mean' need the group of each sample"
         )
     numbers: dict[Hashable, int] = {}
     for place, group in enumerate(groups):
         if group is None:
-            raise ValueError(f"groups: None at index {place}; weights 'group-mean' need the group of each sample")
+            raise UserError("groups", f"None at index {place}", "weights 'group-mean' need the group of each sample")
         numbers.setdefault(group, len(numbers))
     return np.fromiter((numbers[group] for group in groups), dtype=np.int64, count=num_samples)
 
@@ -216,7 +219,7 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
     """[B] units numbered in the order they first appear; each None is a unit of its own."""
     if len(units) != num_samples:
-        raise ValueError(f"units: {len(units)} for {num_samples} samples; give the unit of each sample, or None")
+        raise UserError("units", f"{len(units)} for {num_samples} samples", "give the unit of each sample, or None")
     numbers: dict[Hashable, int] = {}
     keys = [("alone", place) if unit is None else ("unit", unit) for place, unit in enumerate(units)]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
@@ -224,4 +227,4 @@ def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[n
 
 def _check_mode(mode: str) -> None:
     if mode not in WEIGHT_MODES:
-        raise ValueError(f"weights: unknown mode {mode!r}; use one of {', '.join(WEIGHT_MODES)}")
+        raise UserError("weights", f"unknown mode {mode!r}", f"use one of {', '.join(WEIGHT_MODES)}")

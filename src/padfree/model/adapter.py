@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.attention import BACKENDS
 from padfree.batch import LmHead
+from padfree.errors import UserError
 from padfree.model.interface import check_inputs, is_attached, mark_chunked_layers, register
 from padfree.model.mixers import install
 from padfree.model.outputs import base_of, described_head
@@ -142,17 +143,17 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     Without `fast_mixers` layers that carry a state run one sample at a time, whatever is installed.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: {type(model).__name__}; give the transformers model itself, before it is wrapped")
+        raise UserError("model", f"{type(model).__name__}", "give the transformers model itself, before it is wrapped")
     name = type(model).__name__
     if isinstance(model, FSDPModule):
-        raise ValueError(f"model: {name} is sharded already; attach first, then fully_shard")
+        raise UserError("model", f"{name} is sharded already", "attach first, then fully_shard")
     if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r}; choose auto or one of {', '.join(BACKENDS)}")
+        raise UserError("backend", "", f"choose auto or one of {', '.join(BACKENDS)}", value=backend)
     reason = unsupported(model.config)
     verdict = None if reason else probe(_probed(model))
     if verdict is None or verdict.leak:
-        raise ValueError(
-            f"model: {name} cannot be trained packed: {reason or (verdict and verdict.leak)}; {PADDED_CURE}"
+        raise UserError(
+            "model", f"{name} cannot be trained packed: {reason or (verdict and verdict.leak)}", f"{PADDED_CURE}"
         )
     install(model, verdict.mixers, fast=fast_mixers)
     mark_chunked_layers(model)
@@ -173,17 +174,18 @@ def _probed(model: PreTrainedModel) -> PreTrainedModel:
 def check_stock_packing(model: PreTrainedModel) -> None:
     """Refuse a model that cannot be trained packed with the attention of transformers that it uses."""
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: {type(model).__name__}; give the transformers model itself, before it is wrapped")
+        raise UserError("model", f"{type(model).__name__}", "give the transformers model itself, before it is wrapped")
     name = type(model).__name__
     if is_attached(model.config):
-        raise ValueError(
-            f"model: {name} is attached, its calls need an attn_context; "
-            "take it off with model.set_attn_implementation('sdpa')"
+        raise UserError(
+            "model",
+            f"{name} is attached, its calls need an attn_context",
+            "take it off with model.set_attn_implementation('sdpa')",
         )
     reason = unsupported(model.config) or stock_leak(model)
     if reason:
-        raise ValueError(
-            f"model: {name} with transformers' own attention cannot be trained packed: {reason}; {PADDED_CURE}"
+        raise UserError(
+            "model", f"{name} with transformers' own attention cannot be trained packed: {reason}", f"{PADDED_CURE}"
         )
 
 
@@ -225,6 +227,6 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
     head = described_head(model)
     reason = None if model in _PLAIN_HEADS else probe(model).head
     if reason or head is None:
-        raise ValueError(f"model: {type(model).__name__} has no plain head: {reason}; use the model's own logits")
+        raise UserError("model", f"{type(model).__name__} has no plain head: {reason}", "use the model's own logits")
     _PLAIN_HEADS.add(model)
     return head

@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from padfree.distributed import raise_together
+from padfree.errors import UserError
 from padfree.model.finite import nonfinite_tensor
 from padfree.model.load import clean_name, keep_in_float32, named_tensors
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
@@ -125,7 +126,7 @@ def export_adapters(
     raise_together(_occupied(folder) if first else None)
     found = {name: gathered(tensor) for name, tensor in named_tensors(model).items() if is_adapter(name)}
     if not found:
-        raise ValueError(f"export: {type(model).__name__} has no adapters; export the model")
+        raise UserError("export", f"{type(model).__name__} has no adapters", "export the model")
 
     def write(beside: Path) -> None:
         config = copy.deepcopy(model.peft_config[ADAPTER])

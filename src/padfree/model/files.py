@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from padfree.config.choices import Init
+from padfree.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
@@ -52,18 +53,18 @@ def open_model(
     if downloaded:
         path = _download(str(source), trust_remote_code, weights=init == "weights")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"model: {path} has no config.json; give a Hugging Face model folder")
+        raise UserError("model", f"{path} has no config.json", "give a Hugging Face model folder")
     config = read_config(path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"model: {source} is quantized; give the weights it was made from, these cannot be trained")
+        raise UserError("model", f"{source} is quantized", "give the weights it was made from, these cannot be trained")
     if init == "random" or not path.is_dir():
         return config, None
     files = weight_files(path)
     if files is None and downloaded:
-        raise ValueError(f"model: {source} has no safetensors on the Hub; convert its weights to safetensors")
+        raise UserError("model", f"{source} has no safetensors on the Hub", "convert its weights to safetensors")
     if files is None:
         random = "" if init_setting is None else f", or ask for random ones with {init_setting}=random"
-        raise ValueError(f"model: {path} has no weights ({WEIGHTS} or {INDEX}); copy or download them{random}")
+        raise UserError("model", f"{path} has no weights ({WEIGHTS} or {INDEX})", f"copy or download them{random}")
     return config, files
 
 
@@ -72,8 +73,8 @@ def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config may hold anything, and each class finds out in its own way
-        raise ValueError(
-            f"model: the config of {path} cannot be used ({one_line(error)}); give that of a causal language model"
+        raise UserError(
+            "model", f"the config of {path} cannot be used ({one_line(error)})", "give that of a causal language model"
         ) from None
     assert isinstance(config, PreTrainedConfig)
     return config
@@ -103,15 +104,17 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
         with opened(folder / WEIGHTS) as file:
             return dict.fromkeys(file.keys(), folder / WEIGHTS)
     if shards:
-        raise ValueError(
-            f"model: {folder / shards[0]} is one of several, but {INDEX}, which names them, is not there; copy or "
-            "download it again"
+        raise UserError(
+            "model",
+            f"{folder / shards[0]} is one of several, but {INDEX}, which names them, is not there",
+            "copy or download it again",
         )
     others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
     if others:
-        raise ValueError(
-            f"model: {folder} has {others[0]} but no {WEIGHTS}; only safetensors are read (pickles can run code), "
-            "convert the weights with save_pretrained"
+        raise UserError(
+            "model",
+            f"{folder} has {others[0]} but no {WEIGHTS}",
+            "only safetensors are read (pickles can run code), convert the weights with save_pretrained",
         )
     return None
 
@@ -122,12 +125,13 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
     named = sorted(set(mapping.values()))
     for file in named:
         if Path(file).name != file or not (folder / file).exists():
-            raise ValueError(f"model: {folder / file}, named in {INDEX}, is not there; copy or download it again")
+            raise UserError("model", f"{folder / file}, named in {INDEX}, is not there", "copy or download it again")
     for file in [*shards, *([WEIGHTS] if (folder / WEIGHTS).exists() else [])]:
         if file not in named:
-            raise ValueError(
-                f"model: {folder / file} is not named in {INDEX}; remove what does not belong to the model, the file "
-                "or the index"
+            raise UserError(
+                "model",
+                f"{folder / file} is not named in {INDEX}",
+                "remove what does not belong to the model, the file or the index",
             )
     found: dict[str, Path] = {}
     for file in named:
@@ -135,8 +139,8 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
             held = set(content.keys())
         for name in sorted(name for name, place in mapping.items() if place == file):
             if name not in held:
-                raise ValueError(
-                    f"model: {name} is not in {folder / file}, where {INDEX} has it; copy or download both again"
+                raise UserError(
+                    "model", f"{name} is not in {folder / file}, where {INDEX} has it", "copy or download both again"
                 )
         if partial:
             held &= mapping.keys()
@@ -152,7 +156,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], bool]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         mapping = metadata = None
     if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
-        raise ValueError(f"model: {path} has no weight_map of tensors and files; copy or download it again")
+        raise UserError("model", f"{path} has no weight_map of tensors and files", "copy or download it again")
     return mapping, isinstance(metadata, dict) and bool(metadata.get(PARTIAL))
 
 
@@ -161,7 +165,9 @@ def opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"model: {path} cannot be read ({one_line(error)}); copy or download the file again") from None
+        raise UserError(
+            "model", f"{path} cannot be read ({one_line(error)})", "copy or download the file again"
+        ) from None
 
 
 def one_line(error: BaseException) -> str:
@@ -172,12 +178,13 @@ def _download(repository: str, trust_remote_code: bool, *, weights: bool) -> Pat
     from huggingface_hub import snapshot_download
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository) or repository.startswith("."):
-        raise ValueError(f"model: {repository} does not exist; give a model folder, a config file or a Hub id")
+        raise UserError("model", f"{repository} does not exist", "give a model folder, a config file or a Hub id")
     patterns = ["*.json", *(["*.safetensors"] if weights else []), *(["*.py"] if trust_remote_code else [])]
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model: {repository} is no folder here, and the Hub does not give it ({one_line(error)}); "
-            "correct the name, or give a folder"
+        raise UserError(
+            "model",
+            f"{repository} is no folder here, and the Hub does not give it ({one_line(error)})",
+            "correct the name, or give a folder",
         ) from None

@@ -30,6 +30,7 @@ from padfree.attention.operator import self_attention
 from padfree.attention.paths import path_attention
 from padfree.batch import AttnContext, Segments
 from padfree.cp import attend
+from padfree.errors import UserError
 
 NAME = "padfree"
 
@@ -62,7 +63,7 @@ def need_attached(model: PreTrainedModel) -> None:
     The name of the implementation is not enough, because a model can be given it without having been probed.
     """
     if not is_attached(model.config) or check_inputs not in model._forward_pre_hooks.values():
-        raise ValueError(f"model: {type(model).__name__} is not attached; call padfree.attach(model) first")
+        raise UserError("model", f"{type(model).__name__} is not attached", "call padfree.attach(model) first")
 
 
 def attention(
@@ -87,34 +88,44 @@ def attention(
     """[1, T, H, dv] and no attention weights. A backend named in the context wins over the model's own."""
     name = type(module).__name__
     if attn_context is None:
-        raise ValueError(
-            f"attn_context: did not reach {name}; its model drops keyword arguments and cannot be trained packed"
+        raise UserError(
+            "attn_context", f"did not reach {name}", "its model drops keyword arguments and cannot be trained packed"
         )
     if attention_mask is not None and attention_mask is not attn_context:  # a layer hands both kinds of mixers the same
-        raise ValueError(f"attention_mask: {name} made one; pass None, attn_context says which tokens belong together")
+        raise UserError(
+            "attention_mask", f"{name} made one", "pass None, attn_context says which tokens belong together"
+        )
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
-        raise ValueError(f"is_causal: False in {name}; only causal layers can be packed, use a decoder model")
+        raise UserError("is_causal", f"False in {name}", "only causal layers can be packed, use a decoder model")
     if dropout:
-        raise ValueError(f"dropout: {dropout} in {name}; set the config's attention dropout to 0, or call model.eval()")
+        raise UserError(
+            "dropout", f"{dropout} in {name}", "set the config's attention dropout to 0, or call model.eval()"
+        )
     if output_attentions:
-        raise ValueError("output_attentions: True; set it to False, attention weights are never formed")
+        raise UserError("output_attentions", "True", "set it to False, attention weights are never formed")
     if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window: {sliding_window} in {name}; set the config's window to None or 1 and more")
+        raise UserError(
+            "sliding_window", f"{sliding_window} in {name}", "set the config's window to None or 1 and more"
+        )
     for argument, content in others.items():
         if content is not None and argument not in UNRELATED_ARGUMENTS:
-            raise ValueError(f"{argument}: reached {name} and padfree does not know it; leave it out of the call")
+            raise UserError(argument, f"reached {name} and padfree does not know it", "leave it out of the call")
     if query.shape[0] != 1:
-        raise ValueError(f"input_ids: {query.shape[0]} rows; lay the samples end to end in one row with padfree.pack")
+        raise UserError(
+            "input_ids", f"{query.shape[0]} rows", "lay the samples end to end in one row with padfree.pack"
+        )
     if key.shape[2] != query.shape[2]:
-        raise ValueError(f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; training needs no cache")
+        raise UserError(
+            "past_key_values", f"{key.shape[2]} keys for {query.shape[2]} queries", "training needs no cache"
+        )
     if attn_context.backend != "auto":
         backend = attn_context.backend
     # Views, and views going back as well: the gradient of `states[0]` would be written to memory anew.
     q, k, v = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
     chunk = chunk_of(module)
     if (chunk is not None or counts_positions(module)) and attn_context.segments.parents is not None:
-        raise ValueError(
-            f"share_prefixes: {name} counts positions through the row; make the row with share_prefixes=False"
+        raise UserError(
+            "share_prefixes", f"{name} counts positions through the row", "make the row with share_prefixes=False"
         )
     if counts_positions(module):
         q = _scaled_by_position(module, q, attn_context, places)
@@ -159,9 +170,11 @@ def chunk_of(module: nn.Module) -> int | None:
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
     """The same row in segments of at most `chunk` tokens; positions restart in each sample, so chunks begin with it."""
     if context.layout is not None:
-        raise ValueError(
-            f"attention_chunk_size: {chunk} in {name}, with a sample of {context.segments.max_seqlen} tokens over "
-            f"{context.world} context ranks; use samples of at most {chunk} tokens, or one context rank"
+        raise UserError(
+            "attention_chunk_size",
+            f"{chunk} in {name}, with a sample of {context.segments.max_seqlen} tokens over {context.world} context "
+            "ranks",
+            f"use samples of at most {chunk} tokens, or one context rank",
         )
     lengths: list[int] = []
     for length in context.segments.lengths.tolist():
@@ -209,24 +222,24 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     name = type(model).__name__
     if len(args) > 1:
-        raise ValueError(f"{name}: {len(args)} positional arguments; pass LocalBatch.model_inputs() as keywords")
+        raise UserError(name, f"{len(args)} positional arguments", "pass LocalBatch.model_inputs() as keywords")
     # A model without positions may hand its base nothing but a mask, in whose place mixers get their context.
     handed = isinstance(kwargs.get("attention_mask"), AttnContext)
     if handed:
         kwargs = {**kwargs, "attn_context": kwargs["attention_mask"], "attention_mask": None}
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext):
-        raise ValueError(f"attn_context: missing in the call of {name}; pass what LocalBatch.model_inputs() gives")
+        raise UserError("attn_context", f"missing in the call of {name}", "pass what LocalBatch.model_inputs() gives")
     _check_length(args, kwargs, context)
     if kwargs.get("position_ids") is None and not handed:
-        raise ValueError("position_ids: missing, HF would count through the row; pass LocalBatch.model_inputs()")
+        raise UserError("position_ids", "missing, HF would count through the row", "pass LocalBatch.model_inputs()")
     for argument, cure in _REFUSED.items():
         if kwargs.get(argument) is not None:
-            raise ValueError(f"{argument}: given to {name}; {cure}")
+            raise UserError(argument, f"given to {name}", cure)
     for argument in ("use_cache", "output_attentions"):
         chosen = kwargs.get(argument)
         if getattr(config, argument, False) if chosen is None else chosen:
-            raise ValueError(f"{argument}: True in the call of {name}; pass {argument}=False, a packed row has none")
+            raise UserError(argument, f"True in the call of {name}", f"pass {argument}=False, a packed row has none")
     check_positions(position_limit(config), context.segments.num_positions)
 
 
@@ -240,8 +253,8 @@ def _check_length(args: tuple[Any, ...], kwargs: dict[str, Any], context: AttnCo
 def _need_tokens(num_tokens: int, context: AttnContext) -> None:
     expected = context.segments.num_tokens // context.world
     if num_tokens != expected:
-        raise ValueError(
-            f"attn_context: made for {expected} tokens, input_ids has {num_tokens}; pass both from one LocalBatch"
+        raise UserError(
+            "attn_context", f"made for {expected} tokens, input_ids has {num_tokens}", "pass both from one LocalBatch"
         )
 
 
@@ -255,9 +268,11 @@ _REFUSED = {
 def check_positions(limit: int | None, longest: int) -> None:
     """Refuse a row whose longest sample changes the rotary frequencies of the others; `limit` is `position_limit`."""
     if limit is not None and longest > limit:
-        raise ValueError(
-            f"rope_parameters: the frequencies of the whole row change when a sample is longer than {limit} tokens, "
-            f"and the longest here has {longest}; keep samples and pad within {limit}"
+        raise UserError(
+            "rope_parameters",
+            f"the frequencies of the whole row change when a sample is longer than {limit} tokens, and the longest "
+            f"here has {longest}",
+            f"keep samples and pad within {limit}",
         )
 
 

@@ -58,6 +58,7 @@ from transformers.utils import logging
 
 from padfree.config.choices import Init, ModelHead
 from padfree.distributed import raise_together
+from padfree.errors import UserError
 from padfree.model.files import one_line, open_model, opened
 from padfree.model.finite import nonfinite_tensor
 from padfree.model.lora import initial_values, is_adapter
@@ -98,9 +99,10 @@ def load_model(
     wrapper = None
     if (inner := language_config(config)) is not None:
         if head == "scalar":
-            raise ValueError(
-                f"model: {config.name_or_path or type(config).__name__} is made of several models, and gets no scalar "
-                "head; give the folder of a language model"
+            raise UserError(
+                "model",
+                f"{config.name_or_path or type(config).__name__} is made of several models, and gets no scalar head",
+                "give the folder of a language model",
             )
         if files is not None:
             wrapper = Wrapper(folder=next(iter(files.values())).parent, config=config)
@@ -118,8 +120,8 @@ def load_model(
     if shard is not None:
         shard(model)
     if apart := {tensor_name for tensor_name in named_tensors(model) if not is_adapter(tensor_name)} ^ dtypes.keys():
-        raise ValueError(
-            f"shard: takes {min(apart)} apart from what it is tied to; shard the two in one fully_shard unit"
+        raise UserError(
+            "shard", f"takes {min(apart)} apart from what it is tied to", "shard the two in one fully_shard unit"
         )
     ties = _ties(model)
     model.to_empty(device="cpu" if offload else device)
@@ -170,8 +172,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # the file may hold anything
-        raise ValueError(
-            f"model: {folder / 'generation_config.json'} cannot be read ({one_line(error)}); correct or remove it"
+        raise UserError(
+            "model", f"{folder / 'generation_config.json'} cannot be read ({one_line(error)})", "correct or remove it"
         ) from None
 
 
@@ -252,8 +254,8 @@ def opened_together(
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)
-    except ValueError as caught:
-        error = str(caught)
+    except UserError as caught:
+        error = caught
     raise_together(error)
     assert found is not None
     return found
@@ -268,10 +270,17 @@ def _from_config(
     if head == "scalar":
         return scalar_model(config, dtype, trust_remote_code)
     if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        raise ValueError(f"model: {config.model_type!r} is no causal language model of transformers; give one that is")
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+        raise UserError(
+            "model", "is no causal language model of transformers", "give one that is", value=config.model_type
+        )
+    try:
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a config may hold anything
+        raise UserError(
+            "model", f"no model can be made of its config ({one_line(error)})", "give that of a causal language model"
+        ) from error
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -300,9 +309,10 @@ def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
         runs.append({name: buffer.clone() for name, buffer in model.named_non_persistent_buffers()})
     for name, buffer in runs[0].items():
         if not torch.equal(buffer, runs[1][name]):
-            raise ValueError(
-                f"model: the _init_weights of {type(model).__name__} does not restore the buffer {name}; "
-                "add that to the model's code"
+            raise UserError(
+                "model",
+                f"the _init_weights of {type(model).__name__} does not restore the buffer {name}",
+                "add that to the model's code",
             )
     return runs[0]
 
@@ -341,17 +351,20 @@ def _read_slices(tensors: Mapping[str, Tensor], files: Mapping[str, Path], model
             if path not in open_files:
                 open_files[path] = opened(path)
             _read_one(open_files[path], name, tensor, path)
-    except (SafetensorError, OSError, ValueError) as caught:
-        error = str(caught) if isinstance(caught, ValueError) else f"model: {model_name}: {one_line(caught)}"
+    except UserError as caught:
+        error = caught
+    except (SafetensorError, OSError) as caught:
+        error = UserError("model", f"{model_name}: {one_line(caught)}", "copy or download the weights again")
     raise_together(error)
 
 
 def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise ValueError(
-            f"model: {name} has shape {list(stored.get_shape())} in {path} and {list(tensor.shape)} by its config; "
-            "give the config that belongs to the weights"
+        raise UserError(
+            "model",
+            f"{name} has shape {list(stored.get_shape())} in {path} and {list(tensor.shape)} by its config",
+            "give the config that belongs to the weights",
         )
     local = local_part(tensor)
     if local.numel():
@@ -368,14 +381,17 @@ def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mappin
     found, error = nonfinite_weight(model), None
     if found is not None:
         where = files.get(found, model_name)
-        error = f"model: {found} of {where} has values that are not finite; copy or download the weights again"
+        problem, fix = "has values that are not finite", "copy or download the weights again"
         if found in files:
             with opened(files[found]) as file:
                 stored = file.get_tensor(found)
             if torch.isfinite(stored).all():
                 largest, dtype = float(stored.abs().max()), str(tensors[found].dtype).removeprefix("torch.")
-                error = f"model: {found} of {where} has values up to {largest:.3g}, more than {dtype} can hold"
-                error += "; give weights in its range"
+                problem, fix = (
+                    f"has values up to {largest:.3g}, more than {dtype} can hold",
+                    "give weights in its range",
+                )
+        error = UserError("model", f"{found} of {where} {problem}", fix)
     raise_together(error)
 
 
@@ -409,7 +425,7 @@ def _through_transformers(
             )
     except RuntimeError as error:  # tensors that transformers merges, of which some are missing or of other shapes
         found = _unlike_config(files, config, dtype, trust_remote_code) or f"its tensors do not fit ({one_line(error)})"
-        raise ValueError(f"model: {folder}: {found}; give whole files and the config that belongs to them") from None
+        raise UserError("model", f"{folder}: {found}", "give whole files and the config that belongs to them") from None
     model, info = loaded
     for kind, cure in (
         ("missing", "the files are not complete, or belong to another config"),
@@ -422,7 +438,7 @@ def _through_transformers(
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             what = "of another shape" if kind == "mismatched" else kind
-            raise ValueError(f"model: {names[0]}{others} {what} in {files.get(names[0], folder)}; {cure}")
+            raise UserError("model", f"{names[0]}{others} {what} in {files.get(names[0], folder)}", cure)
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -469,12 +485,16 @@ def _send_round(
     if not several or dist.get_rank() == 0:
         try:
             whole = named_tensors(source_model())
-        except (ValueError, OSError, RuntimeError, SafetensorError) as caught:
-            error = str(caught) if str(caught).startswith("model: ") else f"model: {one_line(caught)}"
+        except UserError as caught:
+            error = caught
+        except (ValueError, OSError, RuntimeError, SafetensorError) as caught:  # of transformers, which reads the files
+            error = UserError("model", one_line(caught), "give whole files and the config that belongs to them")
     if error is None and whole and whole.keys() != targets.keys():
-        error = (
-            f"model: {min(whole.keys() ^ targets.keys())} is tied to another tensor by the config, but the files hold "
-            "both, and they differ; set tie_word_embeddings to false in config.json"
+        error = UserError(
+            "model",
+            f"{min(whole.keys() ^ targets.keys())} is tied to another tensor by the config, but the files hold both, "
+            "and they differ",
+            "set tie_word_embeddings to false in config.json",
         )
     raise_together(error)
     for name, tensor in targets.items():

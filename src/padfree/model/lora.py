@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.config import LoraConfig
+from padfree.errors import UserError
 from padfree.model.mixers import kind_of
 from padfree.model.mixers.own_forward import code_of
 from padfree.model.scalar import HEAD as SCALAR_HEAD
@@ -62,7 +63,7 @@ def is_trained_with_adapters(name: str) -> bool:
 def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
     """Freeze the model and put adapters into it; on the meta device `load_model` gives them their values."""
     if importlib.util.find_spec("peft") is None:
-        raise ValueError(f"lora.rank: {settings.rank}, but peft is not installed; pip install 'padfree[lora]'")
+        raise UserError("lora.rank", f"{settings.rank}, but peft is not installed", "pip install 'padfree[lora]'")
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -78,9 +79,11 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
         warnings.simplefilter("ignore", RuntimeWarning)  # about what is refused below
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     if set(config.target_modules) != set(targets):
-        raise ValueError(
-            f"lora.targets: PEFT takes {min(set(targets) - set(config.target_modules))!r} of "
-            f"{type(model).__name__} for its experts, which cannot have adapters; leave it out, name the others"
+        raise UserError(
+            "lora.targets",
+            f"PEFT takes {min(set(targets) - set(config.target_modules))!r} of {type(model).__name__} for its "
+            "experts, which cannot have adapters",
+            "leave it out, name the others",
         )
     if isinstance(head := getattr(model, SCALAR_HEAD, None), nn.Linear):
         head.requires_grad_(True)
@@ -132,23 +135,25 @@ def _targets(model: PreTrainedModel, targets: list[str]) -> list[str]:
     last = sorted({name.rpartition(".")[2] for name in fit})
     if ALL_LINEAR in targets:
         if len(targets) > 1:
-            raise ValueError(f"lora.targets: {targets}; give either {ALL_LINEAR!r} or names of modules")
+            raise UserError("lora.targets", f"{targets}", f"give either {ALL_LINEAR!r} or names of modules")
         unfit = {name.rpartition(".")[2] for name in modules.keys() - fit}
         return sorted(fit) if unfit & set(last) else last
     for target in targets:
         found = [name for name in modules if f".{name}".endswith(f".{target}")]
         if not found:
-            raise ValueError(f"lora.targets: the model has no {target!r}; choose from {', '.join(last)}")
+            raise UserError("lora.targets", f"the model has no {target!r}", f"choose from {', '.join(last)}")
         for name in found:
             if name in passed_by:
-                raise ValueError(
-                    f"lora.targets: {name} is a weight that its mixer reads without calling the layer, and would pass "
-                    f"an adapter by; choose from {', '.join(last)}"
+                raise UserError(
+                    "lora.targets",
+                    f"{name} is a weight that its mixer reads without calling the layer, and would pass an adapter by",
+                    f"choose from {', '.join(last)}",
                 )
             if name not in fit:
-                raise ValueError(
-                    f"lora.targets: {name} is no linear layer below the head but a {type(modules[name]).__name__}; "
-                    f"choose from {', '.join(last)}"
+                raise UserError(
+                    "lora.targets",
+                    f"{name} is no linear layer below the head but a {type(modules[name]).__name__}",
+                    f"choose from {', '.join(last)}",
                 )
     return targets
 

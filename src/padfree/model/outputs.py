@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from padfree.attention.copies import take_copies
 from padfree.batch import LmHead, LocalBatch
+from padfree.errors import UserError
 from padfree.model.interface import need_attached
 
 
@@ -25,9 +26,9 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     Under FSDP2 embeddings and last norm must be whole meanwhile: `padfree.sharding.parallelize.inside` sees to that.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model: {type(model).__name__}; give the transformers model that padfree.attach returned")
+        raise UserError("model", f"{type(model).__name__}", "give the transformers model that padfree.attach returned")
     if not isinstance(batch, LocalBatch):
-        raise ValueError(f"batch: {type(batch).__name__}; give what padfree.shard(batch) returns")
+        raise UserError("batch", f"{type(batch).__name__}", "give what padfree.shard(batch) returns")
     base = base_of(model)
     need_attached(base)
     hidden = base(**batch.model_inputs()).last_hidden_state

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from padfree.errors import UserError
+
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Buffers [E] that are added to the scores by which experts are chosen, and not to their weights."""
 
@@ -92,8 +94,9 @@ def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Te
     choices = [each for each in tensors if not each.dtype.is_floating_point and each.dtype != torch.bool]
     logits = [each for each in tensors if each.dtype.is_floating_point and each.shape[-1] == num_experts]
     if not choices or not logits:
-        raise ValueError(
-            f"loss.router: {type(module).__name__} does not return its logits and its choices; leave loss.router and "
-            "loss.router_bias out"
+        raise UserError(
+            "loss.router",
+            f"{type(module).__name__} does not return its logits and its choices",
+            "leave loss.router and loss.router_bias out",
         )
     return logits[0].reshape(-1, num_experts), choices[0].reshape(-1, choices[0].shape[-1])

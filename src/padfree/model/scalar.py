@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
+from padfree.errors import UserError
 from padfree.model.outputs import base_of
 
 HEAD = "score"
@@ -43,9 +44,10 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     """The model of this config with a scalar head."""
     known = type(config) in AutoModelForSequenceClassification._model_mapping
     if not known and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
-        raise ValueError(
-            f"model: transformers has no {config.model_type!r} with a scalar head (AutoModelForSequenceClassification);"
-            " give a model of another architecture"
+        raise UserError(
+            "model",
+            f"transformers has no {config.model_type!r} with a scalar head (AutoModelForSequenceClassification)",
+            "give a model of another architecture",
         )
     model = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
         scalar_config(config), dtype=dtype, trust_remote_code=trust_remote_code
@@ -64,9 +66,10 @@ def scalar_head_of(model: PreTrainedModel) -> Tensor:
     below = {id(parameter) for parameter in base.parameters()}
     own = [name for name, parameter in model.named_parameters() if id(parameter) not in below]
     if base is model or not isinstance(head, nn.Linear) or own != [WEIGHT] or len(head.weight) != 1:
-        raise ValueError(
-            f"model: {type(model).__name__} has no scalar head that is one matrix ({WEIGHT} [1, D]); give a causal "
-            "language model, or a reward model with one label"
+        raise UserError(
+            "model",
+            f"{type(model).__name__} has no scalar head that is one matrix ({WEIGHT} [1, D])",
+            "give a causal language model, or a reward model with one label",
         )
     _PLAIN_HEADS.add(model)
     return head.weight

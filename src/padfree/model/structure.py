@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from padfree.config.choices import ModelHead
+from padfree.errors import UserError
 from padfree.model.scalar import scalar_model
 from padfree.model.wrapper import language_config
 
@@ -25,9 +26,10 @@ def skeleton(
                 config, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a config may hold anything, and each class finds out in its own way
-        reason = " ".join(str(error).split()).removeprefix("model: ").replace("; give", ", give")[:250]
-        raise ValueError(
-            f"{setting}: the config of {path!r} cannot be used ({reason}); give a folder, a Hub id or a config file"
+        why = f"{error.problem}, {error.fix}" if isinstance(error, UserError) else str(error)
+        reason = " ".join(why.split())[:250]
+        raise UserError(
+            setting, f"the config of {path!r} cannot be used ({reason})", "give a folder, a Hub id or a config file"
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model
@@ -39,4 +41,4 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
-    raise ValueError(f"model: {type(model).__name__} has no list of its {wanted} layers; train it on one process")
+    raise UserError("model", f"{type(model).__name__} has no list of its {wanted} layers", "train it on one process")

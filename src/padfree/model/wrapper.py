@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from padfree.errors import UserError
 from padfree.model.files import one_line
 
 ATTRIBUTE = "_padfree_wrapper"
@@ -71,7 +72,7 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
     try:
         model = model_class.from_pretrained(wrapper.folder, dtype=dtype)
     except Exception as error:  # each class finds out in its own way what it cannot load
-        raise ValueError(f"model: {wrapper.folder} cannot be loaded ({one_line(error)}); copy it again") from None
+        raise UserError("model", f"{wrapper.folder} cannot be loaded ({one_line(error)})", "copy it again") from None
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -87,9 +88,10 @@ def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str,
                 found = {name: _moved(name, prefix, f"{place}.") for name in own}
                 if set(found.values()) <= held:
                     return found
-    raise ValueError(
-        f"model: {type(whole).__name__} has no {type(language).__name__} in it whose weights are all there; give the "
-        "language model by itself"
+    raise UserError(
+        "model",
+        f"{type(whole).__name__} has no {type(language).__name__} in it whose weights are all there",
+        "give the language model by itself",
     )
 
 

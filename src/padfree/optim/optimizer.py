@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from padfree.errors import UserError
 from padfree.model.roles import roles_of
 from padfree.optim.adamw import AdamW
 from padfree.optim.muon import Muon
@@ -72,7 +73,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
     """Over the parameters that require a gradient. Make it after the model is sharded."""
     groups = make_groups(model, settings)
     if not groups:
-        raise ValueError(f"model: {type(model).__name__} has no parameter that requires a gradient; unfreeze some")
+        raise UserError("model", f"{type(model).__name__} has no parameter that requires a gradient", "unfreeze some")
     return Optimizer(groups)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from padfree.errors import UserError
 from padfree.optim.settings import ScheduleKind
 
 
@@ -25,7 +26,7 @@ def learning_rate_factor(
     if kind == "constant":
         return 1.0
     if steps is None:
-        raise ValueError(f"steps: None; give the number of steps, kind {kind!r} ends with them")
+        raise UserError("steps", "None", f"give the number of steps, kind {kind!r} ends with them")
     first = max(warmup - 1, 0)  # the last step with the full rate
     share = min((step - first) / max(steps - 1 - first, 1), 1.0)
     remaining = 1.0 - share if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from padfree.config.rules import need
+from padfree.config.setting import STAYS, check_table, setting
+from padfree.errors import need
 
 OptimizerName = Literal["adamw", "muon"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
@@ -16,21 +17,17 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 class MuonSettings:
     """Muon's own settings, for the hidden matrices of a run with `optimizer.name` "muon"."""
 
-    lr: float | None = None  # None: optimizer.lr
-    momentum: float = 0.95
+    lr: float | None = setting(None, least=0, fix="give 0 or more, or leave it out")  # None: optimizer.lr
+    momentum: float = setting(0.95, least=0, below=1)
     nesterov: bool = True
-    steps: int = 5  # of the Newton-Schulz iteration
-    weight_decay: float | None = None  # None: optimizer.weight_decay
-    update_rms: float = 0.2  # root mean square of an update before the learning rate; AdamW's is about 0.2
+    steps: int = setting(5, least=1, most=99)  # of the Newton-Schulz iteration
+    weight_decay: float | None = setting(
+        None, least=0, fix="give 0 or more, or leave it out"
+    )  # None: optimizer.weight_decay
+    update_rms: float = setting(0.2, above=0)  # root mean square of an update before the learning rate, about AdamW's
 
     def __post_init__(self) -> None:
-        lr, decay = self.lr, self.weight_decay
-        need(lr is None or 0 <= lr < math.inf, "optimizer.muon.lr", lr, "give 0 or more, or leave it out")
-        need(0 <= self.momentum < 1, "optimizer.muon.momentum", self.momentum, "give a number in [0, 1)")
-        need(1 <= self.steps < 100, "optimizer.muon.steps", self.steps, "give 1 up to 99")
-        right = decay is None or 0 <= decay < math.inf
-        need(right, "optimizer.muon.weight_decay", decay, "give 0 or more, or leave it out")
-        need(0 < self.update_rms < math.inf, "optimizer.muon.update_rms", self.update_rms, "give more than 0")
+        check_table(self, "optimizer.muon.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,22 +38,19 @@ class OptimizerConfig:
     biases.
     """
 
-    name: OptimizerName = "adamw"
-    lr: float = 1e-5
+    name: OptimizerName = setting("adamw", resume=STAYS)
+    lr: float = setting(1e-5, least=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0  # None: no clipping
+    eps: float = setting(1e-8, above=0)
+    weight_decay: float = setting(0.0, least=0)
+    max_grad_norm: float | None = setting(
+        1.0, above=0, most=math.inf, fix='give more than 0, or "none"'
+    )  # None: no clipping
     muon: MuonSettings = field(default_factory=MuonSettings)
 
     def __post_init__(self) -> None:
-        need(0 <= self.lr < math.inf, "optimizer.lr", self.lr, "give 0 or more")
+        check_table(self, "optimizer.")
         need(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
-        need(0 < self.eps < math.inf, "optimizer.eps", self.eps, "give more than 0")
-        decay = self.weight_decay
-        need(0 <= decay < math.inf, "optimizer.weight_decay", decay, "give 0 or more")
-        norm = self.max_grad_norm
-        need(norm is None or norm > 0, "optimizer.max_grad_norm", norm, 'give more than 0, or "none"')
 
     @property
     def muon_lr(self) -> float:
@@ -81,9 +75,8 @@ class ScheduleConfig:
     """The learning rate's course: `warmup` steps up, then as `kind` says down to `final` of it at `run.steps`."""
 
     kind: ScheduleKind = "constant"
-    warmup: int = 0
-    final: float = 0.0
+    warmup: int = setting(0, least=0, fix="give 0 or more steps")
+    final: float = setting(0.0, least=0, most=1, fix="give a share of the learning rate, 0 to 1")
 
     def __post_init__(self) -> None:
-        need(self.warmup >= 0, "schedule.warmup", self.warmup, "give 0 or more steps")
-        need(0 <= self.final <= 1, "schedule.final", self.final, "give a share of the learning rate, 0 to 1")
+        check_table(self, "schedule.")

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import host_array, need_whole
+from padfree.errors import UserError
 from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
@@ -53,22 +54,23 @@ def balance(
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
     if equal_count and k > len(cost):
-        raise ValueError(f"k: {k} parts of equal count for {len(cost)} samples; give k of {len(cost)} or less")
+        raise UserError("k", f"{k} parts of equal count for {len(cost)} samples", f"give k of {len(cost)} or less")
     length = np.zeros(len(cost), np.int64)
     if lengths is not None:
         length = checked_lengths(lengths)
     elif cap is not None:
         length = checked_lengths(costs, "costs")
     if len(length) != len(cost):
-        raise ValueError(f"lengths: {len(length)} entries for {len(cost)} costs; give one per sample")
+        raise UserError("lengths", f"{len(length)} entries for {len(cost)} costs", "give one per sample")
     if cap is not None:
         _check_cap(length, k, cap)
     limit = int(length.sum()) if cap is None else cap
     parts = partition(PartitionProblem(cost, length, limit, np.zeros(k), equal_count))
     if parts is None:
-        raise ValueError(
-            f"cap: found no way to put {len(cost)} samples, {length.sum()} tokens, into {k} parts of {cap}; "
-            f"raise cap or k"
+        raise UserError(
+            "cap",
+            f"found no way to put {len(cost)} samples, {length.sum()} tokens, into {k} parts of {cap}",
+            "raise cap or k",
         )
     return parts
 
@@ -76,12 +78,12 @@ def balance(
 def _checked_costs(costs: ArrayLike) -> Floats:
     array = host_array(costs, "costs")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iuf"):
-        raise ValueError(f"costs: {array.dtype} array of shape {array.shape}; give a flat list of numbers")
+        raise UserError("costs", f"{array.dtype} array of shape {array.shape}", "give a flat list of numbers")
     array = array.astype(np.float64)
     wrong = ~((array >= 0) & (array < np.inf))
     if wrong.any():
         index = int(wrong.argmax())
-        raise ValueError(f"costs: {array[index]} for sample {index}; give finite costs of 0 or more")
+        raise UserError("costs", f"{array[index]} for sample {index}", "give finite costs of 0 or more")
     return array
 
 
@@ -89,9 +91,9 @@ def _check_cap(length: Indices, k: int, cap: int) -> None:
     need_whole("cap", cap, 1, "give 1 or more")
     if length.max(initial=0) > cap:
         index = int(length.argmax())
-        raise ValueError(f"cap: {cap} is less than the {length[index]} tokens of sample {index}; raise cap")
+        raise UserError("cap", f"{cap} is less than the {length[index]} tokens of sample {index}", "raise cap")
     if length.sum() > k * cap:
-        raise ValueError(f"cap: {k} parts of {cap} cannot hold {length.sum()} tokens; raise cap or k")
+        raise UserError("cap", f"{k} parts of {cap} cannot hold {length.sum()} tokens", "raise cap or k")
 
 
 @dataclass(frozen=True, eq=False, slots=True)

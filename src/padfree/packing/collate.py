@@ -37,7 +37,7 @@ from padfree.batch import (
     common_fields,
 )
 from padfree.config.choices import SharePrefixes
-from padfree.config.rules import need
+from padfree.errors import UserError, need
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
@@ -64,7 +64,7 @@ def pack(
     No samples give no packs.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
-        raise ValueError(f"samples: {type(samples).__name__}; give a list of padfree.Sample")
+        raise UserError("samples", f"{type(samples).__name__}", "give a list of padfree.Sample")
     if weights is not None:
         weights = [number_array(array, f"weights of sample {index}") for index, array in enumerate(weights)]
     _check_packable(samples, max_tokens, num_packs, multiple_of, weights)
@@ -89,12 +89,14 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
         batches, values = [batches], [values]  # type: ignore[list-item]
     given: tuple[object, object] = (batches, values)
     if not all(isinstance(part, Iterable) for part in given):
-        raise ValueError(f"batches: {type(batches).__name__}; give what padfree.pack returned, and one tensor for each")
+        raise UserError(
+            "batches", f"{type(batches).__name__}", "give what padfree.pack returned, and one tensor for each"
+        )
     batches, values = list(batches), list(values)
     if not all(isinstance(batch, PackedBatch) for batch in batches):
-        raise ValueError("batches: not all are packed batches; give what padfree.pack returned")
+        raise UserError("batches", "not all are packed batches", "give what padfree.pack returned")
     if len(batches) != len(values):
-        raise ValueError(f"values: {len(values)} tensors for {len(batches)} batches; give one tensor per batch")
+        raise UserError("values", f"{len(values)} tensors for {len(batches)} batches", "give one tensor per batch")
     found = [
         (info.index, piece)
         for batch, tensor in zip(batches, values, strict=True)
@@ -117,7 +119,7 @@ def collate(
     """
     packs = pack(samples, weights=weights)
     if not packs:
-        raise ValueError("samples: empty list; give at least one sample")
+        raise UserError("samples", "empty list", "give at least one sample")
     if share_prefixes is False:
         return packs[0]
     return with_shared_prefixes(packs[0], samples, prefixes_of(samples, share_prefixes, cost))
@@ -170,32 +172,38 @@ def _check_packable(
     if max_tokens is not None:
         need_whole("max_tokens", max_tokens, 1, f"give a positive multiple of multiple_of={multiple_of}")
     if num_packs is not None and len(samples) and num_packs > len(samples):
-        raise ValueError(f"num_packs: {num_packs} for {len(samples)} samples; give at most one pack per sample")
+        raise UserError("num_packs", f"{num_packs} for {len(samples)} samples", "give at most one pack per sample")
     if max_tokens is not None and max_tokens % multiple_of:
-        raise ValueError(f"max_tokens: {max_tokens}; give a positive multiple of multiple_of={multiple_of}")
+        raise UserError("max_tokens", "", f"give a positive multiple of multiple_of={multiple_of}", value=max_tokens)
     seen: dict[Any, int] = {}
     for index, sample in enumerate(samples):
         if not isinstance(sample, Sample):
-            raise ValueError(f"samples: {type(sample).__name__} at index {index}; make it a padfree.Sample(tokens=...)")
+            raise UserError(
+                "samples", f"{type(sample).__name__} at index {index}", "make it a padfree.Sample(tokens=...)"
+            )
         if sample.uid is not None and seen.setdefault(sample.uid, index) != index:
-            raise ValueError(f"uid: {sample.uid!r} at index {seen[sample.uid]} and at index {index}; give each its own")
+            raise UserError(
+                "uid", f"at index {seen[sample.uid]} and at index {index}", "give each its own", value=sample.uid
+            )
         if max_tokens is not None and len(sample) > max_tokens:
-            raise ValueError(
-                f"max_tokens: {max_tokens} is less than the {len(sample)} tokens of sample {_label(sample, index)}; "
-                "raise it, or shorten the sample with .truncated()"
+            raise UserError(
+                "max_tokens",
+                f"{max_tokens} is less than the {len(sample)} tokens of sample {_label(sample, index)}",
+                "raise it, or shorten the sample with .truncated()",
             )
     if weights is None:
         return
     if len(weights) != len(samples):
-        raise ValueError(f"weights: {len(weights)} arrays for {len(samples)} samples; give one array per sample")
+        raise UserError("weights", f"{len(weights)} arrays for {len(samples)} samples", "give one array per sample")
     for index, (sample, array) in enumerate(zip(samples, weights, strict=True)):
         if np.shape(array) != (len(sample),):
-            raise ValueError(
-                f"weights of sample {_label(sample, index)}: shape {np.shape(array)} for {len(sample)} tokens; "
-                "give one entry per token"
+            raise UserError(
+                f"weights of sample {_label(sample, index)}",
+                f"shape {np.shape(array)} for {len(sample)} tokens",
+                "give one entry per token",
             )
         if not np.isfinite(array).all():
-            raise ValueError(f"weights of sample {_label(sample, index)}: not finite; give finite numbers")
+            raise UserError(f"weights of sample {_label(sample, index)}", "not finite", "give finite numbers")
 
 
 def _label(sample: Sample, index: int) -> str:

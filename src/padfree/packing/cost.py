@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_number, number_array
+from padfree.errors import UserError
+from padfree.sizes import ModelSizes
 
 Floats = NDArray[np.float64]
 
@@ -64,7 +66,6 @@ class CostModel:
         mixer (gated delta net, Mamba, short convolution, lightning attention) costs its linear layers and its state,
         every token the same.
         """
-        from padfree.sizes import ModelSizes  # it builds the model, without numbers
 
         sizes = ModelSizes.of(config)
         full, windowed = sizes.attention, sizes.windowed_attention
@@ -82,9 +83,11 @@ class CostModel:
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):
-            raise ValueError(f"seconds: shape {time.shape} for {len(lengths)} measurements; give one per micro-batch")
+            raise UserError(
+                "seconds", f"shape {time.shape} for {len(lengths)} measurements", "give one per micro-batch"
+            )
         if not ((time > 0) & (time < np.inf)).all():
-            raise ValueError(f"seconds: {time.min()} to {time.max()}; give finite times above 0")
+            raise UserError("seconds", f"{time.min()} to {time.max()}", "give finite times above 0")
         batches = [np.atleast_1d(number_array(batch, "lengths").astype(np.float64)) for batch in lengths]
         features = np.array([[batch.sum(), (batch * batch).sum(), 1.0] for batch in batches])
         linear, quadratic, constant = _nonnegative_least_squares(features / time[:, None], np.ones(len(time))).tolist()
@@ -98,7 +101,7 @@ class CostModel:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         names = [*CostModel.__dataclass_fields__]
         if not isinstance(values, dict) or not {"linear"} <= set(values) <= set(names):
-            raise ValueError(f"{path}: not a cost model; write it with CostModel.to_json ({', '.join(names)})")
+            raise UserError(f"{path}", "not a cost model", f"write it with CostModel.to_json ({', '.join(names)})")
         return CostModel(**values)
 
 

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.arrays import SPLITMIX64, need_whole, splitmix64
+from padfree.errors import UserError
 from padfree.packing.fill import Indices
 
 T = TypeVar("T")
@@ -107,15 +108,16 @@ class EpochReader(Generic[T]):
         random_access = hasattr(source, "__len__") and hasattr(source, "__getitem__")
         self.length: int | None = len(source) if random_access else None  # type: ignore[arg-type]
         if self.length is None and (shuffle or epochs != 1):
-            raise ValueError(
-                f"source: an iterable without len and [i], with shuffle={shuffle} and epochs={epochs}; "
-                f"give a sequence, or shuffle and repeat the iterable itself"
+            raise UserError(
+                "source",
+                f"an iterable without len and [i], with shuffle={shuffle} and epochs={epochs}",
+                "give a sequence, or shuffle and repeat the iterable itself",
             )
         if epochs is not None:
             need_whole("epochs", epochs, 1, "give 1 or more, or None for no end")
         need_whole("seed", seed, 0, "give a whole number of 0 or more")
         if not 0 <= seed < 1 << 64:
-            raise ValueError(f"seed: {seed}; give 0 or more, below 2**64")
+            raise UserError("seed", "", "give 0 or more, below 2**64", value=seed)
         # Weights of 1 are the plain order, so that a mixture of them goes on from a state without parts.
         self.parts = None if parts is None or all(part.weight == 1 for part in parts) else tuple(parts)
         if self.parts is not None:
@@ -197,7 +199,7 @@ class EpochReader(Generic[T]):
             return [(earlier, self._at(earlier)) for earlier in wanted]
         fresh = iter(self.source)
         if fresh is self._iterator:
-            raise ValueError("source: a one-pass iterator that was read already; load the state into a new batcher")
+            raise UserError("source", "a one-pass iterator that was read already", "load the state into a new batcher")
         self._iterator, self._next, self.position = fresh, [], 0
         keep, found = set(wanted), []
         while self.position < position and not self.ended:
@@ -205,8 +207,8 @@ class EpochReader(Generic[T]):
                 found.append((self.position, self._next[0]))
             self.advance()
         if self.position < position:
-            raise ValueError(
-                f"source: it ends after {self.position} samples, the state is at {position}; give the same source"
+            raise UserError(
+                "source", f"it ends after {self.position} samples, the state is at {position}", "give the same source"
             )
         return found
 

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import concatenated_ranges, integer_array, need_whole
+from padfree.errors import UserError
 
 Indices = NDArray[np.int64]
 
@@ -76,9 +77,10 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
     need_whole("capacity", capacity, 1, "give 1 or more tokens")
     if array.size and array.max() > capacity:
         index = int(array.argmax())
-        raise ValueError(
-            f"lengths: sample {index} has {array[index]} tokens, capacity is {capacity}; "
-            f"raise capacity to {array[index]} or cut the sample"
+        raise UserError(
+            "lengths",
+            f"sample {index} has {array[index]} tokens, capacity is {capacity}",
+            f"raise capacity to {array[index]} or cut the sample",
         )
     order, values, counts = _longest_first(array)
     bins = _bin_of_each(*_best_fit_decreasing(values, counts, capacity))
@@ -91,7 +93,7 @@ def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
     array = integer_array(lengths, field)
     if array.min(initial=0) < 0:
         index = int(array.argmin())
-        raise ValueError(f"{field}: {array[index]} for sample {index}; give lengths of 0 or more")
+        raise UserError(field, f"{array[index]} for sample {index}", "give lengths of 0 or more")
     return array
 
 

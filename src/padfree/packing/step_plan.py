@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from padfree.arrays import need_whole, number_array
 from padfree.config.choices import PackOverlong
-from padfree.config.rules import check_choice
+from padfree.errors import UserError, check_choice
 from padfree.packing.balance import PartitionProblem, Parts, partition, sums
 from padfree.packing.context_sizes import plan_wide
 from padfree.packing.cost import CostModel, Floats
@@ -155,7 +155,7 @@ def plan_step(
         need_whole(field, value, 1, "give 1 or more")
     check_choice("overlong", overlong, PackOverlong)
     if not len(length):
-        raise ValueError("lengths: no samples; give one or more for a step")
+        raise UserError("lengths", "no samples", "give one or more for a step")
     model = cost or CostModel.tokens()
     if costs is not None:
         assert groups is None
@@ -182,9 +182,9 @@ def _plan_groups(
 ) -> StepPlan:
     """Whole groups in the place of samples: one is as long, and costs as much, as its samples together."""
     if len(groups) != len(length):
-        raise ValueError(f"groups: {len(groups)} for {len(length)} samples; give the group of each")
+        raise UserError("groups", f"{len(groups)} for {len(length)} samples", "give the group of each")
     if overlong == "truncate":
-        raise ValueError("overlong: 'truncate' with groups; use error, drop or alone, or cut the samples beforehand")
+        raise UserError("overlong", "'truncate' with groups", "use error, drop or alone, or cut the samples beforehand")
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
     group_length = np.bincount(group, weights=length).astype(np.int64)
@@ -218,9 +218,11 @@ def _plan(
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
     if len(too_long) and overlong == "error":
-        raise ValueError(
-            f"max_tokens: {limit} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} "
-            f"({len(too_long)} such samples); raise max_tokens or set overlong to truncate, drop or alone"
+        raise UserError(
+            "max_tokens",
+            f"{limit} is less than the {length[too_long[0]]} tokens of sample {too_long[0]} ({len(too_long)} such "
+            "samples)",
+            "raise max_tokens or set overlong to truncate, drop or alone",
         )
     truncated, dropped, alone = (
         too_long if overlong == name else too_long[:0] for name in ("truncate", "drop", "alone")

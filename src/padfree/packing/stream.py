@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 from padfree.arrays import need_whole
 from padfree.config.choices import PackOverlong
-from padfree.config.rules import check_choice
+from padfree.errors import UserError, check_choice
 from padfree.packing.epochs import EpochReader, Part
 
 T = TypeVar("T")
@@ -116,9 +116,10 @@ class TokenBudgetBatcher(_Batcher[T]):
             fruitless = 0 if item is not None and item.tokens else fruitless + 1
             # without this, an endless stream over such a source would never come back
             if self._reader.epochs is None and fruitless > self._reader.round:
-                raise ValueError(
-                    f"source: none of its {self._reader.length} samples gives a token (overlong={self.overlong!r}); "
-                    f"raise budget (in a recipe: batch.tokens) or give other samples"
+                raise UserError(
+                    "source",
+                    f"none of its {self._reader.length} samples gives a token (overlong={self.overlong!r})",
+                    "raise budget (in a recipe: batch.tokens) or give other samples",
                 )
 
     def _admitted(self, position: int, sample: T, *, again: bool = False) -> _Waiting[T] | None:
@@ -128,9 +129,11 @@ class TokenBudgetBatcher(_Batcher[T]):
         if tokens <= self.budget:
             return _Waiting(position, index, sample, tokens)
         if self.overlong == "error":
-            raise ValueError(
-                f"budget: {self.budget} is less than sample {index} of the source needs: {tokens} tokens; raise it or "
-                f"set overlong to truncate, drop or alone (in a recipe: batch.tokens, or batch.overlong=alone)"
+            raise UserError(
+                "budget",
+                f"{self.budget} is less than sample {index} of the source needs: {tokens} tokens",
+                "raise it or set overlong to truncate, drop or alone (in a recipe: batch.tokens, or "
+                "batch.overlong=alone)",
             )
         self.num_overlong += not again
         if self.overlong == "drop":
@@ -210,9 +213,11 @@ class FixedSizeBatcher(_Batcher[T]):
         if self.max_length is None or tokens <= self.max_length:
             return sample
         if self.overlong == "error":
-            raise ValueError(
-                f"max_length: sample {self._reader.index(self._reader.position)} of the source has {tokens} tokens, "
-                f"max_length is {self.max_length}; raise it or set overlong to truncate"
+            raise UserError(
+                "max_length",
+                f"sample {self._reader.index(self._reader.position)} of the source has {tokens} tokens, max_length is "
+                f"{self.max_length}",
+                "raise it or set overlong to truncate",
             )
         self.num_overlong += 1
         return _cut(sample, self.max_length)
@@ -243,9 +248,10 @@ class _Waiting(NamedTuple, Generic[T]):
 
 def _num_tokens(sample: Any) -> int:
     if isinstance(sample, Mapping):
-        raise ValueError(
-            f"length: a sample is a dict of {', '.join(map(str, sample))}; "
-            f"give length, such as lambda row: len(row['input_ids'])"
+        raise UserError(
+            "length",
+            f"a sample is a dict of {', '.join(map(str, sample))}",
+            "give length, such as lambda row: len(row['input_ids'])",
         )
     return len(sample)
 
@@ -265,10 +271,11 @@ def _check_positive(**values: int) -> None:
 def _check_settings(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     saved = state.get("settings")
     if not isinstance(saved, Mapping):
-        raise ValueError("state: no settings in it; give what state_dict of a batcher returned")
+        raise UserError("state", "no settings in it", "give what state_dict of a batcher returned")
     for name, value in settings.items():
         if saved.get(name) != value:
-            raise ValueError(
-                f"{name}: the state was saved with {saved.get(name)!r}, this stream has {value!r}; "
-                f"resume with the same {name} or start anew"
+            raise UserError(
+                name,
+                f"the state was saved with {saved.get(name)!r}, this stream has {value!r}",
+                f"resume with the same {name} or start anew",
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.batch import ROLLOUT_ARRAYS, Sample
+from padfree.errors import UserError
 from padfree.record.files import METRICS
 
 
@@ -34,9 +35,10 @@ class MetricsFile:
             try:
                 text = self.path.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"run.folder: {self.path} is not text ({error.reason} at byte {error.start}), a run did not write "
-                    "it; move the file away"
+                raise UserError(
+                    "run.folder",
+                    f"{self.path} is not text ({error.reason} at byte {error.start}), a run did not write it",
+                    "move the file away",
                 ) from None
             for number, line in enumerate(text.splitlines(keepends=True), start=1):
                 if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
@@ -59,8 +61,8 @@ def line_number(path: Path, number: int, line: str, field: str) -> int:
     except (ValueError, KeyError, TypeError):
         value = None
     if not isinstance(value, int):
-        raise ValueError(
-            f"run.folder: line {number} of {path} has no {field!r}, a run did not write it; move the file away"
+        raise UserError(
+            "run.folder", f"line {number} of {path} has no {field!r}, a run did not write it", "move the file away"
         )
     return value
 

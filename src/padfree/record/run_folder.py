@@ -38,6 +38,7 @@ from padfree.config.functions import model_of
 from padfree.config.hub import shortened
 from padfree.config.inputs import check_regular
 from padfree.distributed import raise_together
+from padfree.errors import UserError
 from padfree.model.export import not_an_export
 from padfree.record.files import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
 from padfree.version import __version__
@@ -80,18 +81,18 @@ def check_run_folder(config: Config) -> None:
         check_regular(folder, "run.folder")  # a FIFO in the place of a file would be waited for
     except (FileNotFoundError, NotADirectoryError):
         pass
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # too long, a loop of links, no permission
-        if isinstance(error, ValueError) and str(error).startswith("run.folder: "):
-            raise
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(
-            f"run.folder: {shortened(str(folder))} cannot be used ({reason}); give another folder"
+        raise UserError(
+            "run.folder", f"{shortened(str(folder))} cannot be used ({reason})", "give another folder"
         ) from None
     _check_inputs(config, folder)
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise ValueError(f"run.folder: {folder} is a file; give a folder, a new or an empty one")
+        raise UserError("run.folder", f"{folder} is a file", "give a folder, a new or an empty one")
     if (folder / MARKER).exists():
         read_identity(folder)
     elif not _from_before_markers(folder):
@@ -102,18 +103,20 @@ def check_run_folder(config: Config) -> None:
             if path.name not in own and path.suffix not in (*LOG_SUFFIXES, ".writing")
         )
         if foreign:
-            raise ValueError(
-                f"run.folder: {folder} has {foreign[0]} and is no run of padfree (no {MARKER}); give a new or an empty "
-                "folder"
+            raise UserError(
+                "run.folder",
+                f"{folder} has {foreign[0]} and is no run of padfree (no {MARKER})",
+                "give a new or an empty folder",
             )
     exported = {MODEL: "trained model"} if config.checkpoint.export else {}
     if exported and config.loss.advantage == "gae":
         exported[CRITIC_MODEL] = "critic"
     for name, what in exported.items():
         if reason := not_an_export(folder / name):
-            raise ValueError(
-                f"run.folder: {folder / name}, where the {what} goes, {reason}; move it away, give another "
-                "run.folder, or set checkpoint.export=false"
+            raise UserError(
+                "run.folder",
+                f"{folder / name}, where the {what} goes, {reason}",
+                "move it away, give another run.folder, or set checkpoint.export=false",
             )
 
 
@@ -135,10 +138,12 @@ def _check_inputs(config: Config, folder: Path) -> None:
             continue
         read = Path(value).resolve()
         if read == place or place in read.parents:
-            raise ValueError(f"run.folder: {folder} holds {setting}, {value}; give another folder, new or empty")
+            raise UserError("run.folder", f"{folder} holds {setting}, {value}", "give another folder, new or empty")
         if setting == "data.path" and read in place.parents:
-            raise ValueError(
-                f"run.folder: {folder} lies in data.path, {value}, all files of which are read; give a folder outside"
+            raise UserError(
+                "run.folder",
+                f"{folder} lies in data.path, {value}, all files of which are read",
+                "give a folder outside",
             )
 
 
@@ -164,7 +169,7 @@ def read_identity(folder: Path) -> Identity:
         or found.get("made_by") != "padfree"
         or not all(isinstance(found.get(name), str) for name in names)
     ):
-        raise ValueError(f"run.folder: {path} is not what padfree writes there; give a new or an empty folder")
+        raise UserError("run.folder", f"{path} is not what padfree writes there", "give a new or an empty folder")
     return Identity(**{name: found[name] for name in names})
 
 
@@ -176,8 +181,8 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
     if first:
         try:
             identity, lock = _lock(config)
-        except ValueError as caught:
-            error = str(caught)
+        except UserError as caught:
+            error = caught
     raise_together(error)
     identity = _from_first(identity)
     try:
@@ -229,11 +234,12 @@ def check_not_in_use(folder: Path) -> None:
     lock.release()
 
 
-def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> ValueError:
+def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> UserError:
     who = "another process" if holder is None else f"process {holder.pid} on {holder.host} since {holder.since}"
-    return ValueError(
-        f"run.folder: {folder} is in use by {who}; wait for it, give another folder, or start the processes of one run "
-        f"with torchrun{otherwise}"
+    return UserError(
+        "run.folder",
+        f"{folder} is in use by {who}",
+        f"wait for it, give another folder, or start the processes of one run with torchrun{otherwise}",
     )
 
 
@@ -295,9 +301,10 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"run.folder: {error.filename or folder} cannot be written ({error.strerror or error}); free space or give "
-            "another folder"
+        raise UserError(
+            "run.folder",
+            f"{error.filename or folder} cannot be written ({error.strerror or error})",
+            "free space or give another folder",
         ) from error
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config import TrackConfig
+from padfree.errors import UserError
 
 FILE = "trackers.json"
 """In the run folder: under which names the run is known elsewhere."""
@@ -33,9 +34,11 @@ def require_trackers(config: TrackConfig) -> None:
         found = find_spec(name) if getattr(config, name) else None
         # A folder of that name, such as W&B makes where it is started, is found too; but it comes from no file.
         if getattr(config, name) and (found is None or found.origin is None):
-            raise ValueError(
-                f"track.{name}: {getattr(config, name)!r}, but the package {name} is missing; "
-                "pip install 'padfree[track]', or leave the setting out"
+            raise UserError(
+                f"track.{name}",
+                f", but the package {name} is missing",
+                "pip install 'padfree[track]', or leave the setting out",
+                value=getattr(config, name),
             )
 
 
@@ -101,8 +104,11 @@ def _wandb(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Log
         )
     except wandb.Error as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"track.wandb: {project!r} cannot be used ({reason}); log in with wandb login, or set WANDB_MODE=offline"
+        raise UserError(
+            "track.wandb",
+            f"cannot be used ({reason})",
+            "log in with wandb login, or set WANDB_MODE=offline",
+            value=project,
         ) from error
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -139,5 +145,5 @@ def _read_names(path: Path) -> dict[str, str]:
     except ValueError:
         names = None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"track: {path} is damaged; remove it, and the trackers begin new runs")
+        raise UserError("track", f"{path} is damaged", "remove it, and the trackers begin new runs")
     return names

@@ -31,6 +31,7 @@ from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_
 from padfree.data.rows import RowReader
 from padfree.data.settings import RolloutDataSettings
 from padfree.data.sources import Chunk, open_sources, record_of
+from padfree.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,9 +82,11 @@ def read_prompts(
             how = "through the chat template" if reader.renders_chat else "as plain text"
             files.append({"name": source.name, "read_as": f"{described(fields, first, PROMPT_SCHEMA)}; {how}"})
         if fields is not None and fields.kind == "messages" and not reader.renders_chat:
-            raise ValueError(
-                f"data.prompt_format: {settings.prompt_format!r} without a chat template, but {source.name} holds "
-                f"{fields['messages']!r}; give a file as data.chat_template, and set data.prompt_format=chat"
+            raise UserError(
+                "data.prompt_format",
+                f"without a chat template, but {source.name} holds {fields['messages']!r}",
+                "give a file as data.chat_template, and set data.prompt_format=chat",
+                value=settings.prompt_format,
             )
         collected.rows_per_file[source.name] = 0
         for chunk in source.chunks(tuple(first or ())):
@@ -200,9 +203,11 @@ class _Collected:
             return wanted
         reason = f"{length} tokens and {wanted} of a response, max_length {limit}"
         if self._settings.overlong == "error":
-            raise ValueError(
-                f"data.max_length: {limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} "
-                "of rollout.max_new_tokens; set data.overlong=drop, or data.overlong=truncate for shorter responses"
+            raise UserError(
+                "data.max_length",
+                f"{limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} of "
+                "rollout.max_new_tokens",
+                "set data.overlong=drop, or data.overlong=truncate for shorter responses",
             )
         left = limit - length if self._settings.overlong == "truncate" else 0
         note = SkippedRow(file=file, line=line, reason=reason)
@@ -212,12 +217,13 @@ class _Collected:
     def prompts(self, notes: tuple[str, ...]) -> Prompts:
         num_rows = sum(self.rows_per_file.values())
         if not num_rows:
-            raise ValueError(f"data: no rows in {', '.join(self.rows_per_file)}; give a file that has some")
+            raise UserError("data", f"no rows in {', '.join(self.rows_per_file)}", "give a file that has some")
         if not self._found:
             first = (self._skipped or self._dropped)[0]
-            raise ValueError(
-                f"data: none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}; "
-                "give rows that can"
+            raise UserError(
+                "data",
+                f"none of {num_rows} rows can be used, the first ({first.file}:{first.line}): {first.reason}",
+                "give rows that can",
             )
         report = DataReport(
             num_rows=num_rows,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from padfree.data.records import shown
+from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
 
 if TYPE_CHECKING:
@@ -44,17 +45,18 @@ def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray, memoryview)):
-        raise ValueError(f"{what}: {shown(ids)}; give a list of token ids")
+        raise UserError(f"{what}", f"{shown(ids)}", "give a list of token ids")
     found = list(ids)
     for index, token in enumerate(found):
         if type(token) is not int:
             if not isinstance(token, np.integer):
-                raise ValueError(f"{what}: {shown(token)} at index {index}; give token ids, which are integers")
+                raise UserError(f"{what}", f"{shown(token)} at index {index}", "give token ids, which are integers")
             token = found[index] = int(token)
         if not 0 <= token < vocabulary:
-            raise ValueError(
-                f"{what}: token id {shown(token)} at index {index}; give ids from 0 to {vocabulary - 1}, which the "
-                "model has embeddings for"
+            raise UserError(
+                f"{what}",
+                f"token id {shown(token)} at index {index}",
+                f"give ids from 0 to {vocabulary - 1}, which the model has embeddings for",
             )
     return found
 
@@ -64,7 +66,7 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
 
     def need(right: bool, fact: str, cure: str) -> None:
         if not right:
-            raise ValueError(f"{what} returned {fact}; {cure}")
+            raise UserError.of(f"{what} returned {fact}; {cure}")
 
     need(isinstance(response, Response), f"{type(response).__name__} as a response", "return a Response")
     tokens, logprobs = response.tokens, response.logprobs
@@ -92,4 +94,4 @@ def _need_array(what: str, name: str, array: Any, kinds: str, length: int | None
         kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         number = "" if length is None else f" of {length}"
         expected = "integers" if kinds == "iu" else "floating-point numbers"
-        raise ValueError(f"{what} returned {name} as {kind}; return a flat numpy array{number} {expected}")
+        raise UserError.of(f"{what} returned {name} as {kind}; return a flat numpy array{number} {expected}")

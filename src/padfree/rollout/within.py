@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from padfree.config.rules import shown_error
+from padfree.errors import UserError, shown_error
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ class _AlarmError(BaseException):
 
 
 def call_within(seconds: float, line: str, function: Callable[..., Result], *args: Any) -> Result:
-    """What the function returns; a ValueError with this line if it takes longer."""
+    """What the function returns; a UserError with this line if it takes longer."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _with_alarm(seconds, line, function, *args)
     return _in_thread(seconds, line, function, *args)
@@ -61,7 +61,7 @@ def _with_alarm(seconds: float, line: str, function: Callable[..., Result], *arg
         if other:  # somebody else's alarm was set
             signal.setitimer(signal.ITIMER_REAL, max(other - (time.monotonic() - begin), 1e-3), interval)
     if late:
-        raise ValueError(line)
+        raise UserError.of(line)
     return found[0]
 
 
@@ -79,7 +79,7 @@ def _in_thread(seconds: float, line: str, function: Callable[..., Result], *args
 
     threading.Thread(target=run, name="reward", daemon=True).start()
     if not ended.wait(seconds):
-        raise ValueError(line)
+        raise UserError.of(line)
     if errors:
         raise errors[0]
     return found[0]

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from padfree.batch import Sample
 from padfree.config.choices import Advantage
+from padfree.errors import UserError
 from padfree.losses import (
     grpo_advantages,
     reinforce_plus_plus,
@@ -132,18 +133,20 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
         cure = "give each group samples with different rewards, or set loss.advantage=reinforce++, which compares all"
     else:
         cure = "give rollouts whose rewards differ"
-    raise ValueError(f"data.path: {path} has only {name} {why}, so that every advantage is 0; {cure}")
+    raise UserError("data.path", f"{path} has only {name} {why}, so that every advantage is 0", cure)
 
 
 def _given(sample: Sample) -> NDArray[Any]:
     if sample.advantages is None:
-        raise ValueError(f"advantages: missing in sample {sample.uid!r}; give them, or choose loss.advantage")
+        raise UserError("advantages", f"missing in sample {sample.uid!r}", "give them, or choose loss.advantage")
     return sample.advantages
 
 
 def _reward(sample: Sample, kind: str) -> float:
     if sample.reward is None or not np.isfinite(sample.reward):
-        raise ValueError(f"reward: {sample.reward} in sample {sample.uid!r}; loss.advantage {kind!r} needs a number")
+        raise UserError(
+            "reward", f"{sample.reward} in sample {sample.uid!r}", f"loss.advantage {kind!r} needs a number"
+        )
     return sample.reward
 
 
@@ -157,6 +160,8 @@ def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:
     numbers: dict[str | int, int] = {}
     for sample in samples:
         if sample.group is None:
-            raise ValueError(f"group: missing in sample {sample.uid!r}; loss.advantage {kind!r} compares within groups")
+            raise UserError(
+                "group", f"missing in sample {sample.uid!r}", f"loss.advantage {kind!r} compares within groups"
+            )
         numbers.setdefault(sample.group, len(numbers))
     return torch.tensor([numbers[sample.group] for sample in samples if sample.group is not None]), len(numbers)

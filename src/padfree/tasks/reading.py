@@ -14,6 +14,7 @@ from padfree.config.inputs import check_regular
 from padfree.data import DataReport, StoredSamples, TokenizedDataset
 from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
+from padfree.errors import UserError
 from padfree.rollout import Prompt
 
 Samples = Sequence[Sample | Prompt] | StoredSamples
@@ -52,7 +53,7 @@ def read_template(name: str, setting: str = "data.chat_template") -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
     if reason is not None:
-        raise ValueError(f"{setting}: {name} cannot be used ({reason}); give a file with a template")
+        raise UserError(setting, f"{name} cannot be used ({reason})", "give a file with a template")
     return text
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.api import (
     Completion,
@@ -55,9 +56,10 @@ class LineServer(ServerApi):
         with self.reading("about answered something else"):
             name, vocabulary = str(about["name"]), int(about["vocabulary"])
         if vocabulary != served.vocabulary:
-            raise ValueError(
-                f"rollout.servers: {self.url} has a vocabulary of {vocabulary}, the model of this run has "
-                f"{served.vocabulary} tokens; start it with the model of model.path"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} has a vocabulary of {vocabulary}, the model of this run has {served.vocabulary} tokens",
+                "start it with the model of model.path",
             )
         await self.resume()  # a killed run may have left it paused
         return name
@@ -137,7 +139,9 @@ class LineServer(ServerApi):
         with self.reading(f"{name} answered what is no line of JSON"):
             answer = dict(json.loads(line))
         if "refused" in answer:
-            raise ValueError(f"rollout.servers: {self.url} refused {name} ({answer['refused']}); start it for this run")
+            raise UserError(
+                "rollout.servers", f"{self.url} refused {name} ({answer['refused']})", "start it for this run"
+            )
         if "ok" not in answer:
             raise FailedError(f"rollout.servers: {self.url} failed at {name} ({answer.get('failed')})")
         return answer["ok"]

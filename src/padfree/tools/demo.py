@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from padfree.config import Config, config_from_dict
-from padfree.config.rules import need
 from padfree.data.rewards import hashed_number, number_after_hashes
+from padfree.errors import UserError, need
 from padfree.record.files import METRICS
 from padfree.record.run_folder import check_not_in_use
 from padfree.testing.arithmetic import Sizes, rl_config, sft_config, write_model, write_rows, write_task
@@ -120,8 +120,8 @@ def run(settings: argparse.Namespace) -> None:
     real = None if model is None else RealDemo(demo=demo, model=model, data=settings.data, sizes=REAL_SIZES)
     stages = STAGES if real is None else REAL_STAGES
     if others := demo.found.keys() - stages.keys():
-        raise ValueError(
-            f"--resume: {demo.folder} holds another kind of demo (it has {min(others)}); give its --folder"
+        raise UserError(
+            "--resume", f"{demo.folder} holds another kind of demo (it has {min(others)})", "give its --folder"
         )
     begin = time.perf_counter()
     try:
@@ -159,14 +159,14 @@ def _real_model(settings: argparse.Namespace) -> str | None:
             need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "give --real with it")
         return None
     if settings.real and settings.model is not None:
-        raise ValueError(f"--model: {settings.model!r}, but --real names {settings.real!r}; give one of them")
+        raise UserError("--model", f", but --real names {settings.real!r}", "give one of them", value=settings.model)
     model: str | None = settings.real or settings.model
     if model is None:
-        raise ValueError(
-            "--real: no model; give a folder or a Hub id, as in --real HuggingFaceTB/SmolLM2-135M-Instruct"
+        raise UserError(
+            "--real", "no model", "give a folder or a Hub id, as in --real HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     if settings.data is None:
-        raise ValueError("--data: missing; give a JSON Lines file with question and answer, as GSM8K has")
+        raise UserError("--data", "missing", "give a JSON Lines file with question and answer, as GSM8K has")
     find_model(model)  # before anything is made
     return model
 
@@ -195,7 +195,7 @@ def console() -> Console:
     try:
         from rich.console import Console
     except ModuleNotFoundError as error:
-        raise ValueError("demo: the package rich is missing; pip install rich") from error
+        raise UserError("demo", "the package rich is missing", "pip install rich") from error
     return Console()
 
 
@@ -208,23 +208,25 @@ class Demo:
         state = folder / STATE
         if resume:
             if not state.exists():
-                raise ValueError(f"--resume: {folder} holds no demo; leave --resume out, or give the demo's --folder")
+                raise UserError(
+                    "--resume", f"{folder} holds no demo", "leave --resume out, or give the demo's --folder"
+                )
             self.found = _read_state(state, "--resume")
             return
         if state.exists():
             _read_state(state, "--folder")
             if others := sorted(path.name for path in folder.iterdir() if path.name not in OWN):
-                raise ValueError(f"--folder: {folder} has {others[0]} besides a demo; give a new or an empty folder")
+                raise UserError("--folder", f"{folder} has {others[0]} besides a demo", "give a new or an empty folder")
             for run in ("sft", "rl", "real/sft", "real/rl"):
                 check_not_in_use(folder / run)
             shutil.rmtree(folder)  # an earlier demo
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"--folder: {folder} holds other things; give a new folder or an empty one")
+            raise UserError("--folder", f"{folder} holds other things", "give a new folder or an empty one")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             state.write_text("{}", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--folder: {folder} cannot be written ({error.strerror}); give another") from None
+            raise UserError("--folder", f"{folder} cannot be written ({error.strerror})", "give another") from None
 
     def keep(self, stage: str, found: Found) -> None:
         self.found[stage] = found
@@ -275,7 +277,7 @@ def _read_state(path: Path, setting: str) -> dict[str, Found]:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or not found.keys() <= STAGES.keys() | REAL_STAGES.keys():
-        raise ValueError(f"{setting}: {path} is not what a demo writes; give another --folder, new or empty")
+        raise UserError(setting, f"{path} is not what a demo writes", "give another --folder, new or empty")
     return found
 
 
@@ -340,7 +342,7 @@ def check(demo: Demo) -> Found:
     (demo.folder / "check.json").write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
     demo.say(report.verdict)
     if not report.passed:
-        raise ValueError("demo: padfree check failed; run padfree check for the table, this torch cannot be trusted")
+        raise UserError("demo", "padfree check failed", "run padfree check for the table, this torch cannot be trusted")
     gradients = max(row.difference for row in report.rows if row.quantity == "gradients")
     demo.say(f"gradients of all parameters differ by at most {gradients:.1e}")
     return {"gradients": gradients}
@@ -439,7 +441,9 @@ def train_and_compare(demo: Demo, config: Config, padded: Found, *, set_up: int)
     steps = demo.train(config, "loss", ".4f")[: len(padded["losses"])]
     difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
     if difference > SAME_LOSS[config.model.dtype]:
-        raise ValueError(f"demo: losses differ by {difference:.1e} from the padded ones; this torch cannot be trusted")
+        raise UserError(
+            "demo", f"losses differ by {difference:.1e} from the padded ones", "this torch cannot be trusted"
+        )
     faster = sum(padded["seconds"][set_up:]) / sum(step["seconds"] for step in steps[set_up:])
     return {"difference": difference, "faster": faster}
 
@@ -522,7 +526,7 @@ def split_rows(real: RealDemo) -> Found:
     wanted = sizes.held_out + max(sizes.samples * sizes.sft_steps, sizes.responses // sizes.group * sizes.rl_steps)
     rows = read_rows(real.data, wanted)
     if len(rows) <= sizes.held_out:
-        raise ValueError(f"--data: {real.data} has {len(rows)} rows; give more than {sizes.held_out}")
+        raise UserError("--data", f"{real.data} has {len(rows)} rows", f"give more than {sizes.held_out}")
     train, test = rows[: -sizes.held_out], rows[-sizes.held_out :]
     write_rows(real.folder / "train.jsonl", train)
     write_rows(real.folder / "test.jsonl", test)
@@ -534,13 +538,13 @@ def read_rows(name: str, most: int) -> list[dict[str, str]]:
     """The first rows of a JSON Lines file, as prompt, response and answer."""
     path = Path(name).expanduser()
     if path.exists() and not path.is_file():
-        raise ValueError(f"--data: {name} is not a file; give a JSON Lines file")
+        raise UserError("--data", f"{name} is not a file", "give a JSON Lines file")
     try:
         with path.open(encoding="utf-8") as file:
             return [_row(line, f"{name}:{number}") for number, line in enumerate(islice(file, most), start=1)]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ValueError(f"--data: {name} cannot be read ({reason}); give a JSON Lines file") from None
+        raise UserError("--data", f"{name} cannot be read ({reason})", "give a JSON Lines file") from None
 
 
 def _row(line: str, place: str) -> dict[str, str]:
@@ -551,9 +555,11 @@ def _row(line: str, place: str) -> dict[str, str]:
     for prompt, response in FORMS:
         if isinstance(row, dict) and isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
             if hashed_number(row[response]) is None:
-                raise ValueError(f"--data: the answer of {place} does not end in '#### number'; give rows as GSM8K has")
+                raise UserError(
+                    "--data", f"the answer of {place} does not end in '#### number'", "give rows as GSM8K has"
+                )
             return {"prompt": row[prompt], "response": row[response], "answer": row[response]}
-    raise ValueError(f"--data: {place} has no text for question and answer; give rows as GSM8K has")
+    raise UserError("--data", f"{place} has no text for question and answer", "give rows as GSM8K has")
 
 
 def measured(real: RealDemo, model: str) -> Found:

@@ -15,6 +15,7 @@ from typing import Any
 from padfree.batch import Sample
 from padfree.checkpoint.manifest import Trained
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
 from padfree.train.critic import Critic
@@ -144,9 +145,10 @@ class Batches:
         """A global batch with everything that its updates need besides the model as it is then."""
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
-            raise ValueError(
-                f"{self.config.rollout.source}: none of the {len(batch)} samples of batch {number} has a token to "
-                "train; let the policy write, what an environment adds is not trained"
+            raise UserError(
+                f"{self.config.rollout.source}",
+                f"none of the {len(batch)} samples of batch {number} has a token to train",
+                "let the policy write, what an environment adds is not trained",
             )
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self.config.loss)

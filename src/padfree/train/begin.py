@@ -17,6 +17,7 @@ import torch
 from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
 from padfree.distributed import raise_together
+from padfree.errors import UserError
 from padfree.model.load import named_tensors
 from padfree.record.files import CHECKPOINTS
 from padfree.record.run_files import open_run_files
@@ -125,12 +126,12 @@ def begin_run(
     )
 
 
-def refusal(function: Callable[[Config], object], config: Config) -> str | None:
+def refusal(function: Callable[[Config], object], config: Config) -> UserError | None:
     """What a function raises for a user; None: nothing."""
     try:
         function(config)
-    except ValueError as error:
-        return str(error)
+    except UserError as error:
+        return error
     return None
 
 

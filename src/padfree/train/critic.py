@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from padfree.batch import Sample
 from padfree.config import CriticConfig
+from padfree.errors import UserError
 from padfree.losses import gae, token_rewards, whiten
 from padfree.train.engine import Engine
 from padfree.train.finite import NonFiniteError
@@ -69,7 +70,9 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):
-            raise ValueError(f"reward: {sample.reward} in sample {sample.uid!r}; loss.advantage 'gae' needs a number")
+            raise UserError(
+                "reward", f"{sample.reward} in sample {sample.uid!r}", "loss.advantage 'gae' needs a number"
+            )
     lengths = [len(sample) for sample in samples]
     index = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(lengths))
     mask = torch.from_numpy(np.concatenate([sample.scored for sample in samples]))

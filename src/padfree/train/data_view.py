@@ -29,6 +29,7 @@ from padfree.data.records import labelled
 from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
+from padfree.errors import UserError
 from padfree.rollout import Prompt
 from padfree.tasks.reading import TrainingData, text_settings
 
@@ -116,13 +117,14 @@ def _number(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     text = str(first)
     if text.isascii() and text.isdigit():
         if not 1 <= int(text) <= len(rows):
-            raise ValueError(f"--row: {text}; give 1 to {len(rows)}, or a file and line such as {rows[0][0]}")
+            raise UserError("--row", f"{text}", f"give 1 to {len(rows)}, or a file and line such as {rows[0][0]}")
         return int(text) - 1
     names = [place for place, _ in rows]
     if text not in names:
-        raise ValueError(
-            f"--row: {text} is not among the {len(rows)} rows that are used; give a number from 1 to {len(rows)}, or a "
-            f"file and line such as {rows[0][0]}"
+        raise UserError(
+            "--row",
+            f"{text} is not among the {len(rows)} rows that are used",
+            f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}",
         )
     return names.index(text)
 

@@ -37,6 +37,7 @@ from padfree.data import StoredSamples
 from padfree.data.prepare import Progress
 from padfree.data.rewards import BUILT_IN, check_reward_name, load_reward
 from padfree.distributed import raise_together
+from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.losses import load_objective
 from padfree.losses.objectives.custom import USER_OBJECTIVE
@@ -68,7 +69,6 @@ from padfree.train.setup import check_judge, check_placement
 from padfree.train.training_data import (
     check_rollouts,
     groups_of,
-    held_out_config,
     load_held_out,
     load_tokenizer,
     load_training_data,
@@ -114,8 +114,8 @@ def decide(
     found, error = None, None
     try:
         found = _decided(config, processes, device_type, dry, planned, progress, days[0])
-    except ValueError as caught:
-        error = str(caught)
+    except UserError as caught:
+        error = caught
     raise_together(error)
     assert found is not None
     return found
@@ -173,13 +173,14 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % ((1 if context == "auto" else context) * replicate):
-        raise ValueError(
-            f"parallel.context: {context} times parallel.replicate {replicate} does not divide {processes} processes; "
-            "change one of them"
+        raise UserError(
+            "parallel.context",
+            f"{context} times parallel.replicate {replicate} does not divide {processes} processes",
+            "change one of them",
         )
     requested = config.model.attention
     if requested != "auto" and requested not in BACKENDS:
-        raise ValueError(f"model.attention: {requested!r}; set it to auto, or to one of {', '.join(BACKENDS)}")
+        raise UserError("model.attention", "", f"set it to auto, or to one of {', '.join(BACKENDS)}", value=requested)
     check_placement(config, device_type)
     if config.rollout.source is not None:
         for name in {config.rollout.reward, config.eval.reward} - {None}:
@@ -210,9 +211,10 @@ def check_models(config: Config) -> tuple[PreTrainedModel, Limits]:
         teacher = _checked_model(config, config.teacher.path, "teacher.path", "weights")
         own, other = (len(lm_head_of(one).weight) for one in (model, teacher))
         if own != other:
-            raise ValueError(
-                f"teacher.path: {config.teacher.path} has a vocabulary of {other:,}, model.path one of {own:,}; give a "
-                "teacher with the same vocabulary"
+            raise UserError(
+                "teacher.path",
+                f"{config.teacher.path} has a vocabulary of {other:,}, model.path one of {own:,}",
+                "give a teacher with the same vocabulary",
             )
         limits = limits.within(Limits.of(teacher))
     if config.loss.advantage == "gae":
@@ -238,14 +240,9 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
             open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
         attach(model, config.model.attention)
         (scalar_head_of if head == "scalar" else lm_head_of)(model)
-    except ValueError as error:
-        raise ValueError(_renamed(error, "model", setting)) from None
+    except UserError as error:
+        raise error.at(setting, "model") from None
     return model
-
-
-def _renamed(error: ValueError, name: str, setting: str) -> str:
-    """A message of the library about its argument `name`, as one about a setting."""
-    return f"{setting}: {str(error).removeprefix(f'{name}: ')}"
 
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
@@ -255,8 +252,8 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
         return
     try:
         choose_backend(device_type, getattr(torch, config.model.dtype), sizes.head, requested=config.model.attention)
-    except ValueError as error:
-        raise ValueError(_renamed(error, "backend", "model.attention")) from None
+    except UserError as error:
+        raise error.at("model.attention", "backend") from None
 
 
 def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
@@ -265,18 +262,21 @@ def check_context(config: Config, model: PreTrainedModel, processes: int) -> Non
         return
     sizes = ModelSizes.of(model.config)
     if sizes.mixer_layers:
-        raise ValueError(
-            "parallel.context: 'auto', but the model has layers that carry a state along the sequence, and need whole "
-            "samples on a rank; set parallel.context=1"
+        raise UserError(
+            "parallel.context",
+            "'auto', but the model has layers that carry a state along the sequence, and need whole samples on a rank",
+            "set parallel.context=1",
         )
     for width in context_sizes(config.parallel.most_context(processes)):
         if config.parallel.method == "ulysses":
             try:
                 check_heads(sizes.heads, sizes.key // sizes.head, width)
-            except ValueError:
-                raise ValueError(
-                    f"parallel.method: 'ulysses' with parallel.context=auto on up to {width} context ranks, which "
-                    f"{sizes.heads} heads do not divide among; set parallel.method=allgather"
+            except UserError:
+                raise UserError(
+                    "parallel.method",
+                    f"'ulysses' with parallel.context=auto on up to {width} context ranks, which {sizes.heads} heads "
+                    "do not divide among",
+                    "set parallel.method=allgather",
                 ) from None
 
 
@@ -287,7 +287,7 @@ def check_held_out(
     config: Config, held_out: TrainingData, limits: Limits, tokenizer: Any, processes: int, *, planned: bool = False
 ) -> None:
     """The same for `eval.path`."""
-    there = held_out_config(config)
+    there = config.with_held_out_data()
     check_source(there, held_out, limits, tokenizer, setting="eval.path")
     if not planned:
         check_lengths(there, held_out, processes, budget=False)
@@ -316,10 +316,10 @@ def check_source(
         _check_columns(config, source)
         untrained = untrained_samples(source)
         if len(untrained) == len(source.samples):
-            raise ValueError(
-                f"{setting}: none of {len(untrained):,} samples has a token to train, the first is "
-                f"{source.place(untrained[0])}; give a response_length of 1 or more, or a loss_mask with a 1 behind "
-                "the first token"
+            raise UserError(
+                setting,
+                f"none of {len(untrained):,} samples has a token to train, the first is {source.place(untrained[0])}",
+                "give a response_length of 1 or more, or a loss_mask with a 1 behind the first token",
             )
     if sampled:
         _check_rows(config, source)
@@ -369,39 +369,44 @@ def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: Tr
     shared = f" on each of {context} context ranks" if context > 1 else ""
     more = f", and {len(over) - 1} more are too long" if len(over) > 1 else ""
     place, limit = source.place(int(starts[first])), cap * context // size
-    raise ValueError(
-        f"{setting}: {cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}; set "
-        f"{setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate"
+    raise UserError(
+        setting,
+        f"{cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}",
+        f"set {setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate",
     )
 
 
 def _check_columns(config: Config, source: TrainingData) -> None:
     """Arrays of a rollout: what the loss needs is in every row, and what some rows have all have."""
     loss, reference = config.loss, config.reference.path
-    needs: dict[str, tuple[str, str]] = {}
+    needs: dict[str, tuple[str, object, str]] = {}
     if loss.old_policy == "sampler":
-        needs["logprobs"] = ("loss.old_policy: 'sampler'", "loss.old_policy=trainer")
+        needs["logprobs"] = ("loss.old_policy", "sampler", "loss.old_policy=trainer")
     elif loss.needs_sampler_logprobs():
-        needs["logprobs"] = (f"loss.corrections: {list(loss.corrections)}", "loss.corrections=[]")
+        needs["logprobs"] = ("loss.corrections", list(loss.corrections), "loss.corrections=[]")
     if loss.kl_coefficient > 0 and reference is None:
         model = shlex.quote(config.model.path)
-        needs["ref_logprobs"] = (f"loss.kl_coefficient: {loss.kl_coefficient}", f"reference.path={model}")
+        needs["ref_logprobs"] = ("loss.kl_coefficient", loss.kl_coefficient, f"reference.path={model}")
     if loss.advantage == "given":
-        needs["advantages"] = ("loss.advantage: 'given'", "loss.advantage=grpo")
+        needs["advantages"] = ("loss.advantage", "given", "loss.advantage=grpo")
     replaced = {"advantages"} if loss.advantage != "given" else set()
     replaced |= {"values", "returns"} if loss.advantage == "gae" else set()
     replaced |= {"ref_logprobs"} if reference is not None else set()
     for field in TOKEN_ARRAYS:
         missing = [index for index, sample in enumerate(source.samples) if getattr(sample, field) is None]
         if field in needs and missing:
-            why, cure = needs[field]
-            raise ValueError(
-                f"{why}, but {source.place(missing[0])} has no {field!r}; set {cure}, or give that column in every row"
+            setting, value, cure = needs[field]
+            raise UserError(
+                setting,
+                f", but {source.place(missing[0])} has no {field!r}",
+                f"set {cure}, or give that column in every row",
+                value,
             )
         if field not in replaced and 0 < len(missing) < len(source.samples):
-            raise ValueError(
-                f"data.path: {source.place(missing[0])} has no {field!r}, and other rows have; give that column in "
-                "every row, or in none"
+            raise UserError(
+                "data.path",
+                f"{source.place(missing[0])} has no {field!r}, and other rows have",
+                "give that column in every row, or in none",
             )
 
 

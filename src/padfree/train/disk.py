@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
 from padfree.optim.optimizer import make_groups, state_bytes
@@ -83,14 +84,16 @@ def check_disk(config: Config, model: PreTrainedModel) -> None:
     if free < use.all:
         export = f" and the exported model {shown_size(use.export)}" if use.export else ""
         cure = ", or set checkpoint.export=false" if use.export and free >= use.checkpoint else ""
-        raise ValueError(
-            f"run.folder: {folder} has {shown_size(free)} free, but a checkpoint takes about "
-            f"{shown_size(use.checkpoint)}{export}; free space, or give a folder on another disk{cure}"
+        raise UserError(
+            "run.folder",
+            f"{folder} has {shown_size(free)} free, but a checkpoint takes about {shown_size(use.checkpoint)}{export}",
+            f"free space, or give a folder on another disk{cure}",
         )
     if inodes is not None and inodes < INODES:
-        raise ValueError(
-            f"run.folder: the file system of {folder} has room for {inodes} more files; remove some, or give a folder "
-            "on another disk"
+        raise UserError(
+            "run.folder",
+            f"the file system of {folder} has room for {inodes} more files",
+            "remove some, or give a folder on another disk",
         )
 
 

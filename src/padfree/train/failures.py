@@ -1,4 +1,4 @@
-"""Failures of a run that a user can do something about, each as a `ValueError` of one line."""
+"""Failures of a run that a user can do something about, each as a `UserError`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ import torch
 
 from padfree.config import Config
 from padfree.distributed import PeerLostError
+from padfree.errors import UserError, system_error
 from padfree.train.finite import NonFiniteError
 
 
 @contextmanager
 def one_line_failures(config: Config) -> Iterator[None]:
-    """Raise a `ValueError` in place of a lost peer, a loss that is not finite, and memory that ran out."""
+    """Raise a `UserError` for a lost peer, a loss that is not finite, memory that ran out and a disk that is full."""
     try:
         yield
     except (NonFiniteError, PeerLostError) as error:
-        raise ValueError(str(error)) from error
+        raise UserError.of(str(error)) from error
+    except OSError as error:
+        raise (system_error(error) or error) from error
     except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"batch.max_tokens: {config.batch.max_tokens}, but the device's memory ran out ({first_sentence(error)}); "
-            "give fewer, or set parallel.checkpointing=full"
+        raise UserError(
+            "batch.max_tokens",
+            f"{config.batch.max_tokens}, but the device's memory ran out ({first_sentence(error)})",
+            "give fewer, or set parallel.checkpointing=full",
         ) from error
 
 

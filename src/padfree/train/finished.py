@@ -20,6 +20,7 @@ from padfree.checkpoint.checkpointer import latest_in
 from padfree.checkpoint.files import CheckpointError
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.record.files import CHECKPOINTS, EVALUATION, EVENTS, MODEL
 from padfree.rollout.collect.queue_state import KEY as QUEUE
 from padfree.tasks.reading import TrainingData
@@ -62,7 +63,7 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
-    with suppress(ValueError):  # of other settings: the resume says it
+    with suppress(UserError):  # of other settings: the resume says it
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False

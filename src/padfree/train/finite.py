@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from padfree.batch import Sample
+from padfree.errors import UserError
 from padfree.model.load import nonfinite_weight
 
 
@@ -65,9 +66,10 @@ def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sampl
         if not finite.all():
             token = int(np.argmin(finite))
             name = f"number {index}" if sample.uid is None else sample.uid
-            raise ValueError(
-                f"{setting}: the {what} of token {token} of sample {name} is {values[token]}; look at the weights of "
-                "the model, and at the sample"
+            raise UserError(
+                setting,
+                f"the {what} of token {token} of sample {name} is {values[token]}",
+                "look at the weights of the model, and at the sample",
             )
 
 
@@ -77,7 +79,8 @@ def check_metrics(found: Mapping[str, float], step: int) -> None:
     if wrong:
         more = f", and so are {len(wrong) - 1} more" if len(wrong) > 1 else ""
         after = f" after {step} steps" if step else ""
-        raise ValueError(
-            f"eval: {wrong[0]} is {found[wrong[0]]}{after}{more}; look at the weights of the model, and at the rows of "
-            "eval.path"
+        raise UserError(
+            "eval",
+            f"{wrong[0]} is {found[wrong[0]]}{after}{more}",
+            "look at the weights of the model, and at the rows of eval.path",
         )

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.data import StoredSamples
+from padfree.errors import UserError
 from padfree.tasks.reading import Samples
 from padfree.train.rows import lengths_of
 
@@ -69,15 +70,17 @@ def check_fits(
         lengths = lengths_of(samples)
         over = np.flatnonzero(lengths > limits.positions)
         if len(over):
-            raise ValueError(
-                f"{setting}: {place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} "
-                f"positions; {positions_cure}"
+            raise UserError(
+                setting,
+                f"{place(int(over[0]))} has {lengths[over[0]]} tokens and the model {limits.positions} positions",
+                positions_cure,
             )
     found = _first_token_from(samples, limits.vocabulary) if look_at_tokens else None
     if found is not None:
-        raise ValueError(
-            f"{setting}: {place(found[0])} has token id {found[1]}, but the vocabulary of the model has "
-            f"{limits.vocabulary}; {vocabulary_cure}"
+        raise UserError(
+            setting,
+            f"{place(found[0])} has token id {found[1]}, but the vocabulary of the model has {limits.vocabulary}",
+            vocabulary_cure,
         )
 
 

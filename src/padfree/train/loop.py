@@ -33,7 +33,7 @@ from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.collector import quiet_collector
 from padfree.config import Config
 from padfree.config.choices import LOWER_IS_BETTER, Better
-from padfree.config.rules import shown_error
+from padfree.errors import UserError, shown_error
 from padfree.estimate.flops import Flops
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.optim.schedule import learning_rate_factor
@@ -163,7 +163,7 @@ class Loop:
             except NonFiniteError:
                 raise  # it has an event of its own
             except BaseException as error:
-                with suppress(ValueError):  # a full disk must not hide what went wrong
+                with suppress(UserError):  # a full disk must not hide what went wrong
                     self.events.write("failed", step=self.step, error=shown_error(error))
                 raise
 
@@ -202,7 +202,7 @@ class Loop:
                     self.save()
             self.updates.finish()
             if self.step == 0:
-                raise ValueError("data.path: it gave no batch; give files with at least one sample")
+                raise UserError("data.path", "it gave no batch", "give files with at least one sample")
             if not stopped and self._evaluated != self.step:
                 self._evaluation()
             if self.step > self._saved_step:
@@ -248,7 +248,7 @@ class Loop:
         if name is None or self.step == 0:  # what the run began with is there already
             return
         if name not in found:
-            raise ValueError(f"checkpoint.best: {name!r} is not measured; give one of {', '.join(found)}")
+            raise UserError("checkpoint.best", "is not measured", f"give one of {', '.join(found)}", value=name)
         if self.best is None or is_better(found[name], self.best.value, name, self.config.checkpoint.better):
             self.best = Best(metric=name, value=found[name], step=self.step)
             self.checkpointer.keep(None)  # the one before may go, once this one is complete

@@ -24,6 +24,7 @@ from padfree.batch import IGNORE, LocalBatch, PackedBatch, Sample
 from padfree.config.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
@@ -147,7 +148,9 @@ class Packer:
 
     def _check_sharing(self) -> None:
         if self.rows.share_prefixes is True and self.unshared_reason is not None:
-            raise ValueError(f"batch.share_prefixes: True, but {self.unshared_reason}; set batch.share_prefixes=false")
+            raise UserError(
+                "batch.share_prefixes", f"True, but {self.unshared_reason}", "set batch.share_prefixes=false"
+            )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
         """What the samples of a step share; None where nothing is to be shared. A model that cannot says so once."""
@@ -234,7 +237,9 @@ def filler(samples: Sequence[Sample]) -> Sample:
     for sample in samples:
         if len(sample):
             return replace(sample.truncated(1), loss_mask=np.zeros(1, dtype=np.bool_), uid=None)
-    raise ValueError(f"samples: none of the {len(samples)} of this step has a token; give samples that are not empty")
+    raise UserError(
+        "samples", f"none of the {len(samples)} of this step has a token", "give samples that are not empty"
+    )
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:

@@ -23,6 +23,7 @@ from padfree.config import Config
 from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.train.rl.reference_model import Reference
 
 NAME = "logprobs"
@@ -60,7 +61,7 @@ def with_reference(
     def intact(folder: Path) -> bool:
         try:
             return folder.exists() and open_array(folder, NAME, shape).dtype == np.float32
-        except ValueError:
+        except UserError:
             return False
 
     there = torch.tensor(int(intact(cache / key)), device=mesh.device)

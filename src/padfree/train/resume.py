@@ -4,7 +4,7 @@
     data      digest    ==   digest         of the samples that are trained on, not of names or numbers of rows
     model     fields    ==   fields         of the model's config that change what it computes
     reference the same       the same       and its weights, by a fingerprint; so a teacher
-    settings  by name   ->   RULES          may change: said, and kept in events.jsonl; must stay: refused by name
+    settings  by name   ->   their fields   may change: said, and kept in events.jsonl; must stay: refused by name
 
 A run resumes on any number of processes. The order of the samples and the shapes of what is saved must not change; what
 steers the steps to come (learning rate, betas, schedule, coefficients of the loss) may.
@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch.distributed as dist
@@ -32,7 +32,9 @@ from padfree.checkpoint.files import CheckpointError, hash_of
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config, config_from_dict
 from padfree.config.loss import TASKS
+from padfree.config.setting import Resume, resume_rules
 from padfree.data import StoredSamples
+from padfree.errors import UserError
 from padfree.record.files import CHECKPOINTS
 from padfree.rollout import Prompt
 from padfree.train.update_batch import KEY as ROLLOUTS
@@ -40,116 +42,8 @@ from padfree.train.update_batch import KEY as ROLLOUTS
 KEY = "made_with"
 """Where the record is among what a checkpoint keeps."""
 
-Rule = Literal[
-    "may change",
-    "may change with batch.samples",
-    "may change between rollout batches",
-    "may change if the samples stay the same",
-    "may change within RL",
-    "must stay",
-]
-RULES: dict[str, Rule] = {
-    "model.path": "may change if the samples stay the same",
-    "model.init": "may change",
-    "model.tokenizer": "may change if the samples stay the same",
-    "model.dtype": "may change",
-    "model.attention": "may change",
-    "model.trust_remote_code": "may change",
-    "lora.rank": "must stay",
-    "lora.alpha": "must stay",
-    "lora.targets": "must stay",
-    "lora.dropout": "may change",
-    "lora.export": "may change",
-    "reference.path": "may change between rollout batches",
-    "reference.offload": "may change",
-    "reference.refresh": "may change",
-    "reference.precompute": "may change",
-    "teacher.path": "must stay",
-    "teacher.offload": "may change",
-    "critic.path": "must stay",
-    "critic.lr": "may change",
-    "critic.warmup": "may change",
-    "critic.gamma": "may change between rollout batches",
-    "critic.lam": "may change between rollout batches",
-    "critic.clip": "may change",
-    "critic.whiten": "may change between rollout batches",
-    "critic.max_grad_norm": "may change",
-    "rollout.reward": "may change within RL",
-    "rollout.environment": "may change",
-    "rollout.agent": "may change",
-    "rollout.episode_timeout": "may change",
-    "rollout.on_failure": "may change",
-    "rollout.reward_processes": "may change",
-    "rollout.group": "must stay",
-    "rollout.max_new_tokens": "may change",
-    "rollout.engine": "may change",
-    "rollout.batch": "may change",
-    "rollout.kv_cache_memory": "may change",
-    "rollout.staleness": "may change",
-    "rollout.filter": "may change",
-    "rollout.oversample": "may change",
-    "rollout.filter_bound": "may change",
-    "rollout.overlong_buffer": "may change",
-    "rollout.overlong_penalty": "may change",
-    "rollout.servers": "may change",
-    "rollout.launch.command": "may change",
-    "rollout.launch.devices": "may change",
-    "rollout.launch.environment": "may change",
-    "rollout.transfer": "may change",
-    "rollout.transfer_folder": "may change",
-    "rollout.timeout": "may change",
-    "rollout.canary": "may change",
-    "rollout.top_p": "may change",
-    "rollout.top_k": "may change",
-    "data.path": "may change if the samples stay the same",
-    "data.sources": "may change if the samples stay the same",
-    "data.sources.weight": "must stay",
-    "data.subset": "may change if the samples stay the same",
-    "data.split": "may change if the samples stay the same",
-    "data.chat_template": "may change if the samples stay the same",
-    "data.columns": "may change if the samples stay the same",
-    "data.loss_on": "may change if the samples stay the same",
-    "data.turns": "may change if the samples stay the same",
-    "data.system": "may change if the samples stay the same",
-    "data.prompt_template": "may change if the samples stay the same",
-    "data.prompt_format": "may change if the samples stay the same",
-    "data.append_eos": "may change if the samples stay the same",
-    "data.max_length": "may change if the samples stay the same",
-    "data.overlong": "may change if the samples stay the same",
-    "data.on_bad_row": "may change if the samples stay the same",
-    "data.shuffle": "must stay",
-    "data.epochs": "must stay",
-    "batch.samples": "must stay",
-    "batch.tokens": "must stay",
-    "batch.max_tokens": "may change",
-    "batch.overlong": "may change with batch.samples",
-    "batch.buffer": "may change with batch.samples",
-    "batch.cost": "may change",
-    "batch.share_prefixes": "may change",
-    "loss.kind": "may change within RL",
-    "loss.advantage": "must stay",
-    "loss.temperature": "may change between rollout batches",
-    "loss.old_policy": "may change between rollout batches",
-    "loss.kl_coefficient": "may change between rollout batches",
-    "loss.corrections": "may change between rollout batches",
-    "loss.epochs": "may change between rollout batches",
-    "loss.mini_batches": "may change between rollout batches",
-    "loss": "may change",
-    "optimizer.name": "must stay",
-    "optimizer": "may change",
-    "schedule": "may change",
-    "parallel": "may change",
-    "checkpoint": "may change",
-    "eval": "may change",
-    "track": "may change",
-    "run.steps": "may change",
-    "run.seed": "must stay",
-    "run.device": "may change",
-    "run.timeout": "may change",
-    "run.deterministic": "may change",
-    "run.folder": "may change",
-}
-"""For every setting, or for all others of a section."""
+RULES = resume_rules(Config, get_type_hints)
+"""Whether a setting may change, by its name: metadata of its field."""
 
 NOT_ARITHMETIC = (
     "_name_or_path",
@@ -247,16 +141,16 @@ def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
             ("data", "data.path", "data"),
         ):
             if other[part] != told[0][part]:
-                raise ValueError(
-                    f"{setting}: rank {rank} has {what} unlike those of rank 0; start every process with the same "
-                    "settings, and give files that all machines share"
+                raise UserError(
+                    setting,
+                    f"rank {rank} has {what} unlike those of rank 0",
+                    "start every process with the same settings, and give files that all machines share",
                 )
 
 
-def rule_of(name: str) -> Rule:
-    """That of a setting, `data.sources.2.weight` too; else that of its table, else that of its section."""
-    plain = re.sub(r"\.\d+", "", name)
-    return next(RULES[key] for key in (plain, plain.rpartition(".")[0], plain.partition(".")[0]) if key in RULES)
+def rule_of(name: str) -> Resume:
+    """That of a setting; `data.sources.2.weight` is one, too."""
+    return RULES[re.sub(r"\.\d+", "", name)]
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
@@ -285,9 +179,11 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
         }.get(rule, True)
         if not may:
             when = "change it after the rollout batch that the checkpoint stands in" if "between" in rule else "keep it"
-            raise ValueError(
-                f"{name}: {now!r}, but {path} was made with {before!r}; {when}, give another run.folder, or start anew "
-                "with checkpoint.resume=false"
+            raise UserError(
+                name,
+                f", but {path} was made with {before!r}",
+                f"{when}, give another run.folder, or start anew with checkpoint.resume=false",
+                value=now,
             )
     return changed
 
@@ -306,28 +202,33 @@ def check_made_with(
         blamed.sort(key=lambda name: not name.startswith("data."))
         if blamed:
             before, now = changed[blamed[0]]
-            raise ValueError(
-                f"{blamed[0]}: {now!r} makes other samples ({sizes[1]}) than {before!r}, which {path} was made with "
-                f"({sizes[0]}); keep it, {anew}"
+            raise UserError(
+                f"{blamed[0]}",
+                f"makes other samples ({sizes[1]}) than {before!r}, which {path} was made with ({sizes[0]})",
+                f"keep it, {anew}",
+                value=now,
             )
-        raise ValueError(
-            f"data.path: {', '.join(config.data.paths)} has other content ({sizes[1]}) than {path} was made with "
-            f"({sizes[0]}); give the same data, {anew}"
+        raise UserError(
+            "data.path",
+            f"{', '.join(config.data.paths)} has other content ({sizes[1]}) than {path} was made with ({sizes[0]})",
+            f"give the same data, {anew}",
         )
     taught = there.get("teacher"), here["teacher"]
     if None not in taught and taught[0] != taught[1]:
-        raise ValueError(
-            f"teacher.path: {config.teacher.path} has other weights than {path} was made with; give the same model, "
-            f"{anew}"
+        raise UserError(
+            "teacher.path",
+            f"{config.teacher.path} has other weights than {path} was made with",
+            f"give the same model, {anew}",
         )
     reference = there["reference"], here["reference"]
     if reference[0] is not None and reference[1] is not None and "reference.path" not in changed:
         _check_fields("reference.path", path, (reference[0]["model"], reference[1]["model"]), False)
         weights = reference[0]["weights"], reference[1]["weights"]
         if None not in weights and weights[0] != weights[1]:
-            raise ValueError(
-                f"reference.path: {config.reference.path} has other weights than {path} was made with; give the same "
-                f"model, {anew}"
+            raise UserError(
+                "reference.path",
+                f"{config.reference.path} has other weights than {path} was made with",
+                f"give the same model, {anew}",
             )
     return changed
 
@@ -338,9 +239,11 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
         before, now = there.get(name), here.get(name)
         if json.dumps(before) != json.dumps(now):  # NaN is unlike itself
-            raise ValueError(
-                f"{setting}: {name} is {now!r} in the model's config, but {path} was made with {before!r}; give the "
-                "config that the run was begun with, or another run.folder, or start anew with checkpoint.resume=false"
+            raise UserError(
+                setting,
+                f"{name} is {now!r} in the model's config, but {path} was made with {before!r}",
+                "give the config that the run was begun with, or another run.folder, or start anew with "
+                "checkpoint.resume=false",
             )
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import LocalBatch
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.losses import LossOutput
 from padfree.model import hidden_states
 from padfree.model.routers import RouterRecorder, routers_of
@@ -42,10 +43,10 @@ class RouterBalance:
         name = type(model).__name__
         if not self.routers or len({router.num_experts for router in self.routers}) > 1:
             setting, value = ("router", coefficient) if coefficient else ("router_bias", bias_rate)
-            raise ValueError(f"loss.{setting}: {value}, but {name} has no routers that are alike; leave it out")
+            raise UserError(f"loss.{setting}", f"{value}, but {name} has no routers that are alike", "leave it out")
         if bias_rate and not all(router.bias for router in self.routers):
-            raise ValueError(
-                f"loss.router_bias: {bias_rate}, but the routers of {name} have no bias; use loss.router=0.001"
+            raise UserError(
+                "loss.router_bias", f"{bias_rate}, but the routers of {name} have no bias", "use loss.router=0.001"
             )
         self.recorder = RouterRecorder(self.routers)
         self._counts: Tensor | None = None  # [R, E] of the global batch

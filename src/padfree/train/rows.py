@@ -17,6 +17,7 @@ import numpy as np
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.data import StoredSamples
+from padfree.errors import UserError
 from padfree.packing.epochs import EpochOrder, Part
 from padfree.packing.fill import Indices
 from padfree.rollout import Prompt
@@ -59,9 +60,11 @@ def check_shown(config: Config, sizes: Sequence[int]) -> None:
     epochs = config.data.epochs
     for number, part in enumerate(epoch_parts(config, sizes) or ()):
         if epochs is not None and not part.shown(epochs):
-            raise ValueError(
-                f"data.sources.{number}.weight: {config.data.sources[number].weight:g} of {part.size} rows is less "
-                f"than one row in data.epochs={epochs}; give a larger weight, or more epochs"
+            raise UserError(
+                f"data.sources.{number}.weight",
+                f"{config.data.sources[number].weight:g} of {part.size} rows is less than one row in "
+                f"data.epochs={epochs}",
+                "give a larger weight, or more epochs",
             )
 
 

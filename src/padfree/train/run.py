@@ -61,7 +61,7 @@ from padfree.train.setup import (
     export_critic,
     export_dtype,
 )
-from padfree.train.training_data import held_out_config, longest_of, make_batcher
+from padfree.train.training_data import longest_of, make_batcher
 from padfree.train.updates import OnActivity, OnStep
 
 
@@ -209,9 +209,7 @@ def evaluate(
     on_activity: OnActivity | None = None,
 ) -> dict[str, float]:
     """What `[eval]` measures, of the model at `model.path` as it is. Nothing is trained or written."""
-    if not config.eval.path:
-        raise ValueError("eval.path: missing; give held-out data, as in eval.path=test.jsonl")
-    config = held_out_config(config)
+    config = config.with_held_out_data()
     doing: OnActivity = on_activity or (lambda name, done, total: None)
     doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (

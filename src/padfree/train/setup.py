@@ -20,6 +20,7 @@ from padfree.config import Config
 from padfree.config.choices import Init, ModelHead, PackOverlong
 from padfree.config.functions import model_of
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.model.export import export_adapters, export_model
 from padfree.model.files import base_dtype
@@ -42,16 +43,19 @@ from padfree.train.training_data import open_tokenizer
 def check_placement(config: Config, device_type: str) -> None:
     """Refuse what a device of this type, or a model without weights, makes no sense of."""
     if config.parallel.offload and device_type == "cpu":
-        raise ValueError("parallel.offload: true, but the device is the CPU already; set parallel.offload=false")
+        raise UserError("parallel.offload", "true, but the device is the CPU already", "set parallel.offload=false")
     if config.parallel.checkpointing == "host" and device_type == "cpu":
-        raise ValueError(
-            "parallel.checkpointing: 'host', but the device is the host already; set parallel.checkpointing=selective"
+        raise UserError(
+            "parallel.checkpointing",
+            "'host', but the device is the host already",
+            "set parallel.checkpointing=selective",
         )
     path = Path(config.model.path)
     if _adapters_alone(config) and (config.model.init == "random" or path.is_file()):
-        raise ValueError(
-            f"lora.export: 'adapter', but {path} has no weights to put adapters on, only random ones; set "
-            "lora.export=merged"
+        raise UserError(
+            "lora.export",
+            f"'adapter', but {path} has no weights to put adapters on, only random ones",
+            "set lora.export=merged",
         )
 
 
@@ -115,8 +119,8 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
             head="scalar",
             spread=0.0,  # a new head knows nothing: it expects 0 of everything
         )
-    except ValueError as error:  # the same line on every rank
-        raise ValueError(str(error).replace("model: ", "critic.path: ", 1)) from None
+    except UserError as error:  # the same on every rank
+        raise error.at("critic.path", "model") from None
     optimizer = make_optimizer(model, config.optimizer.with_lr(config.critic.lr))
     settings = LossSettings(
         loss=config.critic.value_settings(),
@@ -138,8 +142,8 @@ def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
     try:
         check_judge(path, opened_together(path, trust_remote_code=code)[1])
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
-    except ValueError as error:  # the same line on every rank
-        raise ValueError(str(error).replace("model: ", "rollout.reward: ", 1)) from None
+    except UserError as error:  # the same on every rank
+        raise error.at("rollout.reward", "model") from None
     # Texts of another tokenizer are not samples of this run: one that is too long is a pack by itself.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
@@ -149,8 +153,8 @@ def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
 def check_judge(path: str, files: Mapping[str, Path] | None) -> None:
     """Refuse a model without a trained scalar head."""
     if files is None or WEIGHT not in files:
-        raise ValueError(
-            f"rollout.reward: {path} has no {WEIGHT}; give the folder of a model that padfree reward wrote"
+        raise UserError(
+            "rollout.reward", f"{path} has no {WEIGHT}", "give the folder of a model that padfree reward wrote"
         )
 
 
@@ -160,8 +164,8 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
     offload = config.teacher.offload and mesh.device.type != "cpu"
     try:
         return _load(config, mesh, config.teacher.path, offload=offload, frozen=True)
-    except ValueError as error:  # the same line on every rank
-        raise ValueError(str(error).replace("model: ", "teacher.path: ", 1)) from None
+    except UserError as error:  # the same on every rank
+        raise error.at("teacher.path", "model") from None
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
@@ -186,8 +190,8 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
     offload = config.reference.offload and mesh.device.type != "cpu"
     try:
         model = _load(config, mesh, path, offload=offload, frozen=True)
-    except ValueError as error:  # the same line on every rank
-        raise ValueError(str(error).replace("model: ", "reference.path: ", 1)) from None
+    except UserError as error:  # the same on every rank
+        raise error.at("reference.path", "model") from None
     reference = ModelReference(_scorer(config, mesh, model, setting="reference.path"), every)
     if engine is not None and every is not None:
         reference.check(engine.model)

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.hub import check_name
-from padfree.config.rules import shown_error
 from padfree.data import (
     DataReport,
     MixedDataset,
@@ -32,6 +31,7 @@ from padfree.data import (
 )
 from padfree.data.chat import chat_renderer
 from padfree.data.prepare import Progress
+from padfree.errors import UserError, shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
 from padfree.rollout.collect.group import RolloutGroup
@@ -57,7 +57,7 @@ def load_tokenizer(config: Config) -> Any:
         given = not config.loss.task.in_rows and config.rollout.source is None
         if given and config.model.tokenizer is None:
             return None
-        raise ValueError(f"model.tokenizer: {path} holds none; give a folder or Hub id that does")
+        raise UserError("model.tokenizer", f"{path} holds none", "give a folder or Hub id that does")
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
 
@@ -73,8 +73,8 @@ def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> 
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # its files may hold anything, and whatever reads them raises in its own way
-        raise ValueError(
-            f"{setting}: the tokenizer of {name} cannot be read ({shown_error(error)}); give another"
+        raise UserError(
+            setting, f"the tokenizer of {name} cannot be read ({shown_error(error)})", "give another"
         ) from error
 
 
@@ -109,21 +109,18 @@ def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> Train
     for number, source in enumerate(config.data.sources):
         try:
             one = read(replace(config, data=config.data.of_source(source)), tokenizer, **options)
-        except ValueError as error:
-            raise ValueError(_of_data_source(error, number)) from error
+        except UserError as error:
+            raise _of_data_source(error, number) from error
         found[source.label] = one
     return mixed(found)
 
 
-def _of_data_source(error: ValueError, number: int) -> str:
-    """A message about a setting of `[data]` that a source has itself, as one about the source."""
-    setting, colon, rest = str(error).partition(":")
-    own = ("data.path", "data.columns", "data.split", "data.subset")
-    where = setting.replace("data.", f"data.sources.{number}.", 1) if setting in own else setting
-    if setting == "data":
-        where = f"data.sources.{number}.path"
-    rest = re.sub(r"data\.(path|columns|split|subset)(?=[=.])", rf"data.sources.{number}.\1", rest)
-    return f"{where}{colon}{rest}"
+def _of_data_source(error: UserError, number: int) -> UserError:
+    """An error about a setting of `[data]` that a source has itself, as one about the source."""
+    own, table = "data.(path|columns|split|subset)", f"data.sources.{number}"
+    at = f"{table}.path" if error.setting == "data" else re.sub(rf"^{own}$", rf"{table}.\1", error.setting)
+    problem, fix = (re.sub(rf"{own}(?=[=.])", rf"{table}.\1", text) for text in (error.problem, error.fix))
+    return UserError(at, problem, fix, error.value)
 
 
 def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
@@ -169,25 +166,13 @@ def load_held_out(
     settings = config.eval
     if not settings.path:
         return None
-    there = held_out_config(config)
+    there = config.with_held_out_data()
     try:
         found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward, day=day)
-    except ValueError as error:
-        raise ValueError(_of_held_out(error)) from error
+    except UserError as error:
+        raise error.at("eval.path", "data") from error
     found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))
     return found if settings.samples is None else replace(found, samples=_first(config, found.samples))
-
-
-def _of_held_out(error: ValueError) -> str:
-    """A message about `data`, as one about held-out data."""
-    return f"eval.path: {str(error).removeprefix('data: ')}"
-
-
-def held_out_config(config: Config) -> Config:
-    """The settings of the run with held-out data in the place of its own."""
-    data = replace(config.data, path=config.eval.path, sources=(), split=config.eval.split)
-    reward = config.eval.reward or config.rollout.reward
-    return replace(config, data=data, rollout=replace(config.rollout, reward=reward))
 
 
 def _first(config: Config, samples: Samples) -> Samples:
@@ -220,7 +205,7 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
     """
     data, batch = config.data, config.batch
     if not len(samples):
-        raise ValueError(f"data.path: {', '.join(data.paths)} has no samples; give files with at least one")
+        raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one")
     order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
     groups, sizes = groups_of(config, samples, parts)
     order["parts"] = epoch_parts(config, sizes)
@@ -241,9 +226,10 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
     largest = max(groups, key=len)
     if len(largest) > batch.samples:
         assert isinstance(largest[0], Sample), "batch.samples is a multiple of rollout.group"
-        raise ValueError(
-            f"batch.samples: {batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}; "
-            f"give {len(largest)} or more"
+        raise UserError(
+            "batch.samples",
+            f"{batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}",
+            f"give {len(largest)} or more",
         )
     # Samples are what is counted here: as many whole groups as there is room for.
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.errors import UserError
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.travel import whole
@@ -111,9 +112,11 @@ class UpdateBatch:
         rows = about["samples"]
         parts = update_parts(len(rows), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
         if (len(parts), epochs) != (about["updates"], about["epochs"]):
-            raise ValueError(
-                f"loss.epochs: {epochs} with loss.mini_batches {mini_batches}, but the checkpoint stands inside a "
-                f"rollout batch of {about['epochs']} epochs and {about['updates']} updates; change them after it"
+            raise UserError(
+                "loss.epochs",
+                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint stands inside a rollout batch of "
+                f"{about['epochs']} epochs and {about['updates']} updates",
+                "change them after it",
             )
         pieces = {
             name: _pieces(extra[f"{KEY}/{name}"], [row["length"] for row in rows if _has(row, name)])

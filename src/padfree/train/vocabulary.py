@@ -19,6 +19,7 @@ from typing import Any
 
 from padfree.config import Config
 from padfree.config.hub import GIVEN_TEXT, named_models
+from padfree.errors import UserError
 from padfree.train.training_data import has_tokenizer, open_tokenizer
 
 
@@ -65,15 +66,18 @@ def compare(
     there = str(other[token]) if token in other else "unknown"
     more = f", and {len(differs) - 1:,} more differ" if len(differs) > 1 else ""
     if may_lack:
-        raise ValueError(
-            f"model.tokenizer: {own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in "
-            f"the former, {there} in the latter{more}; leave it out, or give a tokenizer with the ids of the model"
+        raise UserError(
+            "model.tokenizer",
+            f"{own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in the former, "
+            f"{there} in the latter{more}",
+            "leave it out, or give a tokenizer with the ids of the model",
         )
     only_lacks = len(lacks) == len(differs)
     cure = f", or set model.tokenizer={name} if the trained model knows its tokens" if only_lacks else ""
-    raise ValueError(
-        f"{setting}: {name} has other token ids than {own_name}: {token!r} is {there} in the former, {index} in the "
-        f"latter{more}; give a model with the same vocabulary{cure}"
+    raise UserError(
+        setting,
+        f"{name} has other token ids than {own_name}: {token!r} is {there} in the former, {index} in the latter{more}",
+        f"give a model with the same vocabulary{cure}",
     )
 
 
@@ -83,7 +87,7 @@ def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
         return open_tokenizer(name, setting, trust_remote_code) if has_tokenizer(name) else None
     try:
         return open_tokenizer(name, setting, trust_remote_code)
-    except ValueError:
+    except UserError:
         return None  # whether the Hub has its files shows only when they are asked for
 
 

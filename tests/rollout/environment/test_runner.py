@@ -15,6 +15,7 @@ import pytest
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.noise import GREEDY, turn_key
+from tests.refused import refused
 from tests.rollout.environment.environment_cases import Scripted, ids, play, prompt, text
 
 
@@ -233,9 +234,7 @@ def test_rewards_of_both() -> None:
         await policy.generate()
         return policy.trajectory(1.0)
 
-    with pytest.raises(
-        ValueError, match=r"rollout.reward: 'tests:reward', but tests:episode gave .* leave one of them"
-    ):
+    with refused("rollout.reward", "'tests:reward', but tests:episode gave .* leave one of them"):
         play(episode, {"p": "a$"}, prompt("p"), reward=lambda answer, row: 1.0)
     (played,) = play(one_turn, {"p": "ab$"}, prompt("p"), reward=lambda answer, row: float(answer == "ab"))
     assert played.rewards == (1.0,)
@@ -357,5 +356,5 @@ def test_requests_go_to_a_sampler_as_they_come() -> None:
 
 
 def test_a_sampler_that_fails() -> None:
-    with pytest.raises(ValueError, match=r"rollout.servers: all are gone"):
+    with refused("rollout.servers", "all are gone"):
         play(two_turns, None, prompt("p"), sampler=Streaming(fails=True))

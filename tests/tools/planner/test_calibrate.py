@@ -24,6 +24,7 @@ from padfree.tools.planner.calibrate import (
     with_layers,
 )
 from padfree.tools.planner.time_model import choose_time_model
+from tests.refused import refused
 from tests.tools.planner.cases import config_of
 
 MODULE = importlib.import_module("padfree.tools.planner.calibrate")  # the package has a function of this name
@@ -133,7 +134,7 @@ def test_times_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch, tm
         return lambda lengths: sum(lengths) * (0.1 if len(lengths) == 2 else 0.001)
 
     monkeypatch.setattr(MODULE, "_runner", runner)
-    with pytest.raises(ValueError, match=r"--calibrate: a micro-batch took .* times what the others let expect"):
+    with refused("--calibrate"):
         calibrate(Qwen3Config(**TINY, num_hidden_layers=1), config_of(run={"device": "cpu"}))
     assert not list(tmp_path.iterdir())
 
@@ -158,9 +159,9 @@ def test_a_measured_cost_is_recovered(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_what_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"run.device: 'cuda', but torch sees no GPU"):
+    with refused("run.device"):
         calibrate(Qwen3Config(**TINY), config_of(run={"device": "cuda"}))
-    with pytest.raises(ValueError, match=r"lora.rank: 4 with --calibrate"):
+    with refused("lora.rank"):
         calibrate(Qwen3Config(**TINY), config_of(lora={"rank": 4}))
 
 
@@ -173,5 +174,5 @@ def test_a_cache_that_cannot_be_written_is_said_before_the_measuring(
     monkeypatch.setattr(MODULE, "_measured", measured)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PADFREE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ValueError, match=r"^PADFREE_CACHE: .* is a file; give another folder$"):
+    with refused("PADFREE_CACHE"):
         calibrate(Qwen3Config(**TINY, num_hidden_layers=1), config_of(run={"device": "cpu"}))

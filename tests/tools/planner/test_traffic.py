@@ -19,6 +19,7 @@ from padfree.tools.planner.traffic import (
     fsdp_units,
     step_traffic,
 )
+from tests.refused import refused
 
 
 def settings(**parallel: object) -> dict[str, object]:
@@ -98,5 +99,5 @@ def test_a_row_over_two_ranks_sends_the_keys_that_are_read_elsewhere() -> None:
 
 
 def test_hosts_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^--hosts: 3 does not divide 8 ranks; give as many ranks to each$"):
+    with refused("--hosts", "3 does not divide 8 ranks"):
         Placement(ranks=8, hosts=3)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from padfree.tools.talk.find import find_model
 from padfree.tools.talk.speaker import Answer, Speaker, StopAnswer, open_speaker
+from tests.refused import refused
 from tests.tools.talk.talk_cases import save_adapters, save_model, tiny_speaker
 
 PROMPTS = ("Hello there!", "Two plus two?", "naïve café, 東京, 🙂", "x")
@@ -110,7 +111,7 @@ def test_the_context_ends_an_answer_and_a_full_one_is_refused() -> None:
     prompt = [9] * 250
     (answer,) = speaker.answer([prompt], max_new_tokens=ROOM)
     assert answer.end == "context" if len(answer.tokens) == 6 else answer.end == "stop"
-    with pytest.raises(ValueError, match=r"prompt: 256 tokens fill the model's context of 256; give a shorter one"):
+    with refused("prompt"):
         speaker.answer([[9] * 256], max_new_tokens=ROOM)
 
 
@@ -126,14 +127,14 @@ def test_wrong_inputs_are_one_line(tmp_path: Path) -> None:
             speaker.answer([prompt], max_new_tokens=room)
         assert message in str(caught.value)
     for temperature in (float("nan"), float("inf"), -1.0, 1e-30):
-        with pytest.raises(ValueError, match=r"--temperature: .*; give 0, or 0.01 to 100"):
+        with refused("--temperature"):
             tiny_speaker(temperature=temperature)
     for seed in (-1, 1 << 63):
-        with pytest.raises(ValueError, match=r"--seed: "):
+        with refused("--seed"):
             tiny_speaker(seed=seed)
     with pytest.raises(ValueError, match=r"'user' has a lone surrogate at character 1"):
         speaker.prompt("\udcff")
-    with pytest.raises(ValueError, match="--system: 'be kind'; leave it out"):
+    with refused("--system"):
         tiny_speaker(None).prompt("x", system="be kind")
 
 
@@ -147,7 +148,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
     assert speaker.words.decode(speaker.prompt("Hello")) == "Hello!"
     with pytest.raises(ValueError, match="chat template: it leaves the system message out"):
         speaker.prompt("Hello", system="Be kind.")
-    with pytest.raises(ValueError, match="--template-arguments: 'tune'; give names that the chat template uses"):
+    with refused("--template-arguments"):
         open_speaker(files, chat_template=str(template), template_arguments={"tune": "!"}, device="cpu")
     with pytest.raises(ValueError, match=r"--chat-template: nowhere.jinja cannot be used"):
         open_speaker(files, chat_template="nowhere.jinja", device="cpu")

@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from padfree.errors import UserError
 from padfree.losses.segments import Reduce, no_reduce, segment_mean, spread
 from padfree.losses.types import LossInputs
 
@@ -81,8 +82,8 @@ class ObjectiveInputs:
         """
         row = self.row
         if row is None:
-            raise ValueError(
-                "objective: elementwise, but it asks for the mean over a sequence; leave elementwise=True out"
+            raise UserError(
+                "objective", "elementwise, but it asks for the mean over a sequence", "leave elementwise=True out"
             )
         mean = segment_mean(values.detach(), row.mask, row.sample_index, row.num_samples, self.reduce)
         return spread(mean, row.sample_index).to(values)

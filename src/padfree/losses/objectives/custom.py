@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from padfree.config.functions import UserFunction
-from padfree.config.rules import shown_error
+from padfree.errors import UserError, shown_error
 from padfree.losses.objectives.contract import ObjectiveInputs, ObjectiveOutput, Traits, traits_of
 
 USER_OBJECTIVE = UserFunction(
@@ -50,12 +50,13 @@ class UserObjective:
         except KeyboardInterrupt:
             raise  # a signal, outside of a run
         except BaseException as error:  # SystemExit, too: a loss does not end the run
-            raise ValueError(f"loss.kind: {self.path} raised {shown_error(error)}; correct the function") from error
+            raise UserError("loss.kind", f"{self.path} raised {shown_error(error)}", "correct the function") from error
         output = ObjectiveOutput(losses=found) if isinstance(found, Tensor) else found
         if not isinstance(output, ObjectiveOutput):
-            raise ValueError(
-                f"loss.kind: {self.path} returned {type(found).__name__}; return a tensor of losses, or an "
-                "ObjectiveOutput"
+            raise UserError(
+                "loss.kind",
+                f"{self.path} returned {type(found).__name__}",
+                "return a tensor of losses, or an ObjectiveOutput",
             )
         self._check(tokens, output)
         return output
@@ -67,25 +68,28 @@ class UserObjective:
         for name, values in present.items():
             if not isinstance(values, Tensor) or values.shape != wanted.shape:
                 what = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise ValueError(
-                    f"loss.kind: {self.path} returned {name} {what} for {tuple(wanted.shape)} log-probabilities; "
-                    "return one entry for each"
+                raise UserError(
+                    "loss.kind",
+                    f"{self.path} returned {name} {what} for {tuple(wanted.shape)} log-probabilities",
+                    "return one entry for each",
                 )
         if output.losses.dtype != wanted.dtype:
-            raise ValueError(
-                f"loss.kind: {self.path} returned losses of {output.losses.dtype} for log-probabilities of "
-                f"{wanted.dtype}; return the same type"
+            raise UserError(
+                "loss.kind",
+                f"{self.path} returned losses of {output.losses.dtype} for log-probabilities of {wanted.dtype}",
+                "return the same type",
             )
         if torch.is_grad_enabled() and wanted.requires_grad and not output.losses.requires_grad:
-            raise ValueError(
-                f"loss.kind: {self.path} returned losses without a gradient; compute them from tokens.logprobs"
+            raise UserError(
+                "loss.kind", f"{self.path} returned losses without a gradient", "compute them from tokens.logprobs"
             )
         # Ranks add up their metrics in the order of their names, so these must be the same in all calls.
         names = tuple(sorted(present))
         if self._names is None:
             self._names = names
         if names != self._names:
-            raise ValueError(
-                f"loss.kind: {self.path} returned {', '.join(names)}, and {', '.join(self._names)} before; return the "
-                "same names every time"
+            raise UserError(
+                "loss.kind",
+                f"{self.path} returned {', '.join(names)}, and {', '.join(self._names)} before",
+                "return the same names every time",
             )

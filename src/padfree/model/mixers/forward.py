@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from padfree.batch import AttnContext, Segments
 from padfree.cp import from_whole_segments, to_whole_segments
+from padfree.errors import UserError
 from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.fast_way import FastWay, own_kernels_are_right, settled_way
@@ -146,9 +147,10 @@ def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state.mixer.carrier == "attention_mask":
         context = given.pop("attention_mask", None)
     if not isinstance(context, AttnContext):
-        raise ValueError(
-            f"attn_context: did not reach {type(module).__name__}; its model drops keyword arguments and cannot be "
-            "trained packed"
+        raise UserError(
+            "attn_context",
+            f"did not reach {type(module).__name__}",
+            "its model drops keyword arguments and cannot be trained packed",
         )
     arguments = {name: value for name, value in given.items() if name in state.parameters}
     _check(module, arguments, context)
@@ -164,12 +166,13 @@ def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -> None:
     name = type(module).__name__
     if context.segments.parents is not None:
-        raise ValueError(
-            f"share_prefixes: {name} carries a state along the sequence, which does not fork where samples branch; "
-            "make the row with share_prefixes=False"
+        raise UserError(
+            "share_prefixes",
+            f"{name} carries a state along the sequence, which does not fork where samples branch",
+            "make the row with share_prefixes=False",
         )
     if any(argument.startswith(("past", "cache")) and value is not None for argument, value in arguments.items()):
-        raise ValueError(f"past_key_values: given to {name}; training needs no cache")
+        raise UserError("past_key_values", f"given to {name}", "training needs no cache")
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -198,8 +201,8 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
     rows = [leaf.squeeze(0) for leaf in leaves]
     needed = context.segments.num_tokens // context.world
     if any(len(row) != needed for row in rows):
-        raise ValueError(
-            f"attn_context: made for {needed} tokens, {name} has {len(rows[0])}; pass both from one LocalBatch"
+        raise UserError(
+            "attn_context", f"made for {needed} tokens, {name} has {len(rows[0])}", "pass both from one LocalBatch"
         )
     # What the module ignores is not cut into segments, and so must not be there at all.
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}

@@ -42,6 +42,7 @@ from padfree.config.functions import model_of
 from padfree.data import Reward, load_reward
 from padfree.data.chat import ChatRenderer
 from padfree.distributed import Mesh, gather_objects
+from padfree.errors import UserError
 from padfree.record.files import FAILURES, ROLLOUTS
 from padfree.rollout.base import Response, Sampler
 from padfree.rollout.collect.candidates import Candidates, SparePrompts
@@ -183,7 +184,7 @@ class Collector:
             error = self._wait(queued) if self._ahead else self._play(queued)
             try:
                 outcomes = self._complete(queued, error)
-            except ValueError as wrong:
+            except UserError as wrong:
                 self._list_failures(batch, [{"failure": str(wrong)}])
                 raise
             if outcomes is None:
@@ -320,7 +321,7 @@ class Collector:
         try:
             for played in self._writer.play(plays, self._gathered, judge=judge, watch=watch):
                 queued.played[played.number] = played
-        except ValueError as error:
+        except UserError as error:
             return str(error)
         finally:
             queued.missing.clear()
@@ -358,7 +359,7 @@ class Collector:
         everybody = self._gathered((error, bool(queued.missing)))
         for message, _ in everybody:
             if message is not None:
-                raise ValueError(message)
+                raise UserError.of(message)
         if any(lacks for _, lacks in everybody):
             return None
         if self._reward_model is not None and model:
@@ -391,7 +392,7 @@ class Collector:
             queued.played[one.number] = failed if failure is not None else replace(one, leaves=leaves)
         for message in self._gathered(None if skips else wrong):
             if message is not None:
-                raise ValueError(message)
+                raise UserError.of(message)
 
     def _written(
         self, queued: Queued, signal: Mapping[int, bool], outcomes: Mapping[int, Outcome]
@@ -410,9 +411,10 @@ class Collector:
         chosen = [queued.candidates.groups[index] for index in queued.candidates.chosen(signal)]
         chosen = [group for group in chosen if group.first not in failed]
         if not chosen:
-            raise ValueError(
-                f"rollout.on_failure: 'skip', but every group of batch {queued.batch} has failed, the first: "
-                f"{lines[0]['failure']}; see {FAILURES} in the run folder"
+            raise UserError(
+                "rollout.on_failure",
+                f"'skip', but every group of batch {queued.batch} has failed, the first: {lines[0]['failure']}",
+                f"see {FAILURES} in the run folder",
             )
         failures = len(lines), len(failed)
         if self.mesh.loss.size == 1:

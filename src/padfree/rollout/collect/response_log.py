@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from padfree.errors import UserError
 from padfree.record.metrics import line_number
 from padfree.rollout.environment.play import Played
 
@@ -28,9 +29,10 @@ class ResponseLog:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError as error:
-            raise ValueError(
-                f"run.folder: {self.path} cannot be written ({error.strerror or error}); free space or give another "
-                "folder"
+            raise UserError(
+                "run.folder",
+                f"{self.path} cannot be written ({error.strerror or error})",
+                "free space or give another folder",
             ) from error
 
     def _before(self, batch: int) -> list[str]:

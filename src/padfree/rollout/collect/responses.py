@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
+from padfree.errors import UserError
 from padfree.rollout.base import AheadSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.play import Play, Played, Watcher
@@ -35,7 +36,7 @@ class ResponseWriter:
     def __init__(self, sampler: Sampler, words: Words, judge: Judge, settings: RunnerSettings) -> None:
         self._sampler, self.words, self._judge, self._settings = sampler, words, judge, settings
         self._pool = DaemonPool(REWARD_THREADS, "reward")
-        self._thread = LoopThread()  # where processes are asked
+        self._thread = LoopThread("rewards")  # where processes are asked
         self.reward_seconds = 0.0  # of all calls of `play`
 
     def play(
@@ -76,7 +77,7 @@ class ResponseWriter:
             if error is None:
                 watch.on_played(future.result())
             else:
-                watch.on_failed(str(error) if isinstance(error, ValueError) else f"rollout.reward: {error!r}")
+                watch.on_failed(str(error) if isinstance(error, UserError) else f"rollout.reward: {error!r}")
 
         def judge(play: Play, response: Response) -> None:
             self._judging(play, response, self._judge).add_done_callback(ended)
@@ -129,7 +130,7 @@ class ResponseWriter:
         prompt, leaf = play.prompt, self._leaf(play, response)
         try:
             reward = judge.within(self._settings.timeout, leaf.text, prompt.row, prompt.uid)
-        except ValueError as error:
+        except UserError as error:
             return self._failed(play, error)
         return Played(number=play.number, leaves=(replace(leaf, reward=reward),))
 
@@ -137,11 +138,11 @@ class ResponseWriter:
         prompt, leaf = play.prompt, self._leaf(play, response)
         try:
             reward = await judge(leaf.text, prompt.row, prompt.uid, self._settings.timeout)
-        except ValueError as error:
+        except UserError as error:
             return self._failed(play, error)
         return Played(number=play.number, leaves=(replace(leaf, reward=reward),))
 
-    def _failed(self, play: Play, error: ValueError) -> Played:
+    def _failed(self, play: Play, error: UserError) -> Played:
         if not self._settings.skips:
             raise error
         return Played(number=play.number, failure=str(error))

@@ -8,16 +8,19 @@ module:function      the user's: the function takes what `make_sampler` takes, a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.config.choices import SAMPLING_ENGINES
 from padfree.config.functions import UserFunction, is_path
-from padfree.distributed import Mesh
+from padfree.distributed import Mesh, PeerLostError
+from padfree.errors import UserError, shown_error
 from padfree.rollout.base import (
     AheadSampler,
     OnFinished,
@@ -68,28 +71,44 @@ def _made(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
     if not is_path(name):
         module, function = SAMPLING_ENGINES[name].split(":")
         return getattr(import_module(module), function)(config, *rest)
-    sampler = USER_ENGINE.load(name)(config, *rest)
+    made = USER_ENGINE.load(name)
+    with _user_code(name):
+        sampler = made(config, *rest)
     missing = [method for method in methods if not hasattr(sampler, method)]
     if missing:
         needed = f" for rollout.staleness {config.rollout.staleness}" if config.rollout.staleness else ""
-        raise ValueError(
-            f"rollout.engine: {name!r} returned {type(sampler).__name__}, which has no {missing[0]}; return a "
-            f"padfree.rollout.base.{kind}{needed}"
+        raise UserError(
+            "rollout.engine",
+            f"returned {type(sampler).__name__}, which has no {missing[0]}",
+            f"return a padfree.rollout.base.{kind}{needed}",
+            value=name,
         )
     ahead = all(hasattr(sampler, method) for method in AHEAD_METHODS)
     return (CheckedAheadSampler if ahead else CheckedSampler)(sampler, name)
+
+
+@contextmanager
+def _user_code(name: str) -> Iterator[None]:
+    """A block that calls a user's engine: its exceptions are not bugs of padfree."""
+    try:
+        yield
+    except (UserError, PeerLostError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError("rollout.engine", f"raised {shown_error(error)}", "correct the engine", name) from error
 
 
 class CheckedSampler:
     """A user's sampler. Its responses are checked before anything else sees them."""
 
     def __init__(self, sampler: Any, name: str) -> None:
-        self.sampler, self._what = sampler, f"rollout.engine: {name!r}"
+        self.sampler, self._name, self._what = sampler, name, f"rollout.engine: {name!r}"
         self._vocabulary = 0  # known with the first weights
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         self._vocabulary = vocabulary_of(trained)
-        self.sampler.update_weights(trained, version)
+        with _user_code(self._name):
+            self.sampler.update_weights(trained, version)
 
     def sample(
         self,
@@ -104,10 +123,11 @@ class CheckedSampler:
 
         wanted: dict[str, Any] = {"on_progress": on_progress, "on_finished": on_finished and finished}
         taken = inspect.signature(self.sampler.sample).parameters
-        found = self.sampler.sample(requests, **{name: one for name, one in wanted.items() if name in taken})
+        with _user_code(self._name):
+            found = self.sampler.sample(requests, **{name: one for name, one in wanted.items() if name in taken})
         if not isinstance(found, Sequence) or len(found) != len(requests):
             number = len(found) if isinstance(found, Sequence) else type(found).__name__
-            raise ValueError(
+            raise UserError.of(
                 f"{self._what} returned {number} for {len(requests)} requests; return a list with one Response for "
                 "each, in their order"
             )
@@ -145,7 +165,7 @@ class CheckedAheadSampler(CheckedSampler):
         def checked(index: int, response: Response) -> None:
             try:
                 self._checked(response, requests[index], whole=False)
-            except ValueError as error:  # in a thread of the engine: the run asks for `failure`
+            except UserError as error:  # in a thread of the engine: the run asks for `failure`
                 self._wrong = self._wrong or error
                 return
             on_response(index, response)

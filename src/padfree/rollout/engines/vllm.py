@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.api import (
     Completion,
@@ -70,20 +71,22 @@ class VllmServer(HttpServer):
         given = options.get("weight_transfer_config")
         transfer = given.get("backend") if isinstance(given, dict) else given
         if transfer != "padfree" and not served.lora_rank:
-            raise ValueError(f"rollout.servers: {self.url} has the weight transfer {transfer!r}; {START}")
+            raise UserError("rollout.servers", f"{self.url} has the weight transfer {transfer!r}", START)
         mode = options["model_config"].get("logprobs_mode")
         if mode != "processed_logprobs" and served.temperature != 1.0:
-            raise ValueError(
-                f"rollout.servers: {self.url} reports {mode}, which do not know loss.temperature "
-                f"{served.temperature:g}; {self.cure_temperature}"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} reports {mode}, which do not know loss.temperature {served.temperature:g}",
+                self.cure_temperature,
             )
         await self._check_vocabulary(name, served.vocabulary)
         if not options["model_config"].get("skip_tokenizer_init"):  # then it has no tokenizer that could be wrong
             answer = await self.call("POST", "/tokenize", {"prompt": served.text, "add_special_tokens": False})
             if answer.get("tokens") != list(served.tokens):
-                raise ValueError(
-                    f"rollout.servers: {self.url} has another tokenizer than this run; start it with the model of "
-                    "model.path, and model.tokenizer as --tokenizer"
+                raise UserError(
+                    "rollout.servers",
+                    f"{self.url} has another tokenizer than this run",
+                    "start it with the model of model.path, and model.tokenizer as --tokenizer",
                 )
         return name
 
@@ -112,14 +115,16 @@ class VllmServer(HttpServer):
                     body = {"model": name, "prompt": [token], "max_tokens": 1}
                     await connection.call("POST", COMPLETIONS, body)
                 found = True
-            except ValueError as error:
+            except UserError as error:
                 if "vocabulary" not in str(error):
                     raise
                 found = False
             if found != known:
-                raise ValueError(
-                    f"rollout.servers: {self.url} {'knows' if found else 'does not know'} token {token}, the model of "
-                    f"this run has {vocabulary} tokens; start it with the model of model.path"
+                raise UserError(
+                    "rollout.servers",
+                    f"{self.url} {'knows' if found else 'does not know'} token {token}, the model of this run has "
+                    f"{vocabulary} tokens",
+                    "start it with the model of model.path",
                 )
 
     # Responses
@@ -159,9 +164,10 @@ class VllmServer(HttpServer):
         with self.reading(f"{COMPLETIONS} answered without token ids and log-probabilities"):
             tokens, logprobs = _drawn(choice)
         if not cut and choice.get("prompt_token_ids") != body["prompt"]:
-            raise ValueError(
-                f"rollout.servers: {self.url} changed the token ids of a prompt; start it with the run's model, and "
-                "with nothing between"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} changed the token ids of a prompt",
+                "start it with the run's model, and with nothing between",
             )
         return Completion(tokens=tokens, logprobs=logprobs, reason="cut" if cut else str(choice.get("finish_reason")))
 

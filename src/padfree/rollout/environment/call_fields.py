@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from padfree.data.records import shown
+from padfree.errors import UserError
 from padfree.rollout.environment.listener import CallError
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
@@ -177,12 +178,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"an object has {shown(twice)} twice; give it once")
+        raise UserError.of(f"an object has {shown(twice)} twice; give it once")
     return found
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON; give a finite number, or leave it out")
+    raise UserError.of(f"{name} is not a number of JSON; give a finite number, or leave it out")
 
 
 def check_fields(body: Mapping[str, Any], route: str, temperature: float) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 
 from padfree.data.conversation import Message, read_conversation
 from padfree.data.records import check_encodable
+from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.environment.policy import Host, Turn
 from padfree.rollout.environment.trajectory import Branch, Tree
@@ -118,7 +119,7 @@ class Calls:
         if found is None:
             ids = self._words.encode_prompt(text, begun=begun)
             if not ids:
-                raise ValueError("the prompt has no tokens; give some text")
+                raise UserError.of("the prompt has no tokens; give some text")
             return Context(ids=ids, text=text, messages=messages)
         new = tuple(self._words.encode(text[len(found.text) :]))
         return Context(ids=[*found.branch.ids, *new], text=text, messages=messages, seen=found.branch, new=new)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from padfree.config.functions import UserFunction
 from padfree.config.rollout import RolloutConfig
+from padfree.errors import UserError
 from padfree.rollout.environment.agent import agent_episode
 from padfree.rollout.environment.command import check_command, check_row
 from padfree.rollout.environment.policy import Episode
@@ -28,8 +29,11 @@ def check_episode_settings(settings: RolloutConfig) -> None:
     if settings.agent:
         check_command(settings.agent)
     if settings.agent and shutil.which(settings.agent[0]) is None:
-        raise ValueError(
-            f"rollout.agent: {settings.agent[0]!r} is no program that can be started; give its path, or one on PATH"
+        raise UserError(
+            "rollout.agent",
+            "is no program that can be started",
+            "give its path, or one on PATH",
+            value=settings.agent[0],
         )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from padfree.config.rules import closest
+from padfree.errors import UserError, closest
 
 COLUMN = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 LONGEST_WORD = 128 * 1024 - 1
@@ -58,7 +58,7 @@ def column_names(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found[2] for word in words for found in COLUMN.finditer(word) if found[2]))
 
 
-def filled(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+def filled(words: Sequence[str], row: Mapping[str, Any], place: str = "the row") -> list[str]:
     """Columns of the row in the place of their names in braces; braces around anything else stay."""
 
     def value(found: re.Match[str]) -> str:
@@ -69,7 +69,9 @@ def filled(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
             has = f"has {', '.join(map(str, row))}" if name not in row else "has no value there"
             near = closest(name, [str(column) for column in row]) if name not in row else None
             cure = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
-            raise ValueError(f"rollout.agent: {{{name}}}, but the row {has}; {cure} (a brace as such is written twice)")
+            raise UserError(
+                "rollout.agent", f"{{{name}}}, but {place} {has}", f"{cure} (a brace as such is written twice)"
+            )
         held = row[name]
         return held if isinstance(held, str) else json.dumps(held, ensure_ascii=False, default=str)
 
@@ -78,22 +80,23 @@ def filled(words: Sequence[str], row: Mapping[str, Any]) -> list[str]:
 
 def check_row(words: Sequence[str], row: Mapping[str, Any], place: str) -> None:
     """Refuse a row that lacks a column which the words name, or whose value cannot be an argument of a program."""
-    try:
-        found = filled(words, row)
-    except ValueError as error:
-        raise ValueError(str(error).replace("the row", place, 1)) from None
+    found = filled(words, row, place)
     for word, given in zip(found, words, strict=True):
         if word == given:
             continue
         if "\0" in word:
-            raise ValueError(
-                f"rollout.agent: {given!r} has a zero character in {place}, which no argument can have; remove it, or "
-                "read the row from standard input"
+            raise UserError(
+                "rollout.agent",
+                f"has a zero character in {place}, which no argument can have",
+                "remove it, or read the row from standard input",
+                value=given,
             )
         if (size := len(word.encode("utf-8", "surrogatepass"))) > LONGEST_WORD:
-            raise ValueError(
-                f"rollout.agent: {given!r} has {size} bytes in {place}, an argument at most {LONGEST_WORD}; read the "
-                "row from standard input, where it is as JSON"
+            raise UserError(
+                "rollout.agent",
+                f"has {size} bytes in {place}, an argument at most {LONGEST_WORD}",
+                "read the row from standard input, where it is as JSON",
+                value=given,
             )
 
 
@@ -101,9 +104,11 @@ def check_command(words: Sequence[str]) -> None:
     """Refuse a command in which data would be run as code."""
     problem = _danger(words)
     if problem is not None:
-        raise ValueError(
-            f"rollout.agent: {list(words)}: {problem}, so that data would be run as code; give a program or script "
-            "that takes the column as an argument of its own, or reads the row as JSON from standard input"
+        raise UserError(
+            "rollout.agent",
+            f"{list(words)}: {problem}, so that data would be run as code",
+            "give a program or script that takes the column as an argument of its own, or reads the row as JSON from "
+            "standard input",
         )
 
 

@@ -24,6 +24,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from padfree.errors import UserError
 from padfree.rollout.environment.call_fields import CHAT, COMPLETIONS, check_fields, messages_of, parsed, room_asked
 from padfree.rollout.environment.calls import Calls, Context
 from padfree.rollout.environment.listener import Answer, CallError, Limits, Listener, Reply
@@ -117,9 +118,10 @@ class Gateway:
             episode.tree.count("refused")
             return Reply.of_error(CallError(400, "the body is nested too deeply"))
         except Exception as error:  # whatever it is, the other episodes go on
-            line = f"rollout.environment: answering a call of {route} raised {shown_safely(error)}"
-            episode.tree.failure = episode.tree.failure or f"{line}; report it, a program's mistakes are answered"
-            return Reply.of_error(CallError(500, line), last=True)
+            line = f"answering a call of {route} raised {shown_safely(error)}"
+            found = UserError("rollout.environment", line, "report it, a program's mistakes are answered")
+            episode.tree.failure = episode.tree.failure or found
+            return Reply.of_error(CallError(500, f"rollout.environment: {line}"), last=True)
         finally:
             episode.pending.discard(task)
 
@@ -134,7 +136,7 @@ class Gateway:
         chat = route == CHAT
         try:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
-        except ValueError as error:  # of the chat template, of token ids, of text that is not Unicode
+        except UserError as error:  # of the chat template, of token ids, of text that is not Unicode
             raise CallError(400, str(error)) from None
         room = episode.calls.room(context)
         if room < 1:

@@ -19,6 +19,7 @@ from typing import Any
 
 from padfree.data import Reward
 from padfree.data.reward_worker import LENGTH
+from padfree.errors import UserError
 from padfree.rollout.within import call_within
 
 
@@ -50,7 +51,7 @@ class Judge:
         except TimeoutError:
             if seconds is None or not clock.expired():
                 raise
-            raise ValueError(self._late(seconds, uid)) from None
+            raise UserError.of(self._late(seconds, uid)) from None
         finally:
             self._free.put_nowait(worker)
 
@@ -92,14 +93,14 @@ class _Worker:
             found, value = await self._asked(pickle.dumps((text, dict(row), uid)))
             finished = True
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
-            raise ValueError(
-                f"reward: {self._name} ended its process for sample {uid!r}; correct the function or the row"
+            raise UserError(
+                "reward", f"{self._name} ended its process for sample {uid!r}", "correct the function or the row"
             ) from None
         finally:
             if not finished:
                 await self.end()
         if not found:
-            raise ValueError(value)
+            raise value
         return float(value)
 
     async def _asked(self, message: bytes) -> tuple[bool, Any]:

@@ -23,6 +23,7 @@ from padfree.data.chat import ChatRenderer
 from padfree.data.conversation import read_conversation
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.records import RowError, shown
+from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.environment.trajectory import Branch, Trajectory, Tree
 from padfree.rollout.noise import turn_key
@@ -79,9 +80,10 @@ class Words:
             {"role": role, "content": content},
         ]
         if MARK not in self.chat.render(messages, generation_prompt=True):
-            raise ValueError(
-                "data.chat_template: it leaves earlier responses out, so that nothing can be added behind one; give a "
-                "template that keeps them"
+            raise UserError(
+                "data.chat_template",
+                "it leaves earlier responses out, so that nothing can be added behind one",
+                "give a template that keeps them",
             )
         rendered = self.chat.prompt(read_conversation(messages, "messages"))
         return rendered.partition(MARK)[2].removeprefix(end)
@@ -145,13 +147,13 @@ class Policy:
     async def generate(self, max_tokens: int | None = None) -> Turn:
         """Let the policy write behind what is there. Without room it writes nothing."""
         if self._asked:
-            raise ValueError(
-                "rollout.environment: two calls of generate at a time on one branch; take policy.branch() for each"
+            raise UserError(
+                "rollout.environment", "two calls of generate at a time on one branch", "take policy.branch() for each"
             )
         if max_tokens is not None and (type(max_tokens) is bool or not isinstance(max_tokens, (int, np.integer))):
-            raise ValueError(f"rollout.environment: generate with max_tokens {shown(max_tokens)}; give an integer")
+            raise UserError("rollout.environment", f"generate with max_tokens {shown(max_tokens)}", "give an integer")
         if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"rollout.environment: generate with max_tokens {max_tokens}; give 1 or more")
+            raise UserError("rollout.environment", f"generate with max_tokens {max_tokens}", "give 1 or more")
         room = self.room if max_tokens is None else int(min(max_tokens, self.room))
         if room < 1:
             return Turn(tokens=np.zeros(0, np.int64), text="", ended=False)

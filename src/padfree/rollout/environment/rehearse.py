@@ -12,6 +12,7 @@ import numpy as np
 
 from padfree.data import load_reward
 from padfree.data.chat import ChatRenderer
+from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
 from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.play import Play
@@ -75,7 +76,7 @@ class _Turns:
 
     def _response(self, request: SamplingRequest) -> Response:
         if not self._turns:
-            raise ValueError("turns: the episode asks for more than were given; give one for each call of generate")
+            raise UserError("turns", "the episode asks for more than were given", "give one for each call of generate")
         ids = [*self._words.encode(self._turns.pop(0)), self._eos][: request.room]
         tokens = np.array(ids, np.int64)
         logprobs = np.full(len(tokens), -1.0, np.float32)

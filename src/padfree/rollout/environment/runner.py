@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config.rules import shown_error
 from padfree.data.records import LARGEST, shown
+from padfree.errors import UserError, shown_error
 from padfree.rollout.base import Response, Sampler, SamplingRequest
 from padfree.rollout.environment.gateway import Gateway
 from padfree.rollout.environment.judge import Judge
@@ -173,7 +173,7 @@ class _Session:
 
     async def play(self, episode: Episode, judge: Judge | None) -> Played:
         settings, prompt = self._runner._settings, self._play.prompt
-        failure = None
+        failure: str | UserError | None = None
         leaves: tuple[Leaf, ...] = ()
         metrics: dict[str, float] = {}
         try:
@@ -191,8 +191,8 @@ class _Session:
                 raise
             if self._clock.expired():
                 failure = f"took more than {settings.timeout:g} s (rollout.episode_timeout)"
-            elif isinstance(error, ValueError) and str(error).startswith(("reward: ", "rollout.", "data.")):
-                failure = str(error)
+            elif isinstance(error, UserError) and _is_own(error):
+                failure = error
             else:
                 failure = f"raised {shown_safely(error)}"
         finally:
@@ -200,15 +200,15 @@ class _Session:
         failure = self._tree.failure or failure
         if failure is not None:
             if not settings.skips:
-                raise ValueError(self._line(failure))
-            return Played(number=self._play.number, failure=failure, counts=dict(self._tree.counts))
+                raise self._error(failure)
+            return Played(number=self._play.number, failure=str(failure), counts=dict(self._tree.counts))
         return Played(number=self._play.number, leaves=leaves, metrics=metrics, counts=dict(self._tree.counts))
 
-    def _line(self, failure: str) -> str:
-        if failure.startswith(("reward: ", "rollout.", "data.")):
+    def _error(self, failure: str | UserError) -> UserError:
+        if isinstance(failure, UserError):
             return failure
-        cure = "correct it, or set rollout.on_failure=skip"
-        return f"rollout.environment: {self._runner._settings.name} {failure} for {self._play.prompt.uid!r}; {cure}"
+        what = f"{self._runner._settings.name} {failure} for {self._play.prompt.uid!r}"
+        return UserError("rollout.environment", what, "correct it, or set rollout.on_failure=skip")
 
     async def _leaves(self, trajectory: Trajectory, judge: Judge | None) -> tuple[Leaf, ...]:
         branches = self._tree.leaves()
@@ -224,18 +224,22 @@ class _Session:
         prompt, name = self._play.prompt, self._runner._settings.name
         if own is None:
             if judge is None:
-                raise ValueError(
-                    f"rollout.reward: none, and {name} gave {prompt.uid!r} none either; give one of them, as in "
-                    "policy.trajectory(reward=1.0)"
+                raise UserError(
+                    "rollout.reward",
+                    f"none, and {name} gave {prompt.uid!r} none either",
+                    "give one of them, as in policy.trajectory(reward=1.0)",
                 )
             return await judge(text, prompt.row, prompt.uid)
         if judge is not None:
-            raise ValueError(
-                f"rollout.reward: {judge.name!r}, but {name} gave {prompt.uid!r} a reward itself; leave one of them out"
+            raise UserError(
+                "rollout.reward",
+                f", but {name} gave {prompt.uid!r} a reward itself",
+                "leave one of them out",
+                value=judge.name,
             )
         if not isinstance(own, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < own < LARGEST:
-            raise ValueError(
-                f"rollout.environment: {name} gave {prompt.uid!r} {shown(own)} as a reward; give a finite number"
+            raise UserError(
+                "rollout.environment", f"{name} gave {prompt.uid!r} {shown(own)} as a reward", "give a finite number"
             )
         return float(own)
 
@@ -249,12 +253,15 @@ class _Session:
 
     async def respond(self, place: Place, request: SamplingRequest) -> Response:
         if self._left:
-            raise ValueError("rollout.environment: an episode asks for tokens after its end; await what it has begun")
+            raise UserError(
+                "rollout.environment", "an episode asks for tokens after its end", "await what it has begun"
+            )
         self._turns += 1
         if self._turns > MOST_TURNS:  # its clock stands still meanwhile, so that nothing else would end it
-            raise ValueError(
-                f"rollout.environment: {self._runner._settings.name} has asked for tokens {MOST_TURNS} times for "
-                f"{self._play.prompt.uid!r}; let an episode end"
+            raise UserError(
+                "rollout.environment",
+                f"{self._runner._settings.name} has asked for tokens {MOST_TURNS} times for {self._play.prompt.uid!r}",
+                "let an episode end",
             )
         if not self._asking and not self._left:
             when = self._clock.when()
@@ -285,6 +292,11 @@ class _Session:
             self._left = True
 
 
+def _is_own(error: UserError) -> bool:
+    """Whether it is about a setting, so that it names what to correct; not about an argument the environment gave."""
+    return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
+
+
 async def _apart(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
     """Await a task of its own for it: one that does not end when it is cancelled is left behind."""
     task = asyncio.ensure_future(coroutine)
@@ -302,14 +314,14 @@ async def _apart(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
 def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
     uid = tree.prompt.uid
     if not isinstance(trajectory, Trajectory) or trajectory.tree is not tree:
-        raise ValueError(
-            f"rollout.environment: {name} returned {shown(trajectory)} for {uid!r}; return policy.trajectory(...)"
+        raise UserError(
+            "rollout.environment", f"{name} returned {shown(trajectory)} for {uid!r}", "return policy.trajectory(...)"
         )
     answer = trajectory.answer
     if answer is not None and not isinstance(answer, str):
-        raise ValueError(f"rollout.environment: {name} gave {uid!r} {shown(answer)} as an answer; give a text")
+        raise UserError("rollout.environment", f"{name} gave {uid!r} {shown(answer)} as an answer", "give a text")
     if not tree.leaves():
-        raise ValueError(
-            f"rollout.environment: {name} had the policy write nothing for {uid!r}; await policy.generate()"
+        raise UserError(
+            "rollout.environment", f"{name} had the policy write nothing for {uid!r}", "await policy.generate()"
         )
     return trajectory

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
+from padfree.errors import UserError
 from padfree.rollout.base import AheadSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.loop_thread import LoopThread
 
@@ -72,7 +73,9 @@ class Rounds:
         name = (episode, place)
         assert name not in self._waiting, "a place of the tree is written once"
         if episode not in self._asking:
-            raise ValueError("rollout.environment: an episode asks for tokens after its end; await what it has begun")
+            raise UserError(
+                "rollout.environment", "an episode asks for tokens after its end", "await what it has begun"
+            )
         self._waiting[name] = request, future
         self._asking[episode] += 1
         self._changed()
@@ -120,7 +123,7 @@ class Rounds:
             everybody = tell((error, bool(taken)))
             for line, _ in everybody:
                 if line is not None:
-                    raise ValueError(line)
+                    raise UserError.of(line)
             if not any(asks for _, asks in everybody):
                 return
             responses = self._sampler.sample([request for _, request in taken])
@@ -172,7 +175,7 @@ class Streams:
             everybody = tell((error, not episodes.done()))
             for line, _ in everybody:
                 if line is not None:
-                    raise ValueError(line)
+                    raise UserError.of(line)
             if not any(unfinished for _, unfinished in everybody):
                 return
             self._sampler.renew()
@@ -201,7 +204,7 @@ def failure_of(episodes: Future[Any]) -> str | None:
     if episodes.cancelled():
         return "rollout.environment: the episodes were cancelled; see that no episode cancels another"
     error = episodes.exception()
-    if error is None or isinstance(error, ValueError):
+    if error is None or isinstance(error, UserError):
         return None if error is None else str(error)
     raise error
 

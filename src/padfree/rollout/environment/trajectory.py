@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.errors import UserError
 from padfree.rollout.base import Response
 from padfree.rollout.prompts import Prompt
 
@@ -88,7 +89,7 @@ class Tree:
         self.root = Branch(prompt.tokens)
         self.branches = [self.root]
         self.counts: dict[str, float] = {}  # of what happened, for the metrics of the batch
-        self.failure: str | None = None  # of what serves the episode: it fails, whatever it returns
+        self.failure: UserError | None = None  # of what serves the episode: it fails, whatever it returns
 
     @property
     def limit(self) -> int:

@@ -27,6 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
 from padfree.model.files import INDEX, PARTIAL
 from padfree.model.load import _from_config, _names_match, opened_together
@@ -62,9 +63,9 @@ def model_source(
 ) -> Iterator[ModelSource]:
     """The model, or its first `layers` layers, for the length of a block. A model that cannot be packed is refused."""
     if layers is not None and layers < 1:
-        raise ValueError(f"layers: {layers}; give 1 or more")
+        raise UserError("layers", "", "give 1 or more", value=layers)
     if layers is not None and full:
-        raise ValueError(f"layers: {layers} together with full; give one of them")
+        raise UserError("layers", f"{layers} together with full", "give one of them")
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
     if (inner := language_config(config)) is not None:  # its layers lie among others in the files: all are loaded
         config, full, layers = inner, files is not None or full, None if files is not None else layers

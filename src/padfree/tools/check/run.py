@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from padfree.batch import Sample
 from padfree.config.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.errors import UserError
 from padfree.model.load import load_model
 from padfree.tools.check.compare import (
     TOLERANCES,
@@ -108,7 +109,7 @@ def check_model(
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:
-        raise ValueError(f"dtype: {dtype}; choose one of {', '.join(str(known) for known in TOLERANCES)}")
+        raise UserError("dtype", "", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype)
     with distributed(device=device, timeout=TIMEOUT) as chosen:
         mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
@@ -167,9 +168,9 @@ def longest_of(config: PreTrainedConfig, wanted: int) -> int:
 def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
     """Refuse what the model cannot take, or what would make the comparison empty."""
     if len(samples) < 2:
-        raise ValueError(f"samples: {len(samples)}; give 2 or more, one of which must not see the other")
+        raise UserError("samples", "", "give 2 or more, one of which must not see the other", value=len(samples))
     if not any(sample.num_labels for sample in samples):
-        raise ValueError(f"samples: none of the {len(samples)} has a trained token; give some that do")
+        raise UserError("samples", f"none of the {len(samples)} has a trained token", "give some that do")
     check_fits(
         samples,
         source.limits,
@@ -238,8 +239,8 @@ def _reference(
         box = [given, math.isfinite(outcome.loss) and math.isfinite(noise["loss"])]
     dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
     if not box[1]:
-        raise ValueError(
-            f"model: {source.name} itself gives no finite loss for these samples in {dtype}; look at the weights"
+        raise UserError(
+            "model", f"{source.name} itself gives no finite loss for these samples in {dtype}", "look at the weights"
         )
     del model
     teachers.clear()
@@ -283,7 +284,7 @@ class _Check:
             self.path.lay_out(variation)
             try:
                 self._compare(variation)
-            except ValueError as error:  # alike on all ranks
+            except UserError as error:  # alike on all ranks
                 if not variation.may_be_refused:
                     raise
                 self.skipped.append(Skipped(check=variation.name, reason=str(error)))

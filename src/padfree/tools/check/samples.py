@@ -24,6 +24,7 @@ from padfree.data import (
 )
 from padfree.data.prepare import load_rows
 from padfree.data.sources import open_sources
+from padfree.errors import UserError
 from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer
 from padfree.tasks.reading import text_settings
 from padfree.train.training_data import open_tokenizer
@@ -68,14 +69,14 @@ def chosen_samples(
     chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
     if pairs:
         if tokenizer is None:
-            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
         places = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
         return [answers[2 * place + member] for place in places for member in range(2)]
     if labels:
         if tokenizer is None:
-            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, SCHEMA)
         return [rows[index] for index in spread(rows.lengths, count)]
@@ -89,7 +90,7 @@ def chosen_samples(
         lengths = np.array([len(sample) for sample in samples])
     else:
         if tokenizer is None:
-            raise ValueError("--tokenizer: the model has none; give a folder or Hub id that does")
+            raise UserError("--tokenizer", "the model has none", "give a folder or Hub id that does")
         loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         found = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
         samples, lengths = found, found.lengths

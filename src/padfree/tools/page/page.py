@@ -26,6 +26,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from padfree.errors import UserError
 from padfree.tools.page.theme import FONTS, THEMES, template
 
 Cell = str | int | float
@@ -53,7 +54,7 @@ def refuse_foreign(path: Path, setting: str = "output") -> None:
     except OSError:
         return  # nothing is there, or writing will say what is wrong with it
     if head and head != BEGINNING:
-        raise ValueError(f"{setting}: {path} is there and is no page of padfree; give another file name, or remove it")
+        raise UserError(setting, f"{path} is there and is no page of padfree", "give another file name, or remove it")
 
 
 class Page:
@@ -126,7 +127,9 @@ class Page:
         except OSError as error:
             with contextlib.suppress(OSError):
                 beside.unlink()
-            raise ValueError(f"output: {path} cannot be written ({error.strerror}); give another file name") from error
+            raise UserError(
+                "output", f"{path} cannot be written ({error.strerror})", "give another file name"
+            ) from error
 
     def html(self) -> str:
         """The file's text."""

@@ -30,6 +30,7 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.outputs import check_output
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.errors import UserError
 from padfree.estimate.cost_file import check_grows
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
@@ -91,9 +92,9 @@ def calibrate(
 ) -> Calibration:
     """Measure on `run.device`, and store what comes out under `cost_path`. The settings must be settled."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("run.device: 'cuda', but torch sees no GPU here; leave it out or set it to cpu")
+        raise UserError("run.device", "'cuda', but torch sees no GPU here", "leave it out or set it to cpu")
     if config.lora.rank:
-        raise ValueError(f"lora.rank: {config.lora.rank} with --calibrate; measure all weights, with lora.rank=0")
+        raise UserError("lora.rank", f"{config.lora.rank} with --calibrate", "measure all weights, with lora.rank=0")
     layers = ModelSizes.of(model_config).layers
     with distributed(device=config.run.device) as device:
         name = device_name(device.type)
@@ -119,9 +120,10 @@ def calibrate(
     ]
     worst = max(max(each.seconds / each.predicted, each.predicted / each.seconds) for each in measured)
     if worst > TRUSTED_FACTOR:
-        raise ValueError(
-            f"--calibrate: a micro-batch took {worst:.1f} times what the others let expect, or as much less; "
-            "measure again while nothing else runs on the device"
+        raise UserError(
+            "--calibrate",
+            f"a micro-batch took {worst:.1f} times what the others let expect, or as much less",
+            "measure again while nothing else runs on the device",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     cost.to_json(path)
@@ -251,7 +253,7 @@ def _measured(
                     progress(done, everything)
     except torch.OutOfMemoryError:
         tokens = max(map(sum, batches))
-        raise ValueError(f"--max-tokens: {tokens} do not fit in this device's memory; give fewer") from None
+        raise UserError("--max-tokens", f"{tokens} do not fit in this device's memory", "give fewer") from None
     times: list[list[float]] = found.tolist()
     return times
 

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from padfree.errors import UserError
 from padfree.packing import CostModel, PrefixTree, StepPlan, plan_shared_step, plan_step
 from padfree.packing.cost import Floats
 from padfree.tools.planner.steps import Lengths, spread
@@ -39,10 +40,12 @@ class Shape:
     def __post_init__(self) -> None:
         for flag, value in (("--ranks", self.ranks), ("--cp", self.context), ("--max-tokens", self.max_tokens)):
             if value < 1:
-                raise ValueError(f"{flag}: {value}; give 1 or more")
+                raise UserError(f"{flag}", "", "give 1 or more", value=value)
         if self.ranks % (self.context * self.replicate):
             times = f" times parallel.replicate {self.replicate}" if self.replicate > 1 else ""
-            raise ValueError(f"--cp: {self.context}{times} does not divide {self.ranks} ranks; change --cp or --ranks")
+            raise UserError(
+                "--cp", f"{self.context}{times} does not divide {self.ranks} ranks", "change --cp or --ranks"
+            )
 
     @property
     def data_ranks(self) -> int:
@@ -153,7 +156,7 @@ def plan_epoch(
     `prefixes`: what the samples of a step share, where they do.
     """
     if exact_steps is not None and exact_steps < 1:
-        raise ValueError(f"--exact-steps: {exact_steps}; give 1 or more")
+        raise UserError("--exact-steps", "", "give 1 or more", value=exact_steps)
     planned = spread(len(steps), exact_steps or len(steps))
     plans = []
     for step in planned.tolist():

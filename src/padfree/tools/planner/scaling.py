@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from padfree.config import Config
+from padfree.errors import UserError
 from padfree.packing import StepPlan, plan_step
 from padfree.sizes import ModelSizes
 from padfree.tools.planner.epoch import Shape
@@ -78,7 +79,7 @@ def _speed(flag: str, given: str, named: dict[str, float]) -> float:
     except ValueError:
         speed = 0.0
     if not 0 < speed < float("inf"):
-        raise ValueError(f"{flag}: {given!r}; give GB/s, or one of {', '.join(named)}")
+        raise UserError(f"{flag}", "", f"give GB/s, or one of {', '.join(named)}", value=given)
     return speed * 1e9
 
 
@@ -209,9 +210,11 @@ def plan_scaling(
 ) -> Scaling:
     """The times of 8 devices, twice as many, and so on up to `shape.ranks` on `hosts` hosts."""
     if shape.ranks % hosts:
-        raise ValueError(f"--hosts: {hosts} does not divide {shape.ranks} ranks; give as many ranks to each")
+        raise UserError("--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give as many ranks to each")
     if time_model.per_second is None:
-        raise ValueError(f"--hosts: {hosts} needs seconds; give --gpu and bfloat16, or set batch.cost to a measurement")
+        raise UserError(
+            "--hosts", f"{hosts} needs seconds", "give --gpu and bfloat16, or set batch.cost to a measurement"
+        )
     each = shape.ranks // hosts
     first = max(FIRST, shape.context)
     counts = [first << doubling for doubling in range(32) if first << doubling < shape.ranks] + [shape.ranks]

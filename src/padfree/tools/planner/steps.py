@@ -27,6 +27,7 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.inputs import check_regular
 from padfree.data import Progress
+from padfree.errors import UserError
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
@@ -80,7 +81,7 @@ def load_steps(
     """
     if lengths is not None:
         if config.data.sources:
-            raise ValueError("--lengths: with data.sources; give the data or their lengths")
+            raise UserError("--lengths", "with data.sources", "give the data or their lengths")
         return sft_steps(read_lengths(lengths), config)
     # The devices that are planned for need not be here.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
@@ -106,15 +107,15 @@ def read_lengths(path: str | Path) -> Lengths:
         numbers = np.load(path) if path.suffix == ".npy" else np.array(path.read_text().split(), dtype=np.int64)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"--lengths: {path} cannot be read ({reason}); give a .npy or a text file") from None
+        raise UserError("--lengths", f"{path} cannot be read ({reason})", "give a .npy or a text file") from None
     except (ValueError, EOFError):
-        raise ValueError(f"--lengths: {path} is not a file of whole numbers; give a .npy or a text file") from None
+        raise UserError("--lengths", f"{path} is not a file of whole numbers", "give a .npy or a text file") from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not numbers.size:
-        raise ValueError(
-            f"--lengths: {path} holds a {numbers.dtype} array of shape {numbers.shape}; give a flat list of lengths"
+        raise UserError(
+            "--lengths", f"{path} holds a {numbers.dtype} array of shape {numbers.shape}", "give a flat list of lengths"
         )
     if numbers.min() < 1:
-        raise ValueError(f"--lengths: {path} has a length of {numbers.min()}; give 1 or more for every sample")
+        raise UserError("--lengths", f"{path} has a length of {numbers.min()}", "give 1 or more for every sample")
     return np.asarray(numbers, dtype=np.int64)
 
 

@@ -20,6 +20,7 @@ import torch
 from padfree.config import Config
 from padfree.data import default_cache_folder
 from padfree.data.store import hash_of
+from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
@@ -60,7 +61,7 @@ def choose_time_model(config: Config, model_config: Any | None, gpu: str | None)
     name = gpu or here
     peak = peak_tflops(name)
     if gpu is not None and peak is None:
-        raise ValueError(f"--gpu: {gpu!r} is not in the table; give one such as H100, H200, A100, B200, or L40S")
+        raise UserError("--gpu", "is not in the table", "give one such as H100, H200, A100, B200, or L40S", value=gpu)
     if peak is None:
         return TimeModel(cost=cost, per_second=None, source="FLOPs; --gpu or --calibrate gives seconds")
     if config.model.dtype != "bfloat16":

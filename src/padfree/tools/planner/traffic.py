@@ -33,6 +33,7 @@ from padfree.batch import Segments
 from padfree.config import Config
 from padfree.cp import communication_bytes, make_layout
 from padfree.distributed.mesh import rank_groups
+from padfree.errors import UserError
 from padfree.model.structure import layers_of
 from padfree.packing import StepPlan
 from padfree.sizes import AttentionSizes, ModelSizes
@@ -60,7 +61,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks % self.hosts:
-            raise ValueError(f"--hosts: {self.hosts} does not divide {self.ranks} ranks; give as many ranks to each")
+            raise UserError("--hosts", f"{self.hosts} does not divide {self.ranks} ranks", "give as many ranks to each")
 
     @property
     def ranks_per_host(self) -> int:

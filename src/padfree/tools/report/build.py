@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config.outputs import check_output
+from padfree.errors import UserError
 from padfree.record.files import FAILURES, ROLLOUTS
 from padfree.tools.page import Cell, Page
 from padfree.tools.report.panels import figures, panels
@@ -56,7 +57,7 @@ def write_report(
     given = output is not None
     output = Path(output) if output is not None else default_output(folders)
     if output.suffix not in (".html", ".htm"):
-        raise ValueError(f"--output: {output}; give a file name that ends in .html")
+        raise UserError("--output", f"{output}", "give a file name that ends in .html")
     if given:
         check_output(output, "--output", makes_folder=True)
     runs = read_runs(folders, names)

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.errors import UserError
 from padfree.record.files import (
     CHECKPOINTS,
     CONFIG,
@@ -88,17 +89,17 @@ def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None)
     """The runs in these folders; without names they are called as their folders, with parents where that is needed."""
     paths = [Path(folder) for folder in folders]
     if not paths:
-        raise ValueError("RUN: none; give the folder of a run, or of several")
+        raise UserError("RUN", "none", "give the folder of a run, or of several")
     places = [path.resolve() for path in paths]
     twice = [str(path) for path, count in Counter(places).items() if count > 1]
     if twice:
-        raise ValueError(f"RUN: {twice[0]} is given twice; give each run once")
+        raise UserError("RUN", f"{twice[0]} is given twice", "give each run once")
     if names is None:
         names = _names(places)
     elif len(names) != len(paths):
-        raise ValueError(f"--names: {len(names)} for {len(paths)} runs; give one for each, with commas between")
+        raise UserError("--names", f"{len(names)} for {len(paths)} runs", "give one for each, with commas between")
     elif len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"--names: {','.join(names)!r}; give every run a name of its own")
+        raise UserError("--names", "", "give every run a name of its own", value=",".join(names))
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
@@ -138,7 +139,7 @@ def _check_folder(folder: Path) -> None:
     except OSError as error:
         what = f"it cannot be read ({error.strerror})"
     what = what or f"there is no {MARKER} and no {METRICS} in it"
-    raise ValueError(f"RUN: {folder}: {what}; give the run.folder of a run that has begun")
+    raise UserError("RUN", f"{folder}: {what}", "give the run.folder of a run that has begun")
 
 
 def _names(places: Sequence[Path]) -> list[str]:

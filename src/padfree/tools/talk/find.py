@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config.hub import check_name
+from padfree.errors import UserError
 from padfree.record.files import BEST_MODEL, CONFIG, MARKER, MODEL
 
 SETTING = "MODEL"
@@ -42,7 +43,7 @@ def find_model(name: str, *, base: str | None = None) -> ModelFiles:
     if not folder.exists():
         return _without_base(ModelFiles(weights=name, tokenizer=name), base)
     if not folder.is_dir():
-        raise ValueError(f"{SETTING}: {name} is a file; give a model folder, a run folder or a Hub id")
+        raise UserError(SETTING, f"{name} is a file", "give a model folder, a run folder or a Hub id")
     if (folder / MARKER).exists():
         return _of_run(folder, base)
     return _of_folder(folder, base)
@@ -52,8 +53,8 @@ def _of_run(folder: Path, base: str | None) -> ModelFiles:
     exported = folder / MODEL
     if not exported.is_dir():
         best = f", or give {folder / BEST_MODEL}" if (folder / BEST_MODEL).is_dir() else ""
-        raise ValueError(
-            f"{SETTING}: the run {folder} has no {MODEL}/ folder yet; let it finish with checkpoint.export=true{best}"
+        raise UserError(
+            SETTING, f"the run {folder} has no {MODEL}/ folder yet", f"let it finish with checkpoint.export=true{best}"
         )
     settings = _read_object(folder / CONFIG) or {}
     data: Any = settings.get("data")
@@ -70,39 +71,42 @@ def _of_folder(folder: Path, base: str | None) -> ModelFiles:
     if (folder / ADAPTER_CONFIG).exists():
         return _of_adapter(folder, base)
     if not (folder / "config.json").exists():
-        raise ValueError(
-            f"{SETTING}: {folder} has no config.json, {ADAPTER_CONFIG} or {MARKER}; give a model folder, an adapter "
-            "folder or a run folder"
+        raise UserError(
+            SETTING,
+            f"{folder} has no config.json, {ADAPTER_CONFIG} or {MARKER}",
+            "give a model folder, an adapter folder or a run folder",
         )
     if not _has_tokenizer(folder):
-        raise ValueError(f"{SETTING}: {folder} has no tokenizer (tokenizer.json); copy the tokenizer's files there")
+        raise UserError(SETTING, f"{folder} has no tokenizer (tokenizer.json)", "copy the tokenizer's files there")
     return _without_base(ModelFiles(weights=str(folder), tokenizer=str(folder)), base)
 
 
 def _of_adapter(folder: Path, base: str | None) -> ModelFiles:
     if not (folder / ADAPTER_WEIGHTS).exists():
-        raise ValueError(f"{SETTING}: {folder} has no {ADAPTER_WEIGHTS}; copy the adapter's weights there")
+        raise UserError(SETTING, f"{folder} has no {ADAPTER_WEIGHTS}", "copy the adapter's weights there")
     config = _read_object(folder / ADAPTER_CONFIG)
     if config is None:
-        raise ValueError(f"{SETTING}: {folder / ADAPTER_CONFIG} cannot be read; copy the adapter folder again")
+        raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} cannot be read", "copy the adapter folder again")
     named = config.get("base_model_name_or_path")
     if base is None and (not isinstance(named, str) or not named):
-        raise ValueError(f"{SETTING}: {folder / ADAPTER_CONFIG} names no base model; give it with --base")
+        raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} names no base model", "give it with --base")
     setting = "--base" if base is not None else f"base_model_name_or_path of {folder / ADAPTER_CONFIG}"
     weights = str(named) if base is None else base
     try:
         check_name(weights, setting)
-    except ValueError as error:
-        raise ValueError(str(error) if base is not None else f"{error}, with --base") from None
+    except UserError as error:
+        raise (
+            error if base is not None else UserError(setting, error.problem, f"{error.fix}, with --base", error.value)
+        ) from None
     tokenizer = str(folder) if _has_tokenizer(folder) else weights
     if Path(tokenizer).is_dir() and not _has_tokenizer(Path(tokenizer)):
-        raise ValueError(f"{SETTING}: neither {folder} nor {weights} has a tokenizer; copy the tokenizer's files there")
+        raise UserError(SETTING, f"neither {folder} nor {weights} has a tokenizer", "copy the tokenizer's files there")
     return ModelFiles(weights=weights, tokenizer=tokenizer, adapter=folder)
 
 
 def _without_base(files: ModelFiles, base: str | None) -> ModelFiles:
     if base is not None:
-        raise ValueError(f"--base: {base!r}, but {files.weights} is not an adapter folder; leave --base out")
+        raise UserError("--base", f", but {files.weights} is not an adapter folder", "leave --base out", value=base)
     return files
 
 

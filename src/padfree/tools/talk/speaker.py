@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.config.rules import need, shown_error
 from padfree.data.chat import ChatRenderer
 from padfree.data.conversation import Message
 from padfree.data.records import check_encodable
+from padfree.errors import UserError, need, shown_error
 from padfree.model.files import base_dtype, open_model
 from padfree.model.load import load_model
 from padfree.rollout.base import SamplingRequest
@@ -45,6 +45,10 @@ End = Literal["stop", "length", "context", "interrupted"]
 
 OnText = Callable[[int, str], None]
 """Called with the index of a prompt and the next piece of its answer, which may be "". May raise `StopAnswer`."""
+
+
+class FullContextError(UserError):
+    """The prompt leaves no room for an answer."""
 
 
 class StopAnswer(Exception):  # noqa: N818  not an error
@@ -110,8 +114,8 @@ class Speaker:
         text = self.words.chat.render(messages, generation_prompt=True)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
-                raise ValueError(
-                    f"chat template: it leaves the {message['role']} message out; put the text into another message"
+                raise UserError(
+                    "chat template", f"it leaves the {message['role']} message out", "put the text into another message"
                 )
         return text
 
@@ -127,13 +131,14 @@ class Speaker:
         need(len(prompt) > 0, "prompt", "", "give a text that has at least one token")
         largest = max(prompt)
         if largest >= self.limits.vocabulary:
-            raise ValueError(
-                f"prompt: token id {largest}, but the vocabulary of the model has {self.limits.vocabulary}; give the "
-                "tokenizer that belongs to the model"
+            raise UserError(
+                "prompt",
+                f"token id {largest}, but the vocabulary of the model has {self.limits.vocabulary}",
+                "give the tokenizer that belongs to the model",
             )
         if self.context is not None and len(prompt) >= self.context:
-            raise ValueError(
-                f"prompt: {len(prompt):,} tokens fill the model's context of {self.context:,}; give a shorter one"
+            raise FullContextError(
+                "prompt", f"{len(prompt):,} tokens fill the model's context of {self.context:,}", "give a shorter one"
             )
         return max_new_tokens if self.context is None else min(max_new_tokens, self.context - len(prompt))
 
@@ -187,8 +192,8 @@ class _Collected:
 
     def take(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> str:
         if not np.isfinite(logprobs).all():
-            raise ValueError(
-                f"{SETTING}: its log-probabilities are not finite; check the weights for NaN, or set --dtype float32"
+            raise UserError(
+                SETTING, "its log-probabilities are not finite", "check the weights for NaN, or set --dtype float32"
             )
         self._tokens += tokens.tolist()
         self._logprobs += logprobs.tolist()
@@ -248,7 +253,7 @@ def open_speaker(
         chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):
-        raise ValueError(f"{SETTING}: {files.weights} gives scores, not text (a reward model); give a language model")
+        raise UserError(SETTING, f"{files.weights} gives scores, not text (a reward model)", "give a language model")
     kind = getattr(torch, dtype) if dtype != "auto" else torch.float32
     if dtype == "auto" and place.type == "cuda":
         kind = base_dtype(config, weights)
@@ -261,9 +266,10 @@ def open_speaker(
 
 def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any] | None) -> ChatRenderer:
     if template is None and not tokenizer.chat_template:
-        raise ValueError(
-            f"{SETTING}: its tokenizer has no chat template; give a file with --chat-template (or, for generate, "
-            "--plain)"
+        raise UserError(
+            SETTING,
+            "its tokenizer has no chat template",
+            "give a file with --chat-template (or, for generate, --plain)",
         )
     text = None if template is None else read_template(template, "--chat-template")
     source = text if text is not None else str(tokenizer.chat_template)
@@ -275,7 +281,7 @@ def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]
 def _device(name: str) -> torch.device:
     cuda = torch.cuda.is_available()
     if name == "cuda" and not cuda:
-        raise ValueError("--device: 'cuda', but torch sees no GPU; choose cpu, or install a CUDA build of torch")
+        raise UserError("--device", "'cuda', but torch sees no GPU", "choose cpu, or install a CUDA build of torch")
     return torch.device("cuda" if cuda and name != "cpu" else "cpu")
 
 
@@ -284,8 +290,8 @@ def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError:
-        raise ValueError(
-            f"{SETTING}: {folder} holds adapters, but peft is not installed; pip install 'padfree[lora]'"
+        raise UserError(
+            SETTING, f"{folder} holds adapters, but peft is not installed", "pip install 'padfree[lora]'"
         ) from None
     from safetensors.torch import load_file
 
@@ -296,14 +302,16 @@ def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
         wanted = set(get_peft_model_state_dict(adapted))
         merged = adapted.merge_and_unload()
     except Exception as error:  # the files may hold anything, and may belong to another base
-        raise ValueError(
-            f"{SETTING}: the adapters of {folder} do not fit {base} ({shown_error(error)}); give the base that they "
-            "were trained on with --base"
+        raise UserError(
+            SETTING,
+            f"the adapters of {folder} do not fit {base} ({shown_error(error)})",
+            "give the base that they were trained on with --base",
         ) from None
     if stored != wanted:
-        raise ValueError(
-            f"{SETTING}: {min(stored ^ wanted)} is not both in {folder / ADAPTER_WEIGHTS} and in {base} with its "
-            "adapters; give the base that they were trained on with --base"
+        raise UserError(
+            SETTING,
+            f"{min(stored ^ wanted)} is not both in {folder / ADAPTER_WEIGHTS} and in {base} with its adapters",
+            "give the base that they were trained on with --base",
         )
     assert isinstance(merged, PreTrainedModel)
     return merged

@@ -16,6 +16,7 @@ from padfree.checkpoint.checkpointer import Checkpointer, step_of
 from padfree.checkpoint.files import hash_of
 from padfree.checkpoint.manifest import base_tensors, saved_tensors
 from padfree.distributed import Axis, raise_together
+from padfree.errors import UserError
 from padfree.record.run_folder import writing
 from padfree.rollout.journal import Journal, Origin
 from padfree.version import __version__
@@ -66,8 +67,8 @@ class RunJournal:
             try:
                 with writing(self._journal.folder):
                     self._journal.purge(origin if resume else None)
-            except ValueError as wrong:
-                error = str(wrong)
+            except UserError as wrong:
+                error = wrong
         raise_together(error, self._axis.group)
         with writing(self._journal.folder):
             found = self._journal.begin(origin, after=after)

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import Sample
+from padfree.errors import UserError
 from padfree.model.export import whole_tensors
 from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.lora import is_adapter
@@ -101,10 +102,11 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
     )
     if own != others:
         name = min(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
-        raise ValueError(
-            f"reference.refresh: {every}, but {name} is {_shape(own.get(name))} in the reference and "
-            f"{_shape(others.get(name))} in the trained model; set reference.refresh=none, or reference.path to "
-            "model.path"
+        raise UserError(
+            "reference.refresh",
+            f"{every}, but {name} is {_shape(own.get(name))} in the reference and {_shape(others.get(name))} in the "
+            "trained model",
+            "set reference.refresh=none, or reference.path to model.path",
         )
 
 

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.errors import UserError
 from padfree.rollout.base import OnProgress, OnTokens, Response, SamplingRequest
 from padfree.rollout.engines.in_process import draw
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
@@ -230,10 +231,11 @@ class Decoder:
         limit = self._most_places()
         if needed > limit:
             token_bytes = sum(shape.token_bytes for shape in self.shapes)
-            raise ValueError(
-                f"rollout.kv_cache_memory: {limit * token_bytes / 2**30:.3g} GiB, but the keys and values of one "
-                f"response with its prompt take {needed * token_bytes / 2**30:.3g}; set "
-                f"rollout.kv_cache_memory={np.ceil(needed * token_bytes / 2**30 * 100) / 100:g} or more"
+            raise UserError(
+                "rollout.kv_cache_memory",
+                f"{limit * token_bytes / 2**30:.3g} GiB, but the keys and values of one response with its prompt "
+                f"take {needed * token_bytes / 2**30:.3g}",
+                f"set rollout.kv_cache_memory={np.ceil(needed * token_bytes / 2**30 * 100) / 100:g} or more",
             )
         num_places = min(limit, max(before, int(wanted * GROWTH)))
         return _Buffers(

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.errors import UserError
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
@@ -45,7 +46,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
     """
     eos: Any = tokenizer.eos_token_id
     if eos is None:
-        raise ValueError("model.tokenizer: it has no eos token, so that no response can end; set its eos_token")
+        raise UserError("model.tokenizer", "it has no eos token, so that no response can end", "set its eos_token")
     named: Any = getattr(model.generation_config, "eos_token_id", None)
     others = [] if named is None else [named] if isinstance(named, int) else list(named)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -11,7 +11,7 @@ An engine is one subclass and says how its servers are spoken to. All coroutines
 (which server is asked next, retries, the canary, starting and watching servers, staleness) is generic.
 
 There are two kinds of failure. `ServerLostError`: the server is gone, hangs, or answers with an error of its own or
-with less than was asked for; another server can be asked, or the same one later. `ValueError`: it would answer the same
+with less than was asked for; another server can be asked, or the same one later. `UserError`: it would answer the same
 again (no such route, another vocabulary, weights of another version), and only the user can cure that.
 """
 
@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from padfree.config import ModelConfig
+from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.token_ids import checked_ids
@@ -49,7 +50,7 @@ class RestartedError(ServerLostError):
     """A server that answers and has lost the weights it was given."""
 
 
-class VersionError(ValueError):
+class VersionError(UserError):
     """A server whose weights are of another version than a request is for."""
 
 
@@ -123,7 +124,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def check(self, served: ServedModel) -> str:
-        """What the server calls its model; a ValueError if it is not a server for this run.
+        """What the server calls its model; a UserError if it is not a server for this run.
 
         A weight sync that a killed run has left unfinished is ended.
         """
@@ -211,8 +212,9 @@ class ServerApi(ABC):
             raise RestartedError(f"rollout.servers: {self.url} has restarted, it has none of the run's weights")
         if found != str(version):
             raise VersionError(
-                f"rollout.servers: {self.url} serves policy version {found!r}, not {version}; let no other run use it, "
-                "and start it again"
+                "rollout.servers",
+                f"{self.url} serves policy version {found!r}, not {version}",
+                "let no other run use it, and start it again",
             )
 
     async def respond(
@@ -252,19 +254,21 @@ class ServerApi(ABC):
             raise self.lost(f"{self.completing} ended a response by {reason!r}")
         if not 1 <= number <= room:
             raise self.lost(f"{self.completing} answered {number} tokens where 1 to {room} were asked for")
-        what = f"rollout.servers: {self.url}"
         if max(found.tokens) >= drawing.vocabulary:
-            raise ValueError(
-                f"{what} drew token {max(found.tokens)} of a vocabulary of {drawing.vocabulary}; start it with the "
-                "model of model.path"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} drew token {max(found.tokens)} of a vocabulary of {drawing.vocabulary}",
+                "start it with the model of model.path",
             )
         if not ended and found.reason == "stop":
-            raise ValueError(
-                f"{what} ends responses at token {found.tokens[-1]}, which does not end one here; {self.cure_stops}"
+            raise UserError(
+                "rollout.servers",
+                f"{self.url} ends responses at token {found.tokens[-1]}, which does not end one here",
+                self.cure_stops,
             )
         if not ended and number < room:
             cure = self.cure_length.format(length=len(request.tokens) + room)
-            raise ValueError(f"{what} ended a response after {number} of {room} tokens; {cure}")
+            raise UserError("rollout.servers", f"{self.url} ended a response after {number} of {room} tokens", cure)
 
 
 def checked_tokens(tokens: Any, logprobs: Any, *, vocabulary: int = 1 << 31) -> tuple[list[int], list[float]]:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import Sample
+from padfree.errors import UserError
 from padfree.rollout.base import Score
 from padfree.rollout.engines.servers.api import ServerApi
 
@@ -85,7 +86,7 @@ class Canary:
         self._before: dict[str, tuple[Scores, Scores]] = {}
 
     def compare(self, rows: Mapping[str, Rows], score: Score, temperature: float, version: int) -> dict[str, float]:
-        """The numbers of this exchange, the worst of all servers; a ValueError if one has other weights.
+        """The numbers of this exchange, the worst of all servers; a UserError if one has other weights.
 
         `rows` are what servers have scored, by address. All ranks call it alike, since `score` is collective.
         """
@@ -118,12 +119,12 @@ class Canary:
         what = f"rollout.servers: {url} was given policy version {version}"
         cure = self._api.cure_weights
         if not found["canary_difference"] <= self.limit:
-            raise ValueError(
+            raise UserError.of(
                 f"{what}, but its log-probabilities differ from the trainer's by {found['canary_difference']:.3g} a "
                 f"token ({server.given.mean():.4f} instead of {trainer.given.mean():.4f}), over {self.limit:g}; {cure}"
             )
         if not drawn_apart <= self.limit:
-            raise ValueError(
+            raise UserError.of(
                 f"{what}, but the log-probabilities of drawn tokens differ by {drawn_apart:.3g} from the trainer's at "
                 f"the temperature of the run, over {self.limit:g}; {self._api.cure_temperature}"
             )
@@ -131,7 +132,7 @@ class Canary:
         if followed is not None:
             found["canary_followed"] = followed
             if followed < FOLLOWED:
-                raise ValueError(
+                raise UserError.of(
                     f"{what}, but its log-probabilities changed by {followed:.0%} of what the trainer's did; {cure}"
                 )
         self._before[url] = server, trainer

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from padfree.errors import UserError
 from padfree.rollout.engines.servers.api import FailedError, LateError, ServerApi
 
 _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
@@ -87,13 +88,14 @@ class Connection:
                 raise lost("refused the connection") from None
             raise lost(f"{path} broke off ({type(error).__name__}: {line})") from None
         if status == 404 and cure is not None:
-            raise ValueError(f"rollout.servers: {url} has no route {path}; {cure}")
+            raise UserError("rollout.servers", f"{url} has no route {path}", cure)
         if status >= 500 or status in (408, 429):
             raise FailedError(f"rollout.servers: {url} {path} answered {status} ({_message(content)})")
         if status >= 400:
-            raise ValueError(
-                f"rollout.servers: {url} refused {path} ({status}: {_message(content)}); start it for the "
-                "model and the lengths of this run"
+            raise UserError(
+                "rollout.servers",
+                f"{url} refused {path} ({status}: {_message(content)})",
+                "start it for the model and the lengths of this run",
             )
         return content
 

@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from padfree.config.rollout import LaunchConfig
+from padfree.errors import UserError
 from padfree.rollout.engines.servers.api import ServedModel, ServerApi, ServerLostError
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
@@ -71,7 +72,7 @@ class Launched:
         except ServerLostError:
             if self.answered and self._watchdog.poll() is None:
                 await self.end()  # it hangs; its start is the next look's
-        except ValueError:
+        except UserError:
             self.answered = True  # and whoever asks it for something says what is wrong
         return None
 
@@ -137,11 +138,12 @@ class Launcher:
         deadline = time.monotonic() + seconds
         while missing := [one for one in self.launched if not one.answered]:
             if self.hopeless is not None:
-                raise ValueError(self.hopeless)
+                raise UserError.of(self.hopeless)
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"rollout.launch: {missing[0].server.url} did not answer within {seconds:g} s; raise "
-                    f"rollout.timeout, or see its output in {missing[0].log}"
+                raise UserError(
+                    "rollout.launch",
+                    f"{missing[0].server.url} did not answer within {seconds:g} s",
+                    f"raise rollout.timeout, or see its output in {missing[0].log}",
                 )
             await asyncio.sleep(0.1)
 

@@ -30,6 +30,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from padfree.errors import UserError
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.engines.servers.api import RestartedError, ServerApi, ServerLostError
 
@@ -161,6 +162,11 @@ class WorkInPool:
             self._queue.append(number)
         self._pool.changed.set()
 
+    def take_retried(self) -> int:
+        """How many requests were asked again since this was called last."""
+        taken, self.retried = self.retried, 0
+        return taken
+
     async def run(self) -> None:
         """Until all is answered or nothing more can be. Requests under way are waited for, unless there is an error."""
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
@@ -242,9 +248,9 @@ class WorkInPool:
             self._queue.appendleft(number)
         on_response(place, response)
 
-    def _nobody(self) -> ValueError:
+    def _nobody(self) -> UserError:
         worst = max(self._pool.states, key=lambda state: state.failures)
-        return ValueError(
+        return UserError.of(
             f"{worst.line}, and no server gave a response for {self._pool.timeout:g} s; see that one runs, or raise "
             "rollout.timeout"
         )

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh, raise_together
+from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
 from padfree.rollout.engines.servers.api import Drawing, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.canary import DRAWN, Canary, Rows
@@ -175,14 +176,14 @@ class ServerSampler:
             try:
                 found = self.loop.run(each(servers, score))
                 lost |= {server.url: str(gone) for server, gone in found.items()}
-            except ValueError as wrong:
+            except UserError as wrong:
                 error = str(wrong)
         raise_together(error, self.mesh.loss.group)
         rows = agreed(rows, self.mesh)
         try:
             numbers = self.canary.compare(rows, self.score, self.drawing.temperature, self._version)
             self._sync_metrics |= numbers
-        except ValueError as wrong:
+        except UserError as wrong:
             error = str(wrong)
         raise_together(error, self.mesh.loss.group)
         return [server for server in servers if server.url in rows]
@@ -223,13 +224,13 @@ class ServerSampler:
             error = None
             try:
                 retried += self.loop.run(self._pool.ask_all([requests[n] for n in missing], self._ask, keep))
-            except ValueError as wrong:
+            except UserError as wrong:
                 error = str(wrong)
             everybody: list[Any] = [None] * self.mesh.loss.size
             dist.all_gather_object(everybody, (error, len(found) < len(requests)), group=self.mesh.loss.group)
             for line, _ in everybody:
                 if line is not None:
-                    raise ValueError(line)
+                    raise UserError.of(line)
             if not any(lacks for _, lacks in everybody):
                 break
             self.renew()
@@ -264,8 +265,7 @@ class ServerSampler:
 
         async def take() -> tuple[_Count, int]:
             count, self._count = self._count, _Count()
-            retried, standing.retried = standing.retried, 0
-            return count, retried
+            return count, standing.take_retried()
 
         count, retried = self.loop.run(take())
         return self._sampling_metrics(count.tokens, time.perf_counter() - count.since, retried)
@@ -291,7 +291,7 @@ class ServerSampler:
                 salt=self.salt,
                 cut=self._standing is not None,
             )
-        except (ServerLostError, ValueError):
+        except (ServerLostError, UserError):
             if self._pool.gate.closed_since(passed):
                 raise SupersededError from None
             raise
@@ -303,11 +303,11 @@ class ServerSampler:
 
     async def _probe(self, server: ServerApi) -> None:
         if self.launcher is not None and self.launcher.hopeless is not None:
-            raise ValueError(self.launcher.hopeless)
+            raise UserError.of(self.launcher.hopeless)
         passed = await self._pool.gate.passed()
         try:
             server.need_version(await server.version(timeout=min(PROBE, self.timeout / 4)), self._version)
-        except (ServerLostError, ValueError):  # one that loads weights answers late
+        except (ServerLostError, UserError):  # one that loads weights answers late
             if self._pool.gate.closed_since(passed):
                 raise SupersededError from None
             raise

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import Config
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.model.lora import adapted_modules
 from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
@@ -36,9 +37,10 @@ def make_server_sampler(
     """A sampler on servers that run already (`rollout.servers`), or that are started now (`rollout.launch`)."""
     rollout, first = config.rollout, mesh.loss.rank == 0
     if rollout.launch.command and not _same_machine(mesh):
-        raise ValueError(
-            "rollout.launch.command: starts servers on one machine, the run is on several; start them yourself and "
-            "give rollout.servers"
+        raise UserError(
+            "rollout.launch.command",
+            "starts servers on one machine, the run is on several",
+            "start them yourself and give rollout.servers",
         )
     served = served_model(config, trained, tokenizer)
     loop = LoopThread("servers")
@@ -54,11 +56,11 @@ def make_server_sampler(
                     servers = launcher.servers
                     loop.run(launcher.start(rollout.timeout))
                 found = [server.url for server in servers], loop.run(check_servers(servers, served))
-            except ValueError as error:
+            except UserError as error:
                 found = str(error)
         found = agreed(found, mesh)
         if isinstance(found, str):
-            raise ValueError(found)
+            raise UserError.of(found)
         servers = [api(url, rollout.timeout) for url in found[0]]
         folder = transfer_folder(config)
         longest = min(config.batch.max_tokens, getattr(trained.config, "max_position_embeddings", None) or 1 << 30)
@@ -110,11 +112,11 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
     try:
         names = {await server.check(served) for server in servers}
     except LateError as error:
-        raise ValueError(f"{error}; see that it is well, or raise rollout.timeout") from None
+        raise UserError.of(f"{error}; see that it is well, or raise rollout.timeout") from None
     except ServerLostError as error:
-        raise ValueError(f"{error}; start it, or correct rollout.servers") from None
+        raise UserError.of(f"{error}; start it, or correct rollout.servers") from None
     if len(names) > 1:
-        raise ValueError(f"rollout.servers: they call the model {' and '.join(sorted(names))}; {servers[0].cure_name}")
+        raise UserError("rollout.servers", f"they call the model {' and '.join(sorted(names))}", servers[0].cure_name)
     return names.pop()
 
 

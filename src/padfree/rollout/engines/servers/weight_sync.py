@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from padfree.errors import UserError
 from padfree.model.export import empty_copy, export_adapters, whole_tensors
 from padfree.model.load import clean_name, named_tensors
 from padfree.rollout.engines.servers.api import FailedError, ServerApi, ServerLostError
@@ -192,9 +193,10 @@ class FilesWay:
             save_file({name: tensor.cpu() for name, tensor in bucket}, beside)
             beside.replace(self._file)
         except OSError as error:
-            raise ValueError(
-                f"rollout.transfer_folder: {self._folder} cannot be written ({error.strerror or error}); give a folder "
-                "that the servers see, with room for a bucket"
+            raise UserError(
+                "rollout.transfer_folder",
+                f"{self._folder} cannot be written ({error.strerror or error})",
+                "give a folder that the servers see, with room for a bucket",
             ) from None
         return form_of(bucket, self._file)
 
@@ -273,7 +275,7 @@ class WeightSync:
                         outcome.refused.add(server.url)
                     self.way.forget(server)
                     taking.remove(server)
-            except ValueError as wrong:
+            except UserError as wrong:
                 outcome.error = outcome.error or str(wrong)
 
         async def finish(server: ServerApi) -> None:
@@ -287,7 +289,7 @@ class WeightSync:
             if taking and outcome.error is None:
                 try:
                     form = self.way.prepare(bucket)
-                except ValueError as wrong:
+                except UserError as wrong:
                     outcome.error = str(wrong)
                     continue
                 outcome.num_bytes += form.num_bytes
@@ -324,7 +326,7 @@ class WeightSync:
         try:
             lost = self.loop.run(each(self.servers, load))
             outcome.failed = {server.url: str(error) for server, error in lost.items()}
-        except ValueError as wrong:
+        except UserError as wrong:
             outcome.error = str(wrong)
         return outcome
 
