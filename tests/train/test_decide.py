@@ -226,7 +226,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         [*PROMPTS, {"prompt": "1+1=", "answer": "two"}],
         ["data.columns={}", "rollout.max_new_tokens=4"],
-        "reward: number_after_hashes raised ValueError: answer: 'two' has no number; ",
+        "reward: number_after_hashes raised UserError: answer: 'two' has no number; ",
     ),
     (
         "rl-local",

@@ -24,7 +24,7 @@ import numpy as np
 
 from padfree.config.functions import UserFunction, is_path, model_of
 from padfree.data.records import LARGEST, shown
-from padfree.errors import UserError, shown_error
+from padfree.errors import UserError, first_line
 
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 
@@ -98,7 +98,7 @@ class Reward:
         except BaseException as error:  # SystemExit, too: a reward does not end the run
             raise UserError(
                 "reward",
-                f"{self.name} raised {shown_error(error)} for sample {uid!r}",
+                f"{self.name} raised {type(error).__name__}: {first_line(error)} for sample {uid!r}",
                 "correct the function or the row",
             ) from error
         if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < value < LARGEST:

@@ -45,7 +45,7 @@ def test_what_a_reward_raises_is_what_is_raised() -> None:
     async def judged() -> None:
         judge = Judge(load_reward("exact_match"), processes=1)
         try:
-            with refused("reward", "exact_match raised ValueError: answer: .* for sample 'a'"):
+            with refused("reward", "exact_match raised UserError: answer: .* for sample 'a'"):
                 await judge("1", {}, "a")
         finally:
             await judge.close()
