@@ -359,7 +359,7 @@ def test_a_module_that_cannot_be_imported_in_the_process(tmp_path: Path, monkeyp
     first, second = judged("late_rewards:reward", "1", "2")
     assert first == second
     assert re.match(
-        r"ValueError reward: .*importing late_rewards raised OSError: no licence; correct the module", first
+        r"UserError reward: .*importing late_rewards raised OSError: no licence; correct the module", first
     )
 
 
