@@ -358,9 +358,7 @@ def test_a_module_that_cannot_be_imported_in_the_process(tmp_path: Path, monkeyp
     (tmp_path / "late_rewards.py").write_text("raise OSError('no licence')\n")
     first, second = judged("late_rewards:reward", "1", "2")
     assert first == second
-    assert re.match(
-        r"UserError reward: .*importing late_rewards raised OSError: no licence; correct the module", first
-    )
+    assert re.match(r"UserError reward: .*importing late_rewards raised OSError: no licence; correct the module", first)
 
 
 def test_a_module_that_hangs_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
