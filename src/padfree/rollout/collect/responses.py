@@ -35,7 +35,7 @@ class ResponseWriter:
     def __init__(self, sampler: Sampler, words: Words, judge: Judge, settings: RunnerSettings) -> None:
         self._sampler, self.words, self._judge, self._settings = sampler, words, judge, settings
         self._pool = DaemonPool(REWARD_THREADS, "reward")
-        self._thread = LoopThread()  # where processes are asked
+        self._thread = LoopThread("rewards")  # where processes are asked
         self.reward_seconds = 0.0  # of all calls of `play`
 
     def play(
