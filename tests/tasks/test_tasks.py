@@ -33,13 +33,13 @@ def test_a_task_is_whole(name: str) -> None:
     assert name in LAUNCHED
     assert name in padfree.__all__
     assert task.help.lower() in getattr(padfree, name).__doc__.lower()
-    assert load_config(ROOT / "recipes" / f"{name}.toml").loss.command == name
+    assert load_config(name).loss.command == name
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_docs_know_it(name: str) -> None:
     training = (ROOT / "docs" / "training.md").read_text()
-    assert f"`recipes/{name}.toml`" in training
+    assert f"| `{name}` |" in training
     assert f"`padfree.{name}`" in training
     table = training[training.index("## Evaluation") :]
     for metric in TASKS[name].eval_metrics:

@@ -264,8 +264,7 @@ class ServerSampler:
 
         async def take() -> tuple[_Count, int]:
             count, self._count = self._count, _Count()
-            retried, standing.retried = standing.retried, 0
-            return count, retried
+            return count, standing.take_retried()
 
         count, retried = self.loop.run(take())
         return self._sampling_metrics(count.tokens, time.perf_counter() - count.since, retried)
