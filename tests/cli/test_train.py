@@ -42,6 +42,10 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "9"} for row in rows]
     for name in ("dpo", "reward"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    labelled = [
+        {"prompt": pair["prompt"], "completion": pair["chosen"], "label": bool(n % 2)} for n, pair in enumerate(pairs)
+    ]
+    (folder / "kto.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
     teacher = save_with_tokenizer(tmp_path_factory.mktemp("teacher"), hidden_size=48)
     short = {
@@ -57,7 +61,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             f"data.path={json.dumps([str(folder / f'{name}.jsonl')])}",
             "run.device=cpu",
         ]
-        for name in ("sft", "distill", "rl", "rl-local", "rl-ppo", "rl-environment", "dpo", "reward")
+        for name in ("sft", "distill", "rl", "rl-local", "rl-ppo", "rl-environment", "dpo", "kto", "reward")
     }
 
 
@@ -106,7 +110,7 @@ def test_a_recipe_is_planned_runs_and_exports(
     assert main([*arguments, "--dry-run"]) == 0
     dry = capsys.readouterr().out
     assert "6 samples" in dry[dry.index("\nfirst step") :]
-    assert ("\n  reference " in dry) == (name in ("distill", "dpo")), "the memory of a model besides"
+    assert ("\n  reference " in dry) == (name in ("distill", "dpo", "kto")), "the memory of a model besides"
     assert main(["plan", *arguments[1:], "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["longest_responses"] == name.startswith("rl-")

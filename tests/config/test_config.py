@@ -115,10 +115,13 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"data": {"shuffle": 1}}, "data.shuffle: 1; give true or false"),
         ({"data": {"columns": {"a": 1}}}, "data.columns: {'a': 1}; give a table of strings"),
         ({"data": {"path": []}}, "data.path: missing; give one file"),
-        ({"loss": {"kind": "gsp"}}, "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, dpo, reward, distill"),
+        (
+            {"loss": {"kind": "gsp"}},
+            "loss.kind: 'gsp'; did you mean 'gspo'? give one of sft, dpo, kto, distill, reward",
+        ),
         (
             {"loss": {"kind": "mine"}},
-            "loss.kind: 'mine'; give one of sft, dpo, reward, distill, clip, gspo, cispo, reinforce, or 'module",
+            "loss.kind: 'mine'; give one of sft, dpo, kto, distill, reward, clip, gspo, cispo, reinforce, or 'module",
         ),
         ({"loss": {"kind": "my-losses:f"}}, "loss.kind: 'my-losses:f'; give one of"),
         ({"loss": {"kind": "mine:f", "low": 0.1}}, "loss.low: 0.1; set loss.low=none, loss.kind 'mine:f' has no such"),

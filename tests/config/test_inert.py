@@ -66,7 +66,12 @@ CASES: list[tuple[str, list[str], str | None]] = [
     ("rl-local", ["rollout.overlong_penalty=2.0"], "rollout.overlong_penalty has no effect with rollout.overlong_b"),
     ("rl-local", ["rollout.overlong_penalty=2.0", "rollout.overlong_buffer=8"], None),
     ("rl-local", ["rollout.filter_bound=4.0"], "rollout.filter_bound has no effect with rollout.filter=none"),
-    ("rl-local", ["rollout.episode_timeout=9"], "rollout.episode_timeout has no effect without episodes"),
+    ("rl-local", ["rollout.episode_timeout=9"], None),  # it bounds rewards, too
+    (
+        "rl-local",
+        ["rollout.episode_timeout=9", "rollout.reward=model:judge"],
+        "rollout.episode_timeout has no effect with",
+    ),
     ("rl-local", ["data.append_eos=true"], "data.append_eos has no effect with rollouts, which end where the policy"),
     ("rl-vllm", ["rollout.kv_cache_memory=2.0"], "rollout.kv_cache_memory has no effect with rollout.engine=vllm"),
     ("sft", ["lora.alpha=16"], "lora.alpha has no effect with lora.rank=0"),

@@ -32,7 +32,7 @@ from tests.train.cases import weights_of
 from tests.train.loop_cases import lines
 
 KTO = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75}
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "kto.toml")
+RECIPE = "kto"
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
         ("sft", "sft", [], "padfree kto"),
         ("dpo", "dpo", [], "padfree kto"),
     ):
-        assert main([command, RECIPE.replace("kto.toml", f"{recipe}.toml"), *small, *changes, "--dry-run"]) == 1
+        assert main([command, recipe, *small, *changes, "--dry-run"]) == 1
         error = capsys.readouterr().err
         assert message in error, error
         assert error.count("\n") == 1

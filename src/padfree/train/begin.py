@@ -39,9 +39,6 @@ from padfree.train.training_data import Batcher
 from padfree.train.update_batch import KEY, UpdateBatch
 from padfree.train.updates import OnActivity, OnStep
 
-CHANGEABLE = ("betas", "eps", "weight_decay")
-"""Options of the optimizer that are settings; the learning rate is set anew in every step."""
-
 
 def begin_run(
     config: Config,
@@ -181,13 +178,7 @@ def _restored(
 ) -> tuple[Place, bool]:
     """Go on from a checkpoint; whether it was saved after the evaluation of its step, if there was one."""
     engine = batches.engine
-    engines = [engine, *([] if batches.critic is None else [batches.critic.engine])]
-    groups = [group for engine in engines for group in engine.optimizer.param_groups]
-    options = [{name: group[name] for name in CHANGEABLE} for group in groups]
     extra, rank_state = checkpointer.load(path, model=engine.model, optimizer=engine.optimizer, **batches.filled())
-    groups = [group for engine in engines for group in engine.optimizer.param_groups]
-    for group, own in zip(groups, options, strict=True):
-        group.update(own)  # the settings of this start, not those of the checkpoint
     batches.restore(extra)
     batch = None
     if KEY in extra:
