@@ -344,7 +344,7 @@ IO_CALLS = {
 }
 """Names of functions and methods that read, write, load, start something or wait for other ranks."""
 
-MAY_OPEN = {"rollout/vllm/launch.py"}
+MAY_OPEN = {"rollout/engines/servers/launch.py"}
 """Files whose constructors may: a server process is started when its object is made."""
 
 MAY_SET = {

@@ -20,8 +20,8 @@ padfree recipes
 padfree recipes sft > mine.toml
 padfree demo
 for recipe in sft mine.toml; do
-    padfree sft "$recipe" model.path=padfree-demo/model data.path=padfree-demo/train.jsonl run.folder=run run.device=cpu --dry-run
+    padfree sft "$recipe" model.path=padfree-demo/model data.path=padfree-demo/data/train.jsonl run.folder=run run.device=cpu --dry-run
 done
-padfree sft model.path=padfree-demo/model data.path=padfree-demo/train.jsonl run.folder=run run.device=cpu run.steps=2
+padfree sft model.path=padfree-demo/model data.path=padfree-demo/data/train.jsonl run.folder=run run.device=cpu run.steps=2
 padfree report run
 echo "test-wheel: passed"

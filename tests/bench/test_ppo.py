@@ -21,7 +21,7 @@ def test_both_curves_are_on_the_page(
     assert {name: len(lines) for name, lines in found.items()} == {"grpo": 2, "ppo": 2}
     assert all(line["critic/loss"] >= 0 and line["reward"] >= 0 for line in found["ppo"])
     page = (tmp_path / "runs" / "ppo.html").read_text()
-    assert "Value loss" in page
+    assert "Critic loss" in page
     assert page.count("Reward") > 0
     drawn = (tmp_path / "runs" / "ppo.svg").read_text()
     assert drawn.count("<polyline") == 3, "the rewards of both, and the value loss"

@@ -116,10 +116,10 @@ def ours(config: Config) -> Found:
         )
         batch = batches.next(0)
         assert batch is not None
-        prepared = engine.prepare(*batch.samples_of(0))
+        prepared = engine.prepare(batch.samples_of(0))
         assert prepared.plan.num_micro_batches > 0
         sums = engine.gradients(prepared)
-        return Found(loss=float(sums.loss), gradients=gradients_in(engine.model), samples=tuple(batch.samples_of(0)[0]))
+        return Found(loss=float(sums.loss), gradients=gradients_in(engine.model), samples=tuple(batch.samples_of(0)))
 
 
 def gradients_in(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -30,7 +30,6 @@ from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.reading import TrainingData
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.testing.tokenizers import TEMPLATES
-from padfree.train import training_data
 from padfree.train.batches import distinct
 from padfree.train.decide import count_steps
 from padfree.train.engine import Engine, LossSettings
@@ -222,7 +221,7 @@ def rows_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     save_with_tokenizer(tmp_path / "model", num_hidden_layers=1)
     (tmp_path / "train.jsonl").write_text("{}\n")
     data = stored(tmp_path / "rows", vocabulary=20)
-    monkeypatch.setattr(training_data, "load_sft", lambda *_, **__: data)
+    monkeypatch.setattr("padfree.tasks.sft.load_sft", lambda *_, **__: data)
     path = str(tmp_path / "train.jsonl")
     return config_of(tmp_path, data={"path": path}, loss={"weights": "sample-mean"})
 

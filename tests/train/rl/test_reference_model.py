@@ -20,7 +20,7 @@ from padfree.train.rl.reference_model import AdapterReference, ModelReference, R
 from padfree.train.setup import build_engine, build_reference
 from tests.ranks import run_ranks
 from tests.refused import refused
-from tests.train.cases import make_samples, small_model
+from tests.train.cases import LR, make_samples, small_model
 
 SAMPLES = make_samples()
 
@@ -41,6 +41,7 @@ def make_config(models: Path, *, reference: str = "first", refresh: int | None =
         "data": {"path": ["in memory"]},
         "batch": {"samples": 4, "max_tokens": 16},
         "loss": {"kind": "reinforce", "kl_coefficient": 0.1, "advantage": "given"},
+        "optimizer": {"lr": LR},
         "run": {"folder": "nowhere", "device": "cpu"},
     }
     for section, changes in sections.items():
