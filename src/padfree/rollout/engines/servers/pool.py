@@ -154,11 +154,6 @@ class WorkInPool:
         states = self._pool.states
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
-    def take_retried(self) -> int:
-        """Requests that were asked again since this was called last."""
-        retried, self.retried = self.retried, 0
-        return retried
-
     def add(self, requests: Iterable[SamplingRequest], on_response: OnResponse) -> None:
         """Behind all others. Each response is told by the place of its request among these."""
         for place, request in enumerate(requests):
