@@ -87,6 +87,7 @@ check: $(DEV)
 	$(PY) -m mypy
 
 docs: $(DEV)
+	rm -rf docs/_build docs/api  # what an earlier build left hides warnings
 	$(PY) -m sphinx -W --keep-going --quiet docs docs/_build/html
 
 dist: $(DEV)

@@ -225,7 +225,7 @@ def test_the_table_has_no_cycle() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Imports inside functions and imports for the type checker count, too."""
+    """Includes imports inside functions and under `TYPE_CHECKING`."""
     names = {module_name(path): path for path in FILES}
 
     def imported(module: str) -> str:

@@ -144,7 +144,6 @@ def test_an_update_has_the_root_mean_square_that_is_asked_for() -> None:
         assert float(change.square().mean().sqrt()) == pytest.approx(0.2, rel=0.15)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
 def test_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the iteration to 1e-12, in float64; the iteration, which torch does in bfloat16, to its rounding."""
     from torch.optim import _muon

@@ -53,8 +53,8 @@ class Optimizer(torch.optim.Optimizer):
             group["lr"] = group["base_lr"] * factor
 
     def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
-        """One step with gradients times `scale` [], and nothing at all if `finite` [] is false."""
-        # Moved here: an optimizer on the CPU would not wait for a flag that comes from the GPU.
+        """Make one step with the gradients multiplied by `scale` []. If `finite` [] is false, change nothing."""
+        # With offloaded parameters the flag is on the GPU and the optimizer on the CPU: this copy waits for the flag.
         device = self.param_groups[0]["params"][0].device
         finite = torch.ones((), dtype=torch.bool, device=device) if finite is None else finite.to(device)
         scale = None if scale is None else scale.to(device)

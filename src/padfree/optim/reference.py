@@ -1,4 +1,4 @@
-"""Muon's step of one whole matrix, plainly: the definition that `padfree.optim.muon` is compared with."""
+"""Reference implementation of one Muon step on one matrix. Tests compare `padfree.optim.muon` with it."""
 
 from __future__ import annotations
 

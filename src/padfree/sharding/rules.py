@@ -1,12 +1,12 @@
-"""Which parameters are sharded over which mesh: ordered rules, of which the first that applies decides.
+"""Rules that decide on which mesh a parameter is sharded. They are ordered; the first rule that matches applies.
 
     rules = [Rule("experts", lambda place: place.role == "expert", mesh.over(shard=("shard",), replicate=("context",))),
              everything_over(mesh.fsdp)]
 
 A rule places a parameter on a mesh of one dimension, which it is sharded over, or of two: replicated over the first,
 sharded over the second. `dim` is the dimension of the tensor that is cut. FSDP2 gathers the parameters of a module
-together, so that a module none of whose parameters follows the last rule becomes a unit of its own, and one whose
-parameters follow several rules with different meshes is refused.
+together. Therefore a module becomes an FSDP2 unit of its own if none of its parameters matches the last rule, and it is
+refused if its parameters match rules with different meshes.
 """
 
 from __future__ import annotations

@@ -17,13 +17,11 @@ from padfree.config.loss_settings import DPOSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
 from padfree.data.prepare import Progress
-from padfree.head import score
 from padfree.head.budget import Memory
-from padfree.losses import LossInputs, LossOutput, dpo_loss
-from padfree.model import hidden_states, lm_head_of
+from padfree.losses import LossOutput, dpo_loss
 from padfree.tasks.measures import PairMeasure, RowMeasure
 from padfree.tasks.reading import TrainingData, of_store, text_settings
-from padfree.tasks.row_loss import RowLoss, pairs_of
+from padfree.tasks.row_loss import RowLoss, pairs_of, scored_inputs
 from padfree.tasks.task import Task
 
 
@@ -37,12 +35,8 @@ class PairRowLoss:
         self.settings, self.temperature, self.memory = settings, temperature, memory
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        scores = score(
-            hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=self.temperature,
-            num_labels=batch.num_labels, memory=self.memory,
-        )  # fmt: skip
         reduce = partial(sum_over_context, context=batch.context)
-        inputs = LossInputs.from_batch(batch, logprobs=scores.logprobs)
+        inputs = scored_inputs(model, batch, self.temperature, self.memory)
         pairs, weights, _ = pairs_of(batch)
         return dpo_loss(inputs, self.settings, pairs, weights, reduce=reduce)
 

@@ -39,13 +39,11 @@ from padfree.data.formats import GUARDED, HINTS, NAMES, SFT_SCHEMA
 from padfree.data.prepare import Progress, load_rows
 from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
-from padfree.head import score
 from padfree.head.budget import Memory
-from padfree.losses import LossInputs, LossOutput, segment_sum, spread
-from padfree.model import hidden_states, lm_head_of
+from padfree.losses import LossOutput, segment_sum, spread
 from padfree.tasks.measures import RowMeasure
 from padfree.tasks.reading import TrainingData, of_store, text_settings
-from padfree.tasks.row_loss import RowLoss
+from padfree.tasks.row_loss import RowLoss, scored_inputs
 from padfree.tasks.task import Models, Task
 
 # Data
@@ -93,7 +91,7 @@ class LabelledDataset(TokenizedDataset):
 
 
 def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """The prompt of each sample with the answer of the one before it, the last one's for the first."""
+    """Pair each prompt with the answer of the previous sample; the first prompt gets the last answer."""
     starts = [int(np.argmax(sample.mask)) for sample in samples]  # where the answers begin
     longest = max((int((sample.terms or {}).get("longest", 0)) for sample in samples), default=0)
     found = []
@@ -109,7 +107,7 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """[B] what the log-probabilities of each answer add up to; they are 0 where a token is not scored."""
+    """[B] log-probability of each answer: the sum over its tokens. Tokens that are not scored count as 0."""
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 
@@ -153,12 +151,9 @@ class KTORowLoss:
         self.settings, self.temperature, self.memory = settings, temperature, memory
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        scores = score(
-            hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=self.temperature,
-            num_labels=batch.num_labels, memory=self.memory,
-        )  # fmt: skip
-        inputs = LossInputs.from_batch(batch, logprobs=scores.logprobs)
-        moved = inputs.need("logprobs", "the KTO loss") - inputs.need("ref_logprobs", "the KTO loss")
+        inputs = scored_inputs(model, batch, self.temperature, self.memory)
+        logprobs = inputs.need("logprobs", "the KTO loss")
+        moved = logprobs - inputs.need("ref_logprobs", "the KTO loss")
         local = segment_sum(moved, inputs.sample_index, inputs.num_samples)
         held = segment_sum(inputs.mask, inputs.sample_index, inputs.num_samples)
         sums = sum_over_context(torch.stack([local.detach(), held], dim=1), batch.context)
@@ -171,8 +166,8 @@ class KTORowLoss:
         attached = losses + slopes * (local - local.detach())
         by_label = {"desirable": share * labels, "undesirable": share * (1.0 - labels)}
         return LossOutput(
-            loss=(weight * attached).sum().to(scores.logprobs.dtype),
-            token_losses=spread(weight * losses, inputs.sample_index).to(scores.logprobs.dtype),
+            loss=(weight * attached).sum().to(logprobs.dtype),
+            token_losses=spread(weight * losses, inputs.sample_index).to(logprobs.dtype),
             statistics={
                 "accuracy": ((share * right).sum(), share.sum()),
                 "kl": ((share * point).sum(), share.sum()),
@@ -190,7 +185,7 @@ class KTORowLoss:
 
 
 def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
-    """[B] float64 labels and z₀ of the samples of a pack."""
+    """Two [B] float64 tensors: the label of each sample (1 desirable, 0 undesirable), and its reference point z₀."""
     labels = np.array([info.reward for info in batch.samples], dtype=np.float64)
     point = np.array([(info.terms or {})["kl"] for info in batch.samples], dtype=np.float64)
     return to_device(labels, batch.labels.device), to_device(point, batch.labels.device)

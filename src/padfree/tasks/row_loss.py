@@ -50,6 +50,15 @@ class RowLoss(Protocol):
         """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
 
 
+def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
+    """Run the model on a pack, and return the inputs of a loss with the log-probabilities [T/cp] of its labels."""
+    scores = score(
+        hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=temperature,
+        num_labels=batch.num_labels, memory=memory,
+    )  # fmt: skip
+    return LossInputs.from_batch(batch, logprobs=scores.logprobs)
+
+
 class TokenRowLoss:
     """Losses of tokens. One that is elementwise in the log-probabilities never stores logits."""
 

@@ -84,7 +84,7 @@ class Outcome:
 
     @property
     def reward(self) -> float:
-        """The mean of its leaves; 0 for an episode that failed."""
+        """Mean reward of the leaves; 0 if the episode failed."""
         return sum(self.rewards) / max(len(self.rewards), 1)
 
 

@@ -40,17 +40,17 @@ class Played:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of its leaves that have been judged."""
+        """Rewards of the leaves that have one."""
         return tuple(leaf.reward for leaf in self.leaves if leaf.reward is not None)
 
     @property
     def reward(self) -> float:
-        """The mean of its leaves; 0 for an episode that failed."""
+        """Mean reward of the leaves; 0 if the episode failed."""
         return sum(self.rewards) / max(len(self.rewards), 1)
 
     @property
     def num_tokens(self) -> int:
-        """Sampled in all leaves, shared ones counted with each."""
+        """Sampled tokens of all leaves. A token that two leaves share counts twice."""
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property

@@ -83,7 +83,10 @@ class EpisodeRunner:
         return playing.result()
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Play these after all that were begun before, and return; the sampler must take requests at any time."""
+        """Queue these episodes behind the earlier ones and return at once.
+
+        The sampler must take requests at any time.
+        """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
 
         def ended(playing: Future[Any]) -> None:

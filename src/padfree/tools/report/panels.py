@@ -56,7 +56,7 @@ FOUND: Mapping[str, Sequence[str]] = {
 another prefix is under that prefix, one without is under "Other"."""
 
 ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
-"""Figures that are drawn even if their metrics never change."""
+"""Metrics that get a figure even if they are constant. Other constant metrics are listed in a table."""
 
 TITLES = {
     "mfu": "Model FLOP utilisation",

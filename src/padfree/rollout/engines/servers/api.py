@@ -190,8 +190,8 @@ class ServerApi(ABC):
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
-        """Serve the adapters in the folder as `name`, and no others of `model`."""
-        raise NotImplementedError
+        """Serve the adapters in the folder as `name`, and no others of `model`. Only if `takes_adapters`."""
+        raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
     # For those who write and ask one
 

@@ -150,7 +150,7 @@ class WorkInPool:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait for a server that has the weights, and there is one that could have them."""
+        """Whether requests wait although a restarted server could serve them once it has the weights."""
         states = self._pool.states
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
