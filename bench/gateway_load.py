@@ -68,7 +68,7 @@ def run(folder: Path, name: str, steps: int) -> None:
             "model": {"path": str(folder / "model")},
             "data": {"path": [str(folder / "prompts.jsonl")], "epochs": None},
             "batch": {"samples": 16, "max_tokens": 4096},
-            "rollout": {"environment": "gateway_load:episode", "group": 4, "max_new_tokens": 40},
+            "rollout": {"environment": "gateway_load:episode", "samples_per_prompt": 4, "max_new_tokens": 40},
             "loss": {"kind": "clip"},
             "checkpoint": {"export": False},
             "run": {"folder": str(folder / name), "steps": steps, "device": "cpu"},

@@ -29,17 +29,17 @@ from torch import Tensor
 
 from padfree.head import matmuls, triton_elementwise
 from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
-from padfree.head.matmuls import Configuration
+from padfree.head.matmuls import MatmulConfiguration
 
 CONFIGURATIONS = [
-    Configuration(),
-    Configuration(band=8),
-    Configuration(band=12),
-    Configuration(band=24),
-    Configuration(band=32),
-    Configuration(stages=4, parts=2),
-    Configuration(stages=3, parts=2),
-    Configuration(columns=128, stages=3, warps=4, parts=2, resident=2),
+    MatmulConfiguration(),
+    MatmulConfiguration(band=8),
+    MatmulConfiguration(band=12),
+    MatmulConfiguration(band=24),
+    MatmulConfiguration(band=32),
+    MatmulConfiguration(stages=4, parts=2),
+    MatmulConfiguration(stages=3, parts=2),
+    MatmulConfiguration(columns=128, stages=3, warps=4, parts=2, resident=2),
 ]
 STORED = [(4096, 8), (2048, 4), (4096, 4), (8192, 8), (8192, 16)]
 MAX_LOGITS = 1 << 31
@@ -111,11 +111,11 @@ def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
         print(f" {by}")
 
         def reduce(
-            stored: Tensor | None, by: Configuration = by, head: BlockedHead = head, sums: BlockSums = sums
+            stored: Tensor | None, by: MatmulConfiguration = by, head: BlockedHead = head, sums: BlockSums = sums
         ) -> None:
             matmuls.reduce_rows(hidden, head, rows, sums, stored, by)
 
-        def gradient(by: Configuration = by, head: BlockedHead = head) -> None:
+        def gradient(by: MatmulConfiguration = by, head: BlockedHead = head) -> None:
             matmuls.gradient_columns(hidden, weight, 0, head, rows, softmax, upstream, out, by)
 
         time_one(clock, "reduce, kept", lambda reduce=reduce: reduce(store), operations)  # type: ignore[misc]

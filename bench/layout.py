@@ -67,7 +67,7 @@ def main() -> None:
 
     results: list[Row] = []
     for num_tokens in arguments.tokens:
-        for mix, segments in rows_of(num_tokens).items():
+        for mix, segments in packs_of(num_tokens).items():
             for world in arguments.world:
                 if num_tokens % world == 0:
                     results += [measure(mix, segments, world, kind, device, arguments.repeats) for kind in KINDS]
@@ -86,7 +86,7 @@ def main() -> None:
         Path(arguments.json).write_text(json.dumps({"versions": versions, "rows": results}, indent=1))
 
 
-def rows_of(num_tokens: int) -> dict[str, Segments]:
+def packs_of(num_tokens: int) -> dict[str, Segments]:
     rng = np.random.default_rng(0)
     log_normal = np.exp(rng.normal(np.log(490), 1.0, num_tokens // 64))
     rows = {

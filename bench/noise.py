@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from timer import median_seconds
 
-from padfree.rollout.noise import gumbel_argmax, gumbel_noise, response_keys
+from padfree.rollout.sampling_rng import gumbel_argmax, gumbel_noise, response_keys
 
 
 def main() -> None:

@@ -118,24 +118,24 @@ def gsm8k(folder: Path) -> Lengths | None:
 def best_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
     waiting: dict[int, list[list[int]]] = {}
-    rooms: list[int] = []
+    max_new_tokens_each: list[int] = []
     values = lengths.tolist()
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = values[index]
-        place = bisect_left(rooms, length)
-        room = rooms[place] if place < len(rooms) else capacity
-        if place == len(rooms):
+        place = bisect_left(max_new_tokens_each, length)
+        max_new_tokens = max_new_tokens_each[place] if place < len(max_new_tokens_each) else capacity
+        if place == len(max_new_tokens_each):
             bins.append([])
             target = bins[-1]
         else:
-            target = waiting[room].pop()
-            if not waiting[room]:
-                del waiting[room], rooms[place]
+            target = waiting[max_new_tokens].pop()
+            if not waiting[max_new_tokens]:
+                del waiting[max_new_tokens], max_new_tokens_each[place]
         target.append(index)
-        left = room - length
+        left = max_new_tokens - length
         if left not in waiting:
             waiting[left] = []
-            insort(rooms, left)
+            insort(max_new_tokens_each, left)
         waiting[left].append(target)
     return bins
 

@@ -24,7 +24,7 @@ from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, t
 from padfree.tools.report.build import write_report
 from padfree.train.run import train
 
-CRITIC = CriticConfig(lr=3e-3, lam=1.0)
+CRITIC = CriticConfig(lr=3e-3, gae_lambda=1.0)
 COLOURS = {"grpo": "#4477aa", "ppo": "#ee7733"}
 LEFT, WIDTH, HEIGHT, TOP = 46, 300, 150, 26
 

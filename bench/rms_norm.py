@@ -31,7 +31,7 @@ from torch import Tensor
 from padfree.layers.ops import triton_qk_norm_rope
 from padfree.layers.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
 from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
-from padfree.layers.ops.triton_rms_norm import Choice, Configuration, backward, choose, forward
+from padfree.layers.ops.triton_rms_norm import Choice, LaunchConfiguration, backward, choose, forward
 
 SHAPES = {(14_918, 2560): 18.0, (14_918, 1024): 11.0, (8192, 4096): 11.0}
 """T and D, and the seconds after which nothing but what is chosen is timed: most of them are the compiler's."""
@@ -45,20 +45,39 @@ REPETITIONS = 12
 AHEAD_CYCLES = 200_000  # that the host may be behind
 # rows, warps, stages, resident
 FORWARD = [
-    Configuration(1, 2, 1, 10), Configuration(1, 2, 1, 16), Configuration(1, 4, 1, 4), Configuration(1, 8, 1, 4),
-]  # fmt: skip
+    LaunchConfiguration(1, 2, 1, 10),
+    LaunchConfiguration(1, 2, 1, 16),
+    LaunchConfiguration(1, 4, 1, 4),
+    LaunchConfiguration(1, 8, 1, 4),
+]
 BACKWARD = [
-    Configuration(1, 2, 1, 4), Configuration(1, 2, 2, 4), Configuration(1, 4, 1, 4), Configuration(1, 4, 2, 3),
-    Configuration(1, 4, 3, 2), Configuration(1, 8, 1, 2),
-]  # fmt: skip
+    LaunchConfiguration(1, 2, 1, 4),
+    LaunchConfiguration(1, 2, 2, 4),
+    LaunchConfiguration(1, 4, 1, 4),
+    LaunchConfiguration(1, 4, 2, 3),
+    LaunchConfiguration(1, 4, 3, 2),
+    LaunchConfiguration(1, 8, 1, 2),
+]
 QK_NORM_ROPE_FORWARD = [
-    Configuration(8, 2, 1, 8), Configuration(8, 2, 1, 16), Configuration(16, 4, 1, 4), Configuration(16, 4, 1, 8),
-    Configuration(16, 4, 2, 8), Configuration(16, 8, 1, 4), Configuration(32, 4, 1, 4), Configuration(32, 8, 1, 4),
-]  # fmt: skip
+    LaunchConfiguration(8, 2, 1, 8),
+    LaunchConfiguration(8, 2, 1, 16),
+    LaunchConfiguration(16, 4, 1, 4),
+    LaunchConfiguration(16, 4, 1, 8),
+    LaunchConfiguration(16, 4, 2, 8),
+    LaunchConfiguration(16, 8, 1, 4),
+    LaunchConfiguration(32, 4, 1, 4),
+    LaunchConfiguration(32, 8, 1, 4),
+]
 QK_NORM_ROPE_BACKWARD = [
-    Configuration(8, 2, 1, 8), Configuration(8, 2, 1, 10), Configuration(16, 4, 1, 4), Configuration(16, 4, 1, 6),
-    Configuration(16, 4, 2, 4), Configuration(16, 4, 3, 4), Configuration(16, 8, 1, 4), Configuration(32, 8, 1, 3),
-]  # fmt: skip
+    LaunchConfiguration(8, 2, 1, 8),
+    LaunchConfiguration(8, 2, 1, 10),
+    LaunchConfiguration(16, 4, 1, 4),
+    LaunchConfiguration(16, 4, 1, 6),
+    LaunchConfiguration(16, 4, 2, 4),
+    LaunchConfiguration(16, 4, 3, 4),
+    LaunchConfiguration(16, 8, 1, 4),
+    LaunchConfiguration(32, 8, 1, 3),
+]
 QK_NORM_ROPE_CHOICE = Choice(triton_qk_norm_rope.FORWARD, triton_qk_norm_rope.BACKWARD)
 
 
@@ -173,7 +192,7 @@ def median(call: Callable[[], Any], flush: Tensor) -> float:
     return 1e6 * times[0]
 
 
-def short(configuration: Configuration) -> str:
+def short(configuration: LaunchConfiguration) -> str:
     return ", ".join(f"{value} {name}" for name, value in configuration._asdict().items())
 
 
@@ -185,7 +204,7 @@ def attempt(name: str, call: Callable[[], float]) -> float | None:
         return None
 
 
-def fits(width: int, configuration: Configuration) -> bool:
+def fits(width: int, configuration: LaunchConfiguration) -> bool:
     """More numbers of a thread would not fit into its registers."""
     return width <= 48 * 32 * configuration.warps // configuration.rows
 
@@ -206,7 +225,11 @@ def bench_qk_norm_rope(shape: tuple[int, int, int], seconds: float) -> None:
 
 
 def bench_lines(
-    lines: list[Line], choice: Choice, forwards: list[Configuration], backwards: list[Configuration], seconds: float
+    lines: list[Line],
+    choice: Choice,
+    forwards: list[LaunchConfiguration],
+    backwards: list[LaunchConfiguration],
+    seconds: float,
 ) -> None:
     deadline = time.perf_counter() + seconds
     flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
@@ -215,7 +238,7 @@ def bench_lines(
         chosen = choice.forward if line.is_forward else choice.backward
         floor = 1e6 * line.num_bytes / BANDWIDTH
         print(f"  {line.name}: floor {floor:.0f} us", flush=True)
-        times: dict[Configuration, float] = {}
+        times: dict[LaunchConfiguration, float] = {}
         for configuration in dict.fromkeys([chosen, *best[line.is_forward]]):
             if configuration != chosen and time.perf_counter() > deadline:
                 continue
@@ -283,13 +306,13 @@ def check_qk_norm_rope(shape: tuple[int, int, int]) -> None:
 
 def check_configurations(
     name: str,
-    call: Callable[[Configuration], tuple[Tensor, ...]],
+    call: Callable[[LaunchConfiguration], tuple[Tensor, ...]],
     expected: tuple[Tensor, ...],
-    configurations: list[Configuration],
+    configurations: list[LaunchConfiguration],
 ) -> None:
     """The largest relative distance from plain torch in float64, for every configuration."""
 
-    def error(configuration: Configuration) -> float:
+    def error(configuration: LaunchConfiguration) -> float:
         pairs = zip(call(configuration), expected, strict=True)
         return max(float((mine.double() - exact).norm() / exact.norm()) for mine, exact in pairs)
 

@@ -76,7 +76,12 @@ def task_config(folder: Path, *, seed: int, steps: int = STEPS) -> Config:
             "model": {"path": str(folder), "init": "random"},
             "data": {"path": [str(folder / "prompts.jsonl")], "epochs": None},
             "batch": {"samples": 128, "max_tokens": 1024},
-            "rollout": {"reward": "rollout:last_digit", "group": 8, "max_new_tokens": RESPONSE, "batch": 128},
+            "rollout": {
+                "reward": "rollout:last_digit",
+                "samples_per_prompt": 8,
+                "max_new_tokens": RESPONSE,
+                "max_concurrent": 128,
+            },
             "loss": {"kind": "clip", "advantage": "grpo", "entropy_coefficient": 0.03},
             "optimizer": {"lr": 5e-3},
             "checkpoint": {"export": False},
@@ -103,7 +108,7 @@ def sampling(arguments: argparse.Namespace) -> None:
         tokens=arguments.tokens,
         prompt_tokens=arguments.prompt_tokens,
         longest=arguments.longest,
-        lanes=arguments.lanes or arguments.responses,
+        slots=arguments.slots or arguments.responses,
         with_hf=not arguments.no_hf,
     )
     about = {"torch": torch.__version__, "transformers": transformers.__version__}

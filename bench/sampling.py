@@ -19,11 +19,11 @@ from timer import Stopwatch, median_event_seconds
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from padfree.rollout import SamplingRequest
-from padfree.rollout.engines.in_process import draw
+from padfree.rollout.engines.in_process import sample_token
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
-from padfree.rollout.engines.in_process.weights import PolicyModel
-from padfree.rollout.noise import response_keys
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.rollout.sampling_rng import response_keys
 
 GROUP = 8
 SPREAD = 1.0
@@ -41,7 +41,7 @@ def measure(
     *,
     device: torch.device,
     responses: int,
-    lanes: int,
+    slots: int,
     tokens: int,
     prompt_tokens: int,
     longest: int,
@@ -55,7 +55,7 @@ def measure(
     cuda = device.type == "cuda"
     decoder = Decoder(
         CachedModel(policy.model, compiled=cuda),
-        num_lanes=responses,
+        num_slots=responses,
         temperature=1.0,
         stops=[model.config.vocab_size],
     )
@@ -73,11 +73,11 @@ def measure(
         parts = ", ".join(f"{name} {ms:.2f}" for name, ms in found["step"].items())
         print(f"  a step of {responses} lanes, ms:  {parts}", flush=True)
     decoder.free()
-    decoder.num_lanes = lanes
+    decoder.num_slots = slots
     uneven = make_requests(drawn_lengths(4 * responses, tokens, longest), prompt_tokens, vocabulary)
     decoder.prepare(uneven)
     found["uneven"] = rate(decoder, uneven)
-    busy = found["uneven"]["tokens"] / found["uneven"]["lane_steps"]
+    busy = found["uneven"]["tokens"] / found["uneven"]["slot_steps"]
     report("lengths as drawn", found["uneven"], f"{busy:.2f} of the lanes were writing")
     found["uneven over equal"] = found["uneven"]["tokens/s"] / found["equal"]["tokens/s"]
     decoder.free()
@@ -101,13 +101,13 @@ def make_model(shape: str, device: torch.device) -> Any:
     return model.to(dtype).eval().requires_grad_(False)
 
 
-def make_requests(rooms: Sequence[int], prompt_tokens: int, vocabulary: int) -> list[SamplingRequest]:
+def make_requests(max_new_tokens_each: Sequence[int], prompt_tokens: int, vocabulary: int) -> list[SamplingRequest]:
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, vocabulary, prompt_tokens) for _ in range(-(-len(rooms) // GROUP))]
-    keys = response_keys(0, 0, np.arange(len(rooms)))
+    prompts = [generator.integers(0, vocabulary, prompt_tokens) for _ in range(-(-len(max_new_tokens_each) // GROUP))]
+    keys = response_keys(0, 0, np.arange(len(max_new_tokens_each)))
     return [
-        SamplingRequest(tokens=prompts[number // GROUP], room=int(room), key=int(keys[number]))
-        for number, room in enumerate(rooms)
+        SamplingRequest(tokens=prompts[number // GROUP], max_new_tokens=int(max_new_tokens), key=int(keys[number]))
+        for number, max_new_tokens in enumerate(max_new_tokens_each)
     ]
 
 
@@ -127,14 +127,14 @@ def rate(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, flo
         responses = decoder.sample(requests)
     seconds = watch.seconds
     tokens = sum(len(response.tokens) for response in responses)
-    assert tokens == sum(request.room for request in requests)
+    assert tokens == sum(request.max_new_tokens for request in requests)
     statistics = decoder.statistics
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens/s": tokens / seconds,
         "steps": statistics.steps,
-        "lane_steps": statistics.lane_steps,
+        "slot_steps": statistics.slot_steps,
         "prefilled": statistics.prefilled,
         "captures": statistics.captures,
     }
@@ -156,7 +156,7 @@ def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dic
 
 def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, float]:
     """Milliseconds of the parts of a step, averaged over all steps of a few responses' first 32 tokens."""
-    short = [SamplingRequest(tokens=request.tokens, room=32, key=request.key) for request in requests]
+    short = [SamplingRequest(tokens=request.tokens, max_new_tokens=32, key=request.key) for request in requests]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.sample(short)
         torch.cuda.synchronize()
@@ -166,7 +166,7 @@ def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> di
         name, milliseconds = event.key.lower(), event.self_device_time_total / 1e3 / steps
         if any(part in name for part in ATTENTION):
             times["attention"] += milliseconds
-        elif "_draw_kernel" in name:
+        elif "_sample_kernel" in name:
             times["draw"] += milliseconds
         elif any(part in name for part in MATMULS):
             times["matmuls"] += milliseconds
@@ -174,7 +174,7 @@ def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> di
             times["rest"] += milliseconds
     head = decoder.model.head()
     hidden = torch.zeros(len(requests), head.weight.shape[1], dtype=head.weight.dtype, device=head.weight.device)
-    (seconds,) = median_event_seconds(lambda: draw.products(hidden, head), repeats=5, calls=20)
+    (seconds,) = median_event_seconds(lambda: sample_token.products(hidden, head), repeats=5, calls=20)
     times["head"] = 1e3 * seconds
     times["matmuls"] -= times["head"]
     return times

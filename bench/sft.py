@@ -29,7 +29,7 @@ from padfree.data import SFTDataSettings, load_sft
 from padfree.distributed import distributed, make_mesh
 from padfree.losses import SFTSettings
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import FixedSizeBatcher
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tools.check.padded import padded_loss

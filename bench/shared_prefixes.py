@@ -35,7 +35,7 @@ from updates import make_updates
 
 from padfree import Sample
 from padfree.attention.copies import take_copies
-from padfree.attention.paths import path_attention, prepare_path_keys
+from padfree.attention.prefix_attention import prefix_attention, prepare_prefix_keys
 from padfree.config.choices import SharePrefixes
 from padfree.cp import shard
 from padfree.cp.allgather import local_attention
@@ -46,15 +46,15 @@ from padfree.head import fused_loss
 from padfree.losses import ClipSettings, LossInputs, PolicySettings, make_token_loss
 from padfree.model import lm_head_of
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
 from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
-from padfree.train.metrics import step_metrics
-from padfree.train.microbatch import RowSettings
+from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
+from padfree.train.step_metrics import step_metrics
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -112,7 +112,7 @@ def compare(
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
     for name, share in shares.items():
-        engine.scorer.packer.rows = RowSettings(share_prefixes=share)
+        engine.scorer.packer.rows = PackSettings(share_prefixes=share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         found[f"update {name}"], report = update_seconds(engine, samples, repeats, first)
@@ -242,7 +242,7 @@ def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sa
                 turns,
                 ByteTokenizer(),
                 row={"answer": "42"},
-                room=1 << 16,
+                max_new_tokens=1 << 16,
                 reward="exact_match",
             )
             samples += [
@@ -270,7 +270,7 @@ def play_context(world: int, device: torch.device, repeats: int) -> None:
     q, k, v, dout = (
         torch.randn(row.num_tokens, h, dim, device=device, dtype=dtype) for h in (heads, key_heads, key_heads, heads)
     )
-    keys = prepare_path_keys(row.segments)
+    keys = prepare_prefix_keys(row.segments)
     assert keys is not None
 
     def run(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> None:
@@ -278,7 +278,7 @@ def play_context(world: int, device: torch.device, repeats: int) -> None:
         torch.autograd.backward(attend(*leaves), tensors[3])
 
     def on_paths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return path_attention(q, k, v, row.segments, keys)
+        return prefix_attention(q, k, v, row.segments, keys)
 
     whole = seconds(lambda: run(on_paths, q, k, v, dout), device, repeats)
     times = []
@@ -314,10 +314,10 @@ def compare_attention(device: torch.device, lengths: Sequence[Lengths], size: in
         for leaf in (q, k, v):
             leaf.requires_grad_()
         found = {}
-        for name, trunks in (("gathered", []), ("trunk", [0])):
-            keys = prepare_path_keys(row.segments, np.array(trunks, dtype=np.int64))
+        for name, long_prefixes in (("gathered", []), ("trunk", [0])):
+            keys = prepare_prefix_keys(row.segments, np.array(long_prefixes, dtype=np.int64))
             assert keys is not None
-            attend = partial(path_attention, q, k, v, row.segments, keys)
+            attend = partial(prefix_attention, q, k, v, row.segments, keys)
             found[f"{name} forward ms"] = 1e3 * seconds(attend, device, repeats)
             found[f"{name} ms"] = 1e3 * seconds(partial(both_passes, attend, dout), device, repeats)
         shown(f"P {prompt} R {response} G {size}", found)
@@ -363,7 +363,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     engine = make_engine(shape, device, args.layers, args.max_tokens)
     if args.gsm8k is not None:
         samples = gsm8k_groups(args.gsm8k, 16)
-        engine.scorer.packer.rows = RowSettings(share_prefixes="auto")
+        engine.scorer.packer.rows = PackSettings(share_prefixes="auto")
         everything = gsm8k_groups(args.gsm8k, 1 << 20)
         print(f"rho of all {len(everything)} solutions {engine.scorer.packer.plan(everything).sharing:.3f}")
         shown("GSM8K, groups of 4", compare(engine, samples, args.repeats))
@@ -371,7 +371,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     if args.calculator is not None:
         for probes, name in ((False, "episodes with a calculator"), (True, "trees, a branch at each answer")):
             samples = calculator_groups(args.calculator, args.groups, probes=probes)
-            engine.scorer.packer.rows = RowSettings(share_prefixes="auto")
+            engine.scorer.packer.rows = PackSettings(share_prefixes="auto")
             everything = calculator_groups(args.calculator, 200, probes=probes)
             print(f"rho of {len(everything)} samples of 200 groups {engine.scorer.packer.plan(everything).sharing:.3f}")
             print(f"{len(samples)} samples of {args.groups} groups, {sum(map(len, samples))} tokens")

@@ -29,10 +29,10 @@ from padfree.distributed import distributed, make_mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.losses import PolicySettings
 from padfree.model.structure import skeleton
-from padfree.tasks.advantages import with_advantages
+from padfree.tasks.batch_advantages import with_advantages
 from padfree.train import train
 from padfree.train.engine import Engine
-from padfree.train.settle import device_memory, settle
+from padfree.train.resolve_auto import device_memory, resolve_auto
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 
@@ -81,7 +81,7 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
         batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)
         batches = [[sample for group in groups for sample in group] for groups in islice(batcher, num_steps)]
         model = skeleton(config.model.path)
-        config = settle(config, model, processes=1, device_type=device.type, memory=device_memory(device)).config
+        config = resolve_auto(config, model, processes=1, device_type=device.type, memory=device_memory(device)).config
         estimate = estimate_memory(config, skeleton(config.model.path), processes=1, device_type=device.type).device
         engine = build_engine(config, mesh)
         prepared = [given(engine, config, batch) for batch in batches]

@@ -49,8 +49,8 @@ class WaitingSampler:
     def _draw(self, request: SamplingRequest) -> Response:
         version = self._version
         time.sleep(SECONDS)
-        drawn = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.room)
-        logprobs = np.full(request.room, -np.log(self._vocabulary), np.float32)
+        drawn = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.max_new_tokens)
+        logprobs = np.full(request.max_new_tokens, -np.log(self._vocabulary), np.float32)
         return Response(tokens=drawn, logprobs=logprobs, ended=False, version=version)
 
     def sample(self, requests: Sequence[SamplingRequest], *, on_progress: Any = None) -> list[Response]:
@@ -91,7 +91,7 @@ def measured(folder: Path, staleness: int, steps: int) -> tuple[float, float]:
             "rollout": {
                 "reward": "staleness:waits_a_second",
                 "engine": "staleness:make_waiting_sampler",
-                "group": 4,
+                "samples_per_prompt": 4,
                 "max_new_tokens": 32,
                 "staleness": staleness,
             },

@@ -56,7 +56,7 @@ from padfree.distributed import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
 from padfree.train.engine import PendingStep
-from padfree.train.microbatch import RowSettings, make_micro_batch
+from padfree.train.microbatch import PackSettings, make_micro_batch
 
 SECTIONS = ("gradients", "update", "head", "compile")
 SIZES: dict[str, dict[str, int]] = {
@@ -323,7 +323,7 @@ def head_section(setting: Setting) -> Row:
             vocabulary=shape["vocab_size"], prompt_share=share, **SIZES["cuda" if device.type == "cuda" else "cpu"]
         )
         samples = with_arrays(samples, old_logprobs=near_uniform_logprobs(samples, shape["vocab_size"]))
-        batch = make_micro_batch(samples, np.arange(len(samples)), setting.mesh, RowSettings())
+        batch = make_micro_batch(samples, np.arange(len(samples)), setting.mesh, PackSettings())
         inputs = LossInputs.from_batch(batch.local)
         hidden = torch.randn(batch.local.labels.numel(), shape["hidden_size"], device=device, dtype=setting.dtype)
         weight = torch.randn(shape["vocab_size"], shape["hidden_size"], device=device, dtype=setting.dtype) * 0.02

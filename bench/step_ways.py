@@ -27,7 +27,7 @@ from padfree.distributed import Mesh
 from padfree.head.budget import Memory
 from padfree.losses import ClipSettings, PolicySettings, SFTSettings
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing import collate
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tools.check.padded import padded_rows

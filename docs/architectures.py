@@ -62,7 +62,7 @@ class Row:
     reason: str = ""
 
     @property
-    def fast_way(self) -> str:
+    def varlen_kernel(self) -> str:
         if not self.attached:
             return ""
         if not self.mixers:
@@ -77,7 +77,7 @@ class Row:
             f"{self.class_name}{tested}",
             "yes" if self.attached else "no",
             ", ".join(self.mixers),
-            self.fast_way,
+            self.varlen_kernel,
             self.context,
             self.reason.replace("|", "/"),
         )

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             "batch": {"samples": given.samples, "max_tokens": given.max_tokens},
             "rollout": {
                 "environment": f"{Path(__file__).stem}:episode",
-                "group": given.group,
+                "samples_per_prompt": given.group,
                 "max_new_tokens": given.max_new_tokens,
                 "on_failure": "skip",
             },

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
             "batch": {"samples": given.samples, "max_tokens": given.max_tokens},
             "rollout": {
                 "reward": f"{Path(__file__).stem}:reward",
-                "group": given.group,
+                "samples_per_prompt": given.group,
                 "max_new_tokens": given.max_new_tokens,
             },
             "loss": {"kind": "clip", "advantage": "grpo", "clip": {"low": 0.2, "high": 0.28}},

@@ -62,8 +62,8 @@ from padfree.packing import CostModel, FixedSizeBatcher, TokenBudgetBatcher, bal
 from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
-from padfree.rollout.engines.in_process.weights import PolicyModel
-from padfree.tasks.advantages import with_advantages
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
 from padfree.tools.demo import SIZES, Demo
 from padfree.tools.page import Page
@@ -78,7 +78,7 @@ CASES: dict[str, list[Case]] = {}
 """By part: (the beginning of the message, what provokes it in a folder of its own, and where needed its cure)."""
 
 
-class Words:
+class ChatTokenizer:
     """A mistake on a command line, which words can be added to or taken from."""
 
     def __init__(self, words: tuple[str, ...], run: Callable[[Path, tuple[str, ...]], Any]) -> None:
@@ -87,19 +87,19 @@ class Words:
     def __call__(self, folder: Path) -> Any:
         return self.run(folder, self.words)
 
-    def with_words(self, *added: str) -> Words:
+    def with_words(self, *added: str) -> ChatTokenizer:
         """The same with these words as well; `-name` takes a setting away."""
         gone = {word[1:] for word in added if re.match(r"-[a-z]", word)}
         kept = tuple(word for word in self.words if word.partition("=")[0] not in gone)
         new = tuple(word for word in added if not re.match(r"-[a-z]", word))
         settings = [word for word in new if re.match(r"\w+(\.\w+)+=", word)]
         flags = [word for word in new if word not in settings]
-        return Words((*kept, *settings, *flags), self.run)
+        return ChatTokenizer((*kept, *settings, *flags), self.run)
 
 
-def changed(*overrides: str, recipe: str = "sft") -> Words:
+def changed(*overrides: str, recipe: str = "sft") -> ChatTokenizer:
     """A recipe with settings that cannot be."""
-    return Words(overrides, lambda folder, words: load_config(RECIPES / f"{recipe}.toml", words))
+    return ChatTokenizer(overrides, lambda folder, words: load_config(RECIPES / f"{recipe}.toml", words))
 
 
 def written(folder: Path, name: str, *records: Any) -> Path:
@@ -131,7 +131,7 @@ CASES["config"] = [
     ("eval.every", changed(HELD_OUT, "eval.every=0"), "eval.every=10"),
     ("eval.every", changed("eval.every=5"), HELD_OUT),
     ("eval.path", changed(HELD_OUT, recipe="rl"), "rollout.reward=exact_match"),
-    ("eval.draws", changed(HELD_OUT, "eval.draws=2", recipe="rl-local"), "eval.greedy=false"),
+    ("eval.samples_per_prompt", changed(HELD_OUT, "eval.samples_per_prompt=2", recipe="rl-local"), "eval.greedy=false"),
     ("eval.reward", changed(HELD_OUT, "eval.reward=exact_match"), "-eval.reward"),
     ("checkpoint.best", changed("checkpoint.best=eval/loss"), HELD_OUT),
     ("checkpoint.best", changed(HELD_OUT, "checkpoint.best=loss"), "checkpoint.best=eval/loss"),
@@ -209,7 +209,7 @@ CASES["config"] = [
     ("critic.warmup", changed("critic.warmup=-1", "loss.advantage=gae", recipe="rl")),
     ("critic.warmup", changed("critic.warmup=5", "run.steps=5", "loss.advantage=gae", recipe="rl"), "critic.warmup=4"),
     ("critic.gamma", changed("critic.gamma=2", "loss.advantage=gae", recipe="rl")),
-    ("critic.lam", changed("critic.lam=-1", "loss.advantage=gae", recipe="rl")),
+    ("critic.gae_lambda", changed("critic.gae_lambda=-1", "loss.advantage=gae", recipe="rl")),
     ("critic.clip", changed("critic.clip=0", "loss.advantage=gae", recipe="rl"), "critic.clip=0.1"),
     (
         "critic.max_grad_norm",
@@ -222,7 +222,7 @@ CASES["config"] = [
     ("reference.path", changed("reference.path=m", recipe="rl")),
     ("reference.offload", changed("reference.offload=true", recipe="rl"), REFERENCE),
     ("reference.refresh", changed("reference.refresh=0", recipe="rl"), (*REFERENCE, "reference.refresh=1")),
-    ("rollout.group", changed("rollout.group=0", recipe="rl")),
+    ("rollout.samples_per_prompt", changed("rollout.samples_per_prompt=0", recipe="rl")),
     ("rollout.max_new_tokens", changed("rollout.max_new_tokens=0", recipe="rl")),
     ("rollout.engine", changed("rollout.engine=sglang", recipe="rl"), "rollout.engine=in_process"),
     ("rollout.engine", changed("rollout.engine=in_proces", recipe="rl"), "rollout.engine=in_process"),
@@ -248,7 +248,11 @@ CASES["config"] = [
     ("rollout.staleness", changed("rollout.staleness=-1", recipe="rl-vllm"), "rollout.staleness=2"),
     ("rollout.staleness", changed("rollout.staleness=1", recipe="rl-local"), "rollout.staleness=0"),
     ("rollout.filter", changed("rollout.filter=same", recipe="rl-local"), "rollout.filter=equal"),
-    ("rollout.filter", changed("rollout.filter=equal", "rollout.group=1", recipe="rl-local"), "rollout.group=4"),
+    (
+        "rollout.filter",
+        changed("rollout.filter=equal", "rollout.samples_per_prompt=1", recipe="rl-local"),
+        "rollout.samples_per_prompt=4",
+    ),
     ("rollout.oversample", changed("rollout.oversample=1.5", recipe="rl-local"), "rollout.filter=equal"),
     ("rollout.oversample", changed("rollout.oversample=0.5", recipe="rl-local"), "rollout.oversample=1.0"),
     ("rollout.filter_bound", changed("rollout.filter_bound=0.5", recipe="rl-local"), "rollout.filter_bound=2.0"),
@@ -295,7 +299,7 @@ CASES["config"] = [
     ("parallel.context", changed("parallel.context=0")),
     ("parallel.method", changed("parallel.method=rings")),
     ("loss.temperature", changed("loss.temperature=0", recipe="rl")),
-    ("loss.router", changed("loss.router=-0.1"), "loss.router=0"),
+    ("loss.load_balancing", changed("loss.load_balancing=-0.1"), "loss.load_balancing=0"),
     ("loss.router_bias", changed("loss.router_bias=-0.1"), "loss.router_bias=0"),
     ("loss.router_bias", changed("loss.router_bias=0.1", "lora.rank=4"), "loss.router_bias=0"),
     ("loss.epochs", changed("loss.epochs=2")),
@@ -866,7 +870,7 @@ TRAINED = HIDDEN.clone().requires_grad_()
 def decoded(cache_bytes: int | None) -> Any:
     policy = PolicyModel(model := build("qwen3"), torch.float32, torch.device("cpu"))
     policy.update(model)
-    decoder = Decoder(CachedModel(policy.model), num_lanes=1, temperature=1.0, stops=[0], cache_bytes=cache_bytes)
+    decoder = Decoder(CachedModel(policy.model), num_slots=1, temperature=1.0, stops=[0], cache_bytes=cache_bytes)
     return decoder.sample([SamplingRequest(tokens=np.arange(3), room=4, key=1)])
 
 
@@ -1190,7 +1194,7 @@ def _placed(word: str, folder: Path) -> str:
     return re.sub(r"MODEL-(\w+)", lambda match: model_folder(match[1]), word).replace("FOLDER", str(folder))
 
 
-def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None) -> Words:
+def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None) -> ChatTokenizer:
     """What `padfree` prints for it, as the message of an error; `files` are written to the folder first."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
@@ -1205,7 +1209,7 @@ def command(*arguments: str, files: Callable[[Path], Any] = lambda folder: None)
         assert text.endswith("\n")
         raise UserError.of(text.removesuffix("\n").removeprefix(f"padfree {arguments[0]}: "))
 
-    return Words(arguments, provoke)
+    return ChatTokenizer(arguments, provoke)
 
 
 @cache
@@ -1232,7 +1236,7 @@ GROUPED = [{**ROLLOUT, "reward": float(index % 2), "group": index // 4} for inde
 SMALL = {"sft": ("batch.samples=2",), "rl": ("batch.samples=8",), "rl-local": ("batch.samples=8", "data.columns={}")}
 
 
-def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -> Words:
+def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -> ChatTokenizer:
     """A recipe on rows of a file of its own, up to its first step."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> Any:
@@ -1242,23 +1246,23 @@ def dry_run(recipe: str, rows: list[Any], *changes: str, model: str = "qwen3") -
         start += [f"data.path={path}", f"run.folder={folder / 'run'}", "rollout.max_new_tokens=4"]
         return command(*start, *words, "--dry-run")(folder)
 
-    return Words(changes, provoke)
+    return ChatTokenizer(changes, provoke)
 
 
-def plan(*words: str) -> Words:
+def plan(*words: str) -> ChatTokenizer:
     return command("plan", *words, files=lambda folder: written(folder, "lengths.txt", LENGTHS))
 
 
-def scaling(*words: str) -> Words:
+def scaling(*words: str) -> ChatTokenizer:
     model = ("--model", "MODEL-qwen3", "--gpu", "H100", "--ranks", "16")
     return plan("--lengths", "FOLDER/lengths.txt", "--max-tokens", "64", *model, *words)
 
 
-def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> Words:
+def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> ChatTokenizer:
     return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words, files=files)
 
 
-def report(*words: str) -> Words:
+def report(*words: str) -> ChatTokenizer:
     return command("report", *words, files=lambda folder: written(folder, "metrics.jsonl", {"step": 0, "loss": 1.0}))
 
 
@@ -1362,7 +1366,7 @@ CASES["cli"] = [
 ]
 
 
-def launched(*options: str, words: tuple[str, ...] = ("sft", str(RECIPES / "sft.toml"))) -> Words:
+def launched(*options: str, words: tuple[str, ...] = ("sft", str(RECIPES / "sft.toml"))) -> ChatTokenizer:
     """No host is reached: what is in the place of ssh ends at once, without an answer."""
     given = {
         "--hosts": "a,b",
@@ -1386,7 +1390,7 @@ CASES["launch"] = [
 ]
 RENAMED = {"input_ids": [1, 2, 3], "response_length": 1, "group": 0}
 KL, REPORTED = ("loss.kl_coefficient=0.1",), [{**row, "logprobs": [-0.5, -0.5]} for row in GROUPED]
-CASES["decide"] = [
+CASES["preflight"] = [
     ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16")),
     ("batch.max_tokens", dry_run("sft", [*SFT, LONG], "batch.max_tokens=16", "data.epochs=none", "run.steps=1")),
     ("batch.tokens", dry_run("sft", [*SFT, LONG], "batch.samples=none", "batch.tokens=20")),
@@ -1411,8 +1415,8 @@ CASES["decide"] = [
     ("loss.corrections", dry_run("rl", GROUPED, "loss.corrections=['token_tis']")),
     ("loss.advantage", dry_run("rl", GROUPED, "loss.advantage=given")),
     ("loss.advantage", dry_run("rl-local", TASKS, "loss.advantage=given"), "loss.advantage=rloo"),
-    ("rollout.group", dry_run("rl-local", TASKS, "rollout.group=1")),
-    ("loss.constant", dry_run("rl", GROUPED, "loss.weights=constant")),
+    ("rollout.samples_per_prompt", dry_run("rl-local", TASKS, "rollout.samples_per_prompt=1")),
+    ("loss.constant", dry_run("rl", GROUPED, "loss.aggregation=constant")),
     ("loss.constant", dry_run("rl", GROUPED, "loss.constant=3")),
     ("loss.low", dry_run("rl", GROUPED, "loss.low=5")),
     ("loss.clip.low", dry_run("rl", GROUPED, "loss.clip.low=5")),
@@ -1424,7 +1428,7 @@ CASES["decide"] = [
     ("data.loss_on", dry_run("rl", GROUPED, "data.loss_on=last")),
     ("data.loss_on", dry_run("sft", [{"text": "1+1=2"}] * 2, "data.loss_on=last")),
     ("loss.entropy_coefficient", dry_run("sft", SFT, "loss.entropy_coefficient=0.1")),
-    ("loss.weights", dry_run("sft", SFT, "loss.weights=group-mean")),
+    ("loss.aggregation", dry_run("sft", SFT, "loss.aggregation=group-mean")),
     ("model.attention", dry_run("sft", SFT, "model.attention=fast"), "model.attention=auto"),
     ("model.attention", dry_run("sft", SFT, "model.attention=fa4"), "model.attention=cpu"),
     ("parallel.offload", dry_run("sft", SFT, "parallel.offload=true")),
@@ -1750,7 +1754,7 @@ CASES["library"] = [
 
 def a_run(
     change: Callable[[Path], Any] = lambda folder: None, *overrides: str, recipe: str = "sft", cache: str = "cache"
-) -> Words:
+) -> ChatTokenizer:
     """A whole run from the command line, in a folder that was changed before it."""
 
     def provoke(folder: Path, words: tuple[str, ...]) -> None:
@@ -1775,7 +1779,7 @@ def a_run(
             else:
                 os.environ["PADFREE_CACHE"] = before
 
-    return Words(overrides, provoke)
+    return ChatTokenizer(overrides, provoke)
 
 
 def resumed(folder: Path) -> None:
@@ -1870,7 +1874,7 @@ CASES["runs"] = [
     ("data.shuffle", a_run(resumed, "data.shuffle=false")),
     ("data.loss_on", a_run(resumed, "data.loss_on=all")),
     ("loss.advantage", a_run(resumed, "loss.advantage=rloo", recipe="rl")),
-    ("rollout.group", a_run(resumed, "rollout.group=2", recipe="rl")),
+    ("rollout.samples_per_prompt", a_run(resumed, "rollout.samples_per_prompt=2", recipe="rl")),
     (
         "data.path",
         a_run(lambda folder: written(folder, "rl.jsonl", *EQUAL), "batch.samples=2", recipe="rl"),

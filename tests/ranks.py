@@ -49,7 +49,7 @@ PRELOAD = [
     "padfree.train.run",
     "tests.compiler_settings",
     "padfree.testing.models",
-    "tests.train.loop_cases",
+    "tests.train.trainer_cases",
     "tests.first_models",
 ]
 """What ranks need; what is missing here each of them imports again, which takes a second or more."""

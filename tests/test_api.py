@@ -171,7 +171,7 @@ def test_preferences_rewards_and_distillation(model: Path, sums: Path, pairs: Pa
 
 
 def test_rl_with_a_function_and_evaluation_of_what_it_made(model: Path, sums: Path, tmp_path: Path) -> None:
-    rollout = {"reward": digits, "group": 4, "max_new_tokens": 3}
+    rollout = {"reward": digits, "samples_per_prompt": 4, "max_new_tokens": 3}
 
     async def inside() -> padfree.TrainedRun:
         return padfree.rl(
@@ -188,7 +188,9 @@ def test_rl_with_a_function_and_evaluation_of_what_it_made(model: Path, sums: Pa
     assert found.config.rollout.reward == "tests.test_api:digits"
 
     def reward_of(folder: Path | None) -> float:
-        return padfree.evaluate(model=folder, eval={"path": sums, "passes": 0.5}, rollout=rollout)["eval/reward"]
+        return padfree.evaluate(model=folder, eval={"path": sums, "pass_threshold": 0.5}, rollout=rollout)[
+            "eval/reward"
+        ]
 
     before = state_of_the_process()
     assert reward_of(found.model) > reward_of(model) + 0.1

@@ -29,7 +29,7 @@ import pytest
 from padfree.attention.selection import BACKENDS
 from padfree.cli.main import TRAINING, parsed, parser
 from padfree.config import Config, config_from_dict, load_config
-from padfree.config.recipes import shipped_recipes
+from padfree.config.recipe_files import shipped_recipes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -159,7 +159,7 @@ def test_settings_that_coming_from_names_exist() -> None:
                     completed_recipe = completed({"loss": {"kind": "clip"}, "parallel": {}})
                     section, _, setting = name.partition(".")
                     completed_recipe.setdefault(section, {})[setting] = _parsed(value)
-                    if code == "loss.weights=constant":  # which the page names with its divisor
+                    if code == "loss.aggregation=constant":  # which the page names with its divisor
                         completed_recipe["loss"]["constant"] = 4096.0
                     config_from_dict(completed_recipe)
                 named += 1

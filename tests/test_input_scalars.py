@@ -89,7 +89,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "rloo_advantages num_groups": lambda x: losses.rloo_advantages(REWARDS, GROUPS, x),
     "discounted_returns gamma": lambda x: losses.discounted_returns(REWARDS, MASK, GROUPS, gamma=x),
     "discounted_returns max_length": lambda x: losses.discounted_returns(REWARDS, MASK, GROUPS, max_length=x),
-    "gae lam": lambda x: losses.gae(REWARDS, REWARDS, MASK, GROUPS, lam=x),
+    "gae lambda": lambda x: losses.gae(REWARDS, REWARDS, MASK, GROUPS, gae_lambda=x),
     "token_rewards kl_coefficient": lambda x: losses.token_rewards(
         REWARDS[:2], MASK, GROUPS, kl=REWARDS, kl_coefficient=x
     ),
@@ -172,7 +172,7 @@ USED: dict[str, tuple[str, ...]] = {
         "RewardModelSettings margin", "PolicySettings kl_coefficient",
     ),
     "2.5 -1 0": (
-        "discounted_returns gamma", "gae lam", "token_rewards kl_coefficient", "PolicySettings entropy_coefficient",
+        "discounted_returns gamma", "gae lambda", "token_rewards kl_coefficient", "PolicySettings entropy_coefficient",
         "score logit_scale",
     ),
     "2.5 None": ("ClipSettings dual", "score softcap", "varlen_attention softcap"),

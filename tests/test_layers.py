@@ -344,14 +344,14 @@ IO_CALLS = {
 }
 """Names of functions and methods that read, write, load, start something or wait for other ranks."""
 
-MAY_OPEN = {"rollout/engines/servers/launch.py"}
+MAY_OPEN = {"rollout/engines/servers/server_processes.py"}
 """Files whose constructors may: a server process is started when its object is made."""
 
 MAY_SET = {
     "train/determinism.py": {"torch.backends.cudnn.benchmark"},
     "rollout/loop_thread.py": {"task._log_destroy_pending"},
     "rollout/environment/gateway.py": {"episode.tree.failure"},
-    "rollout/environment/policy.py": {"self._branch.reward"},
+    "rollout/environment/episode_policy.py": {"self._branch.reward"},
 }
 """Attributes of other packages' objects, and of the tree that an episode grows."""
 

@@ -11,7 +11,7 @@ import yaml
 import padfree
 from padfree.cli.main import COMMANDS, main
 from padfree.config import load_config
-from padfree.config.recipes import default_recipe, recipe_path, shipped_recipes, summary
+from padfree.config.recipe_files import default_recipe, recipe_path, shipped_recipes, summary
 
 ROOT = Path(__file__).parents[1]
 

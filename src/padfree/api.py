@@ -32,12 +32,12 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from padfree.collector import paused_collector
 from padfree.config import Config, config_from_dict
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
 from padfree.errors import UserError, bug_note
+from padfree.garbage_collection import paused_collector
 
 OnStep = Callable[[Mapping[str, Any]], None]
 OnNote = Callable[[str], None]
@@ -162,7 +162,7 @@ def _trained(
         )
     check_names(config)
     with paused_collector():
-        from padfree.record.files import BEST_MODEL, EVALUATION, METRICS, MODEL
+        from padfree.record.file_names import BEST_MODEL, EVALUATION, METRICS, MODEL
         from padfree.train.run import train
 
     def stepped(metrics: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ from torch import Tensor
 from padfree.arrays import float_array, integer_array, mask_array, need_whole, single_number, token_array
 from padfree.config.choices import LayoutKind
 from padfree.errors import UserError
-from padfree.nodes import check_parents, first_positions
+from padfree.prefix_tree import check_parents, first_positions
 
 IGNORE = -100
 """The label of a position that is not scored."""
@@ -172,7 +172,7 @@ class Segments:
     """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
 
     Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0` the last one is the pad.
-    Where samples share prefixes the segments are nodes (`padfree.nodes`) and `num_samples` counts these.
+    Where samples share prefixes the segments are nodes (`padfree.prefix_tree`) and `num_samples` counts these.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -440,10 +440,10 @@ class PackedBatch:
         Not every model does: `padfree.compat.hf.PackedCollator` tries it on a small copy.
         """
         assert self.segments.parents is None, "transformers' own attention knows of no shared prefixes"
-        return row_inputs(self.input_ids, self.position_ids, self.segments)
+        return pack_inputs(self.input_ids, self.position_ids, self.segments)
 
 
-def row_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
+def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
     """What transformers' own attention needs to keep the samples of a row apart: no mask, it makes its own.
 
     There is no key for a mask at all: TRL takes one that is there for a tensor.
@@ -475,8 +475,10 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PathKeys:
-    """Which keys the nodes of a row see whose samples share prefixes. Made and read by `padfree.attention.paths`.
+class PrefixKeys:
+    """The keys that each node of a pack with shared prefixes attends to.
+
+    Made and read by `padfree.attention.prefix_attention`.
 
     Several arrays lie in one, so that compiled code sees one size, which no other size is taken for.
     """
@@ -490,7 +492,7 @@ class AttnContext:
     """What attention must know of a micro-batch. It travels as an argument of the model's forward, never as a global.
 
     `segments` are those of the whole row. Without a layout this process holds the whole row; with one it holds its
-    share, and `plan` is what `padfree.cp` prepared for it. `path_keys` are there if this process attends to the whole
+    share, and `plan` is what `padfree.cp` prepared for it. `prefix_keys` are there if this process attends to the whole
     of a row whose samples share prefixes.
     """
 
@@ -501,7 +503,7 @@ class AttnContext:
     rank: int = 0
     group: Any = None  # torch.distributed.ProcessGroup
     plan: Any = None  # padfree.cp's own preparation for (layout, rank)
-    path_keys: PathKeys | None = None
+    prefix_keys: PrefixKeys | None = None
 
     @property
     def world(self) -> int:

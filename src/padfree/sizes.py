@@ -77,7 +77,7 @@ class ModelSizes:
         if not isinstance(config, PreTrainedConfig):
             config = _from_dict(_fields(config))
         config = language_config(config) or config
-        return _counted(_Key(config))
+        return _counted(_SizeKey(config))
 
     @property
     def head(self) -> int:
@@ -128,21 +128,21 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-class _Key:
+class _SizeKey:
     """A config as the key of a cache: by its values."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._text = config, f"{type(config)}{config.to_json_string(use_diff=False)}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
+        return isinstance(other, _SizeKey) and self._text == other._text
 
     def __hash__(self) -> int:
         return hash(self._text)
 
 
 @lru_cache(maxsize=64)
-def _counted(key: _Key) -> ModelSizes:
+def _counted(key: _SizeKey) -> ModelSizes:
     config = key.config
     from_hub = type(config).__module__.startswith("transformers_modules.")  # its code has run already
     with torch.device("meta"):

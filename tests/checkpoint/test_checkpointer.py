@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from padfree.checkpoint import checkpointer as checkpoint
+from padfree.checkpoint.checkpoint_files import CheckpointError, write_safetensors
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.files import CheckpointError, write_safetensors
 from padfree.distributed.peers import PeerLostError
 from tests.ranks import rank_server, run_ranks
 from tests.refused import refused

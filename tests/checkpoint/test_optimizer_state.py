@@ -11,7 +11,7 @@ from torch import nn
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 
 
 def test_options_that_are_no_values_are_refused() -> None:

@@ -22,7 +22,7 @@ from padfree.cli.main import COMMANDS, TRAINING, main, parsed
         ("--steps 5", "run.steps=5"),
         ("--lr 1e-5", "optimizer.lr=1e-5"),
         ("--loss.clip.low 0.1", "loss.clip.low=0.1"),
-        ("--eval.passes -1", "eval.passes=-1"),
+        ("--eval.pass_threshold -1", "eval.pass_threshold=-1"),
     ],
 )
 def test_a_setting_may_be_a_flag(command: str, words: str, override: str) -> None:

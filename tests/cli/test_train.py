@@ -47,9 +47,9 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     small = [f"model.path={model}", "model.dtype=float32", "batch.samples=6", "batch.max_tokens=64", "run.steps=2"]
     teacher = save_with_tokenizer(tmp_path_factory.mktemp("teacher"), hidden_size=48)
     short = {
-        "rl-local": ["rollout.group=3", "rollout.max_new_tokens=4"],
+        "rl-local": ["rollout.samples_per_prompt=3", "rollout.max_new_tokens=4"],
         "rl-ppo": ["rollout.max_new_tokens=4", "critic.warmup=1"],
-        "rl-environment": ["rollout.group=3", "rollout.max_new_tokens=8"],
+        "rl-environment": ["rollout.samples_per_prompt=3", "rollout.max_new_tokens=8"],
         "distill": [f"teacher.path={teacher}"],
     }
     return {

@@ -132,8 +132,8 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"loss": {"corrections": ["tokentis"]}}, "loss.corrections"),
         ({"loss": {"entropy_coefficient": 0.1}}, "loss.entropy_coefficient"),
         ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient"),
-        ({"loss": {"weights": "group-mean"}}, "loss.weights"),
-        ({"loss": {"weights": "constant"}}, "loss.constant"),
+        ({"loss": {"aggregation": "group-mean"}}, "loss.aggregation"),
+        ({"loss": {"aggregation": "constant"}}, "loss.constant"),
         ({"loss": {"constant": 3}}, "loss.constant"),
         ({"loss": {"kind": "clip", "low": 5}}, "loss.low"),
         (
@@ -143,13 +143,13 @@ def test_a_config_is_plain_and_comes_back() -> None:
         (
             {
                 "loss": {"kind": "clip", "kl_coefficient": 0.1},
-                "rollout": {"reward": "exact_match", "group": 4},
+                "rollout": {"reward": "exact_match", "samples_per_prompt": 4},
             },
             "reference.path",
         ),
         (
-            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 1}},
-            "rollout.group",
+            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "samples_per_prompt": 1}},
+            "rollout.samples_per_prompt",
         ),
         ({"optimizer": {"lr": math.inf}}, "optimizer.lr"),
         ({"loss": {"epochs": 2}}, "loss.epochs"),
@@ -165,9 +165,9 @@ def test_a_config_is_plain_and_comes_back() -> None:
         ({"lora": {"dropout": 1.0}}, "lora.dropout"),
         ({"loss": {"kind": "clip", "opsm": {"delta": 0.1}}}, "loss.opsm.delta"),
         ({"rollout": {"reward": "exact_match"}}, "rollout.reward"),
-        ({"rollout": {"group": 0}}, "rollout.group"),
+        ({"rollout": {"samples_per_prompt": 0}}, "rollout.samples_per_prompt"),
         (
-            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "group": 3}},
+            {"loss": {"kind": "clip"}, "rollout": {"reward": "exact_match", "samples_per_prompt": 3}},
             "batch.samples",
         ),
         ({"track": {"wandb": ""}}, "track.wandb"),

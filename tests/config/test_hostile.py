@@ -14,7 +14,7 @@ from padfree.cli.flags import setting_names
 from padfree.config import Config, load_config
 from padfree.config.hub import check_name
 from padfree.config.inputs import check_regular
-from padfree.config.outputs import check_folder, check_output
+from padfree.config.output_sections import check_folder, check_output
 from padfree.config.reader import LARGEST_COUNT
 from padfree.estimate.cost_file import read_cost
 from padfree.record.run_folder import check_run_folder

@@ -54,7 +54,7 @@ def test_ranks_together_are_the_row(lengths: list[int], world: int, kind: Layout
     assert torch.equal(torch.cat(parts), rollout.advantages[rows])
     if world > 1:
         plan = ranks[0].context.plan
-        assert torch.equal(plan.to_row_order(rows), torch.arange(batch.num_tokens))
+        assert torch.equal(plan.to_pack_order(rows), torch.arange(batch.num_tokens))
         assert torch.equal(plan.to_rank_order(torch.arange(batch.num_tokens)), rows)
         for local in ranks:
             plan = local.context.plan

@@ -29,7 +29,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def rows_of(source: RecordSource) -> list[tuple[int, dict[str, Any]]]:
+def packs_of(source: RecordSource) -> list[tuple[int, dict[str, Any]]]:
     """All rows with their numbers; the sizes of the chunks add up to the source's."""
     chunks = list(source.chunks(COLUMNS))
     assert sum(chunk.size for chunk in chunks) <= source.size
@@ -57,7 +57,7 @@ def test_the_same_rows_from_every_kind_of_file(
         (source,) = open_sources(path)
         assert source.unit == unit
         assert source.columns() == (["text", "other"] if unit == "row" else ["text"])
-        assert rows_of(source) == list(enumerate(ROWS, start=1))
+        assert packs_of(source) == list(enumerate(ROWS, start=1))
         assert sum(chunk.size for chunk in source.chunks(COLUMNS)) == source.size
         assert max(len(chunk.numbers) for chunk in source.chunks(COLUMNS)) == min(chunk_rows, 5)
 
@@ -77,14 +77,14 @@ def test_odd_json_lines(tmp_path: Path, content: bytes, numbers: list[int]) -> N
     (tmp_path / "a.jsonl").write_bytes(content)
     (source,) = open_sources(tmp_path / "a.jsonl")
     assert source.columns() == ["text"]
-    assert rows_of(source) == list(zip(numbers, [{"text": "a"}, {"text": "b"}], strict=True))
+    assert packs_of(source) == list(zip(numbers, [{"text": "a"}, {"text": "b"}], strict=True))
 
 
 def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path) -> None:
     row = {"text": "one\u2028two\u0085three"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     (source,) = open_sources(tmp_path / "a.jsonl")
-    assert rows_of(source) == [(1, row)]
+    assert packs_of(source) == [(1, row)]
 
 
 def test_a_chunk_ends_at_its_size_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_files_without_rows(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         (source,) = open_sources(tmp_path / name)
         assert source.columns() is None
-        assert rows_of(source) == []
+        assert packs_of(source) == []
 
 
 def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> Non
     (source,) = open_sources(tmp_path / "a.jsonl")
     assert source.columns() == ["text"]
     with pytest.raises(RowError, match="not JSON"):
-        rows_of(source)
+        packs_of(source)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_records_that_are_no_objects_are_bad_rows(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text": "a"}, 7]')
     (source,) = open_sources(tmp_path / "a.json")
     with pytest.raises(RowError, match="7 as a row; expected a JSON object"):
-        rows_of(source)
+        packs_of(source)
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_hub_id_is_loaded_through_datasets(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [("openai/gsm8k", "main", "test")]
     assert (source.name, source.unit, source.digest()) == ("openai/gsm8k/main/test", "row", "f1")
     assert source.columns() == ["text", "image"]
-    assert rows_of(source) == list(enumerate(ROWS, start=1))
+    assert packs_of(source) == list(enumerate(ROWS, start=1))
     assert sum(chunk.size for chunk in source.chunks(COLUMNS)) == 1000
     with pytest.raises(ValueError, match=r"openai/absent .*did not load from the Hub \(Dataset '.*exist\); correct"):
         open_sources("openai/absent")
@@ -246,11 +246,11 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(str(tmp_path / "many"))
     (one,) = open_sources(tmp_path / "one")
     assert one.name == "one"
-    assert rows_of(one) == list(enumerate(ROWS, start=1))
+    assert packs_of(one) == list(enumerate(ROWS, start=1))
     assert one.digest() == open_sources(tmp_path / "one")[0].digest()
     (test,) = open_sources(tmp_path / "many", split="test")
     assert test.name == "many/test"
-    assert rows_of(test) == [(1, ROWS[1])]
+    assert packs_of(test) == [(1, ROWS[1])]
     assert test.digest() != one.digest()
     with pytest.raises(ValueError, match=r"split: 'dev' is not in .*many; set it to one of train, test"):
         open_sources(tmp_path / "many", split="dev")

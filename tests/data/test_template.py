@@ -9,7 +9,7 @@ import time
 import pytest
 
 from padfree.data import template as module
-from padfree.data.chat import ChatRenderer
+from padfree.data.chat_renderer import ChatRenderer
 from padfree.data.conversation import Conversation
 from padfree.data.records import RowError
 from padfree.data.template import compiled, rendered

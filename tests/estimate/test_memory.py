@@ -113,7 +113,7 @@ def test_reference_and_sampler(tmp_path: Path) -> None:
     config = settings(
         loss={"kind": "clip", "kl_coefficient": 0.1},
         reference={"path": str(folder), "offload": True},
-        rollout={"reward": "exact_match", "group": 4, "max_new_tokens": 10, "batch": 3},
+        rollout={"reward": "exact_match", "samples_per_prompt": 4, "max_new_tokens": 10, "max_concurrent": 3},
     )
     found = estimate_memory(config, model, processes=1, device_type="cpu", prompt_tokens=6)
     assert found.reference == found.host == 4 * parameters
@@ -138,7 +138,8 @@ def test_reference_and_sampler(tmp_path: Path) -> None:
 
 def test_keys_that_are_copied_for_shared_prefixes_count(tmp_path: Path) -> None:
     config = settings(
-        loss={"kind": "clip"}, rollout={"reward": "exact_match", "group": 4, "max_new_tokens": 10, "batch": 3}
+        loss={"kind": "clip"},
+        rollout={"reward": "exact_match", "samples_per_prompt": 4, "max_new_tokens": 10, "max_concurrent": 3},
     )
     assert key_copies(config, 6) == (6 + 4 * 16) / (6 + 4 * 10)
     assert key_copies(replace(config, rollout=RolloutConfig()), 0) == 17 / 9

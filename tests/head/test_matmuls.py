@@ -16,7 +16,7 @@ from torch import Tensor
 from padfree.head import chunks, elementwise, fused_loss, matmuls, score
 from padfree.head.budget import FusedPlan
 from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
-from padfree.head.matmuls import Configuration, unsupported_reason
+from padfree.head.matmuls import MatmulConfiguration, unsupported_reason
 from tests.head.cases import imitate_cuda
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
@@ -85,8 +85,8 @@ def reference_sums(
     return sums, elementwise.merge(sums)
 
 
-def small(parts: int) -> Configuration:
-    return Configuration(rows=64, columns=64, depth=32, stages=2, warps=4, band=2, parts=parts)
+def small(parts: int) -> MatmulConfiguration:
+    return MatmulConfiguration(rows=64, columns=64, depth=32, stages=2, warps=4, band=2, parts=parts)
 
 
 @needs_matmuls

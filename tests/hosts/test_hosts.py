@@ -28,12 +28,12 @@ from padfree.packing import CostModel, plan_step
 from padfree.packing.context_sizes import context_sizes
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.traffic import Placement, Traffic, step_traffic
-from padfree.train.decide import decide
+from padfree.train.preflight import preflight
 from padfree.train.run import train
 from padfree.train.training_data import make_batcher
 from tests.hosts.network import Host
 from tests.ranks import torchrun
-from tests.train.loop_cases import lines
+from tests.train.trainer_cases import lines
 
 LIMIT = 400.0
 """Seconds for processes that start and end by themselves, on a machine with other things to do."""
@@ -269,22 +269,22 @@ def test_hosts_send_what_a_dry_run_says(hosts: list[Host], two_hosts: TwoHosts) 
 
 def planned_traffic(config: Config) -> list[Traffic]:
     """Of the steps of a run of two hosts of two processes, as `--dry-run` counts it."""
-    decided = decide(config, processes=4, device_type="cpu", dry=True, planned=True)
+    preflight_result = preflight(config, processes=4, device_type="cpu", dry=True, planned=True)
     by_row = config.parallel.context == "auto"
     context = 1 if by_row else config.parallel.context
     placement = Placement(ranks=4, hosts=2, context=context, replicate=config.parallel.replicate)
-    batches = islice(make_batcher(config, decided.source.samples), config.run.steps)
+    batches = islice(make_batcher(config, preflight_result.source.samples), config.run.steps)
     plans = [
         plan_step(
             [len(sample) for group in groups for sample in group],
             ranks=4 // context,
             max_tokens=config.batch.max_tokens * context,
-            cost=CostModel.from_config(decided.model.config),
+            cost=CostModel.from_config(preflight_result.model.config),
             contexts=context_sizes(4) if by_row else (1,),
         )
         for groups in batches
     ]
-    return [step_traffic(config, decided.model, plan, placement, "gloo") for plan in plans]
+    return [step_traffic(config, preflight_result.model, plan, placement, "gloo") for plan in plans]
 
 
 def test_a_folder_that_hosts_do_not_share_is_refused(two_hosts: TwoHosts) -> None:

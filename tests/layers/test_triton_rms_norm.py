@@ -38,9 +38,9 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def configuration(values: dict[str, int] | None) -> Any:
-    from padfree.layers.ops.triton_rms_norm import Configuration
+    from padfree.layers.ops.triton_rms_norm import LaunchConfiguration
 
-    return None if values is None else Configuration(**values)
+    return None if values is None else LaunchConfiguration(**values)
 
 
 @needs_kernels

@@ -104,7 +104,7 @@ def test_gae_against_the_loop(
             next_value = values[t]
             expected[t], returns[t] = carried, carried + values[t]
     longest = int(np.bincount(index).max(initial=0)) if tell_length and len(index) else None
-    found, found_returns = gae(*torches(rewards, values, mask, index), gamma=gamma, lam=lam, max_length=longest)
+    found, found_returns = gae(*torches(rewards, values, mask, index), gamma=gamma, gae_lambda=lam, max_length=longest)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(found_returns.numpy(), returns, rtol=1e-11, atol=1e-12)
 
@@ -145,7 +145,7 @@ def test_gae_of_a_long_row_is_float64_accurate() -> None:
     num_tokens = 20_000
     rewards, values = torch.randn(2, num_tokens)
     mask, index = torch.ones(num_tokens, dtype=torch.bool), torch.zeros(num_tokens, dtype=torch.int32)
-    found, _ = gae(rewards.double(), values.double(), mask, index, gamma=0.999, lam=0.99)
+    found, _ = gae(rewards.double(), values.double(), mask, index, gamma=0.999, gae_lambda=0.99)
     expected, carried, next_value = np.zeros(num_tokens), 0.0, 0.0
     for t in range(num_tokens - 1, -1, -1):
         carried = float(rewards[t]) + 0.999 * next_value - float(values[t]) + 0.999 * 0.99 * carried

@@ -20,7 +20,7 @@ from padfree.losses import (
     ReinforceSettings,
     compute_loss,
 )
-from padfree.losses.policy import needs_old_logprobs
+from padfree.losses.policy_loss import needs_old_logprobs
 
 COUNTS = [5, 2, 7, 6]
 ADVANTAGES = [0.9, -0.9, 1.3, -0.4]

@@ -18,7 +18,7 @@ from padfree.losses import (
     sample_ends,
 )
 from tests.losses.cases import by_sample, random_inputs, rows, with_grad
-from tests.losses.test_policy import in_turns
+from tests.losses.test_policy_loss import in_turns
 from tests.refused import refused
 
 LENGTHS = (6, 4, 9, 3, 7, 5)  # the fourth sample has no scored token

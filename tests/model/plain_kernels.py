@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import Segments
-from padfree.model.mixers import fast_way, fla_kernels
+from padfree.model.mixers import fla_kernels, varlen_kernel
 from padfree.model.mixers.forward import STATE, MixerState
 
 
 def plain_kernels(patch: pytest.MonkeyPatch) -> None:
     """In the place of flash-linear-attention: the recurrences token by token, with the boundaries that are passed."""
-    patch.setattr(fast_way, "_TRIALS", {})
-    patch.setattr(fast_way, "LENGTHS", (9, 1, 6, 3))  # the kernels' chunks of 64 tokens are not here
+    patch.setattr(varlen_kernel, "_TRIALS", {})
+    patch.setattr(varlen_kernel, "LENGTHS", (9, 1, 6, 3))  # the kernels' chunks of 64 tokens are not here
     patch.setattr(fla_kernels, "unavailable", lambda device_type: None)
     patch.setattr(fla_kernels, "DTYPES", (torch.float32,))
     patch.setattr(fla_kernels, "gated_delta_rule", delta_rule)

@@ -14,7 +14,7 @@ from padfree.cp import gather_tokens, shard
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import recompute_layers
 from padfree.model import attach
-from padfree.model.mixers import fast_way, fla_kernels
+from padfree.model.mixers import fla_kernels, varlen_kernel
 from padfree.model.mixers.by_segment import by_segment
 from padfree.model.mixers.convolution import convolution
 from padfree.model.structure import layers_of
@@ -45,7 +45,7 @@ def test_all_at_once_is_one_sample_at_a_time(name: str, monkeypatch: pytest.Monk
     assert ways(slow) == {False}
     fast = attach(build(name))
     fast_logits, found = run(fast, batch)
-    assert ways(fast) == {True}, fast_way._TRIALS
+    assert ways(fast) == {True}, varlen_kernel._TRIALS
     assert largest_difference({"logits": fast_logits}, {"logits": logits})[0] < 1e-5
     assert largest_difference(found, expected)[0] < 1e-5
     assert ways(attach(fast, fast_mixers=False)) == {False}
@@ -89,15 +89,15 @@ def test_a_leak_in_the_kernels_is_found_and_said_once(monkeypatch: pytest.Monkey
     model = attach(build("qwen3_5"))
     _, found = run(model, batch)
     assert ways(model) == {False}
-    (reason,) = fast_way._TRIALS.values()
+    (reason,) = varlen_kernel._TRIALS.values()
     assert reason is not None
     assert reason.startswith("on this machine its output differs by ")
     _, expected = run(attach(build("qwen3_5"), fast_mixers=False), batch)
     assert largest_difference(found, expected)[0] < 1e-6
-    monkeypatch.setattr(fast_way, "_SAID", set())
+    monkeypatch.setattr(varlen_kernel, "_SAID", set())
     with pytest.warns(PadfreeWarning, match="runs one sample at a time, which is slow: there is none"):
-        fast_way._say_once("X runs one sample at a time, which is slow: there is none")
-    fast_way._say_once("X runs one sample at a time, which is slow: there is none")  # an error if it warned again
+        varlen_kernel._say_once("X runs one sample at a time, which is slow: there is none")
+    varlen_kernel._say_once("X runs one sample at a time, which is slow: there is none")  # an error if it warned again
 
 
 def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_kernel_that_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
     model = attach(build("qwen3_5"))
     run(model, row(LENGTHS))
     assert ways(model) == {False}
-    assert list(fast_way._TRIALS.values()) == ["the trial failed (RuntimeError: no kernel image)"]
+    assert list(varlen_kernel._TRIALS.values()) == ["the trial failed (RuntimeError: no kernel image)"]
 
 
 @pytest.mark.parametrize(("triton", "refused"), [("3.3.1", False), ("3.6.0", True), ("3.7.0", True), ("3.7.1", False)])

@@ -18,7 +18,7 @@ from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.layers.compile import compile_layers
 from padfree.model import attach
-from padfree.model.mixers import fast_way, fla_kernels
+from padfree.model.mixers import fla_kernels, varlen_kernel
 from padfree.model.mixers.own_forward import reference_forward
 from padfree.model.structure import layers_of
 from padfree.testing.models import build, row
@@ -52,7 +52,7 @@ def large(name: str) -> PreTrainedModel:
         warnings.simplefilter("ignore", PadfreeWarning)
         tried = attach(copy.deepcopy(model))
         tried(**shard(row([3]).to("cuda")).model_inputs())
-    for reason in fast_way._TRIALS.values():  # with some versions of Triton the package refuses single kernels
+    for reason in varlen_kernel._TRIALS.values():  # with some versions of Triton the package refuses single kernels
         if ways(tried) != {True} and reason is not None and "Triton" in reason:
             pytest.skip(f"{name}: {reason}")
     return model
@@ -85,7 +85,7 @@ def test_the_fast_way_is_as_exact_as_one_sample_at_a_time(name: str) -> None:
     fast = attach(model)
     found = apart(run(fast, batch.to("cuda")), expected)
     assert ways(slow) == {False}
-    assert ways(fast) == {True}, list(fast_way._TRIALS.values())
+    assert ways(fast) == {True}, list(varlen_kernel._TRIALS.values())
     typical = sorted(noise.values())[len(noise) // 2]
     wrong = {each: (found[each], noise[each]) for each in found if found[each] > 2 * max(noise[each], typical) + 2e-3}
     assert not wrong, f"{name}: {wrong}"
@@ -159,8 +159,8 @@ def test_kernels_that_refuse_gradients_are_not_called(monkeypatch: pytest.Monkey
     refusing.__module__ = modeling.__name__
     monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", refusing)
     monkeypatch.setattr(fla_kernels, "unavailable", lambda device_type: "it is not here")
-    monkeypatch.setattr(fast_way, "_TRIALS", {})
-    monkeypatch.setattr(fast_way, "_SAID", set())
+    monkeypatch.setattr(varlen_kernel, "_TRIALS", {})
+    monkeypatch.setattr(varlen_kernel, "_SAID", set())
     reference_forward.cache_clear()
     try:
         model, batch = build("qwen3_5").cuda().bfloat16(), row(LENGTHS, pad=5).to("cuda")
@@ -169,8 +169,8 @@ def test_kernels_that_refuse_gradients_are_not_called(monkeypatch: pytest.Monkey
             found = run(attach(model), batch)
     finally:
         reference_forward.cache_clear()
-    assert [name for name, *_ in fast_way._TRIALS] == ["own"]
-    assert "the kernel refuses" in str(list(fast_way._TRIALS.values()))
+    assert [name for name, *_ in varlen_kernel._TRIALS] == ["own"]
+    assert "the kernel refuses" in str(list(varlen_kernel._TRIALS.values()))
     assert max(apart(found, expected).values()) < 1e-2
 
 

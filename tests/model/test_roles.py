@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from padfree.config import LoraConfig
 from padfree.model.lora import add_adapters
 from padfree.model.roles import roles_of
-from padfree.model.scalar import scalar_model
+from padfree.model.scalar_head import scalar_model
 from padfree.testing.models import ARCHITECTURES, build
 
 

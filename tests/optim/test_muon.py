@@ -17,12 +17,12 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.optim import muon
 from padfree.optim.muon import orthogonalize
 from padfree.optim.optimizer import Optimizer, make_optimizer
-from padfree.optim.reference import muon_step, orthogonal_factor
-from padfree.optim.settings import MuonSettings, OptimizerConfig
+from padfree.optim.optimizer_settings import MuonSettings, OptimizerConfig
+from padfree.optim.reference_adamw import muon_step, orthogonal_factor
 from padfree.testing.models import build
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
-from tests.train.loop_cases import SFT, lines, make_config, make_loop, save_config
+from tests.train.trainer_cases import SFT, lines, make_config, make_loop, save_config
 
 SETTINGS = OptimizerConfig(
     name="muon", lr=0.01, eps=1e-2, weight_decay=0.1, muon=MuonSettings(lr=0.02, momentum=0.9, weight_decay=0.05)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from padfree.distributed import Mesh
 from padfree.optim.optimizer import RULES, Optimizer, make_optimizer
-from padfree.optim.settings import MuonSettings, OptimizerConfig
+from padfree.optim.optimizer_settings import MuonSettings, OptimizerConfig
 from padfree.testing.models import build
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.packing.epochs import EpochOrder, EpochReader, Part, shuffled
+from padfree.packing.epochs import EpochOrder, EpochReader, SourcePart, shuffled
 from padfree.packing.stream import FixedSizeBatcher, TokenBudgetBatcher
 
 
@@ -83,8 +83,8 @@ WEIGHTS = [Fraction(text) for text in ("0.5", "2", "1", "0.3", "1.7", "0.125", "
 PARTS = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(WEIGHTS)), min_size=1, max_size=4)
 
 
-def parts_of(found: list[tuple[int, Fraction]]) -> list[Part]:
-    return [Part(size=size, weight=weight) for size, weight in found]
+def parts_of(found: list[tuple[int, Fraction]]) -> list[SourcePart]:
+    return [SourcePart(size=size, weight=weight) for size, weight in found]
 
 
 @given(found=PARTS, shuffle=st.booleans(), seed=st.integers(0, 5))
@@ -109,7 +109,9 @@ def test_every_sample_is_shown_as_its_weight_says(found: list[tuple[int, Fractio
 
 
 def test_half_of_a_source_and_the_other_half_in_the_next_epoch() -> None:
-    order = EpochOrder([Part(size=6, weight=Fraction(1, 2)), Part(size=2, weight=Fraction(2))], shuffle=True, seed=1)
+    order = EpochOrder(
+        [SourcePart(size=6, weight=Fraction(1, 2)), SourcePart(size=2, weight=Fraction(2))], shuffle=True, seed=1
+    )
     first, second = order(0).tolist(), order(1).tolist()
     assert sorted(first + second) == [0, 1, 2, 3, 4, 5, *[6] * 4, *[7] * 4]
     assert len(first) == len(second) == 7
@@ -121,7 +123,7 @@ def test_half_of_a_source_and_the_other_half_in_the_next_epoch() -> None:
 def test_weights_of_one_are_the_order_without_parts(shuffle: bool) -> None:
     one = Fraction(1)
     plain = make("abcdefg", shuffle=shuffle, seed=4, epochs=3)
-    parts = [Part(size=3, weight=one), Part(size=4, weight=one)]
+    parts = [SourcePart(size=3, weight=one), SourcePart(size=4, weight=one)]
     mixed = EpochReader("abcdefg", shuffle=shuffle, seed=4, epochs=3, parts=parts)
     assert mixed.settings() == plain.settings()
     assert read(mixed) == read(plain)
@@ -156,7 +158,7 @@ def test_a_resumed_mixture_goes_on_to_the_sample(
 
 def test_another_weight_is_another_stream() -> None:
     def batcher(weight: str) -> FixedSizeBatcher[str]:
-        return FixedSizeBatcher("abcd", batch_size=2, parts=[Part(size=4, weight=Fraction(weight))])
+        return FixedSizeBatcher("abcd", batch_size=2, parts=[SourcePart(size=4, weight=Fraction(weight))])
 
     state = batcher("2").state_dict()
     assert state["settings"]["parts"] == [[4, "2"]]

@@ -11,9 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padfree.batch import IGNORE, Sample
-from padfree.nodes import check_parents, first_positions, path_pages, path_ranges, path_tokens, readers, subtree_ends
 from padfree.packing import CostModel, collate, find_prefixes, plan_shared_step
 from padfree.packing.prefixes import FREE, SharingCost
+from padfree.prefix_tree import (
+    check_parents,
+    first_positions,
+    path_tokens,
+    prefix_pages,
+    prefix_ranges,
+    readers,
+    subtree_ends,
+)
 from tests.refused import refused
 
 # Two letters: common beginnings of any length, equal samples, and samples that are prefixes of others.
@@ -114,7 +122,7 @@ def test_readers_are_the_transpose_of_paths(lists: list[list[int]]) -> None:
     tokens = [np.array(each, dtype=np.int64) for each in lists]
     tree = find_prefixes(tokens, [0] * len(lists), overhead=FREE)
     offsets = np.concatenate([[0], np.cumsum(tree.lengths)])
-    ranges = path_ranges(tree.parents, offsets)
+    ranges = prefix_ranges(tree.parents, offsets)
     index = np.concatenate([offsets[:0], *(np.arange(a, b) for a, b in zip(ranges.begin, ranges.end, strict=True))])
     places, begins = readers(tree.parents, offsets)
     assert (places == np.argsort(index, kind="stable")).all()
@@ -128,7 +136,7 @@ def test_the_pages_of_a_path_hold_its_tokens(lists: list[list[int]], size: int) 
     tokens = [np.array(each, dtype=np.int64) for each in lists]
     tree = find_prefixes(tokens, [0] * len(lists), overhead=FREE)
     offsets = np.concatenate([[0], np.cumsum(tree.lengths)])
-    found = path_pages(tree.parents, offsets, size)
+    found = prefix_pages(tree.parents, offsets, size)
     pages = found.tokens.reshape(-1, size)
     first = first_positions(tree.parents, tree.lengths)
     used = set()

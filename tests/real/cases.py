@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed
-from padfree.train.batches import Batches
-from padfree.train.decide import decide
+from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.preflight import preflight
 from padfree.train.run import mesh_of
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.training_data import make_batcher
@@ -103,12 +103,12 @@ def ours(config: Config) -> Found:
     """What the first optimizer step of this run would be made of."""
     with distributed(device="cpu") as device:
         mesh = mesh_of(config, device)
-        decided = decide(config, processes=1, device_type="cpu")
-        engine = build_engine(config, mesh, decided.tokenizer)
-        batches = Batches(
+        preflight_result = preflight(config, processes=1, device_type="cpu")
+        engine = build_engine(config, mesh, preflight_result.tokenizer)
+        batches = BatchPreparer(
             config,
             engine,
-            make_batcher(config, decided.source.samples),
+            make_batcher(config, preflight_result.source.samples),
             reference=build_reference(config, mesh, engine),
             teacher=None,
             critic=None,

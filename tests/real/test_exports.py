@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import padfree
 from padfree.distributed import distributed
-from padfree.train.decide import decide
+from padfree.train.preflight import preflight
 from padfree.train.run import mesh_of
 from padfree.train.setup import build_engine, export
 from tests.real.cases import (
@@ -66,13 +66,13 @@ def test_adapters_in_peft_have_the_logprobs_that_were_trained(tmp_path: Path) ->
         optimizer={"lr": 1e-3},
     )
     with distributed(device="cpu") as device:
-        decided = decide(config, processes=1, device_type="cpu")
-        engine = build_engine(config, mesh_of(config, device), decided.tokenizer)
-        samples = list(decided.source.samples)
+        preflight_result = preflight(config, processes=1, device_type="cpu")
+        engine = build_engine(config, mesh_of(config, device), preflight_result.tokenizer)
+        samples = list(preflight_result.source.samples)
         losses = [engine.step(samples, step=step).loss for step in range(2)]
         assert losses[1] < losses[0]
         trained = engine.scorer.logprobs(samples)
-        export(config, engine.model, tmp_path / "adapter", decided.tokenizer)
+        export(config, engine.model, tmp_path / "adapter", preflight_result.tokenizer)
 
     def logprobs(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> np.ndarray:
         found = []

@@ -14,16 +14,16 @@ from padfree.distributed import distributed
 from padfree.rollout import SamplingRequest
 from padfree.rollout.base import Response
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
-from padfree.rollout.engines.in_process.weights import PolicyModel
-from padfree.rollout.noise import GREEDY, response_keys
+from padfree.rollout.sampling_rng import GREEDY, response_keys
 from padfree.train.run import mesh_of
 from padfree.train.setup import build_engine
 from tests.real.cases import QUESTIONS, SMOLLM2, config_of, conversations, load, message, needs_smollm2
 
 pytestmark = [needs_smollm2, pytest.mark.slow]
 
-ROOM, TEMPERATURE = 64, 0.8
+MAX_NEW_TOKENS, TEMPERATURE = 64, 0.8
 PROMPTS = ("Once upon a time there was a", "def fibonacci(n):\n")
 FACTOR = 8.0
 """Of the largest of a few hundred rounding errors."""
@@ -53,7 +53,8 @@ def sampled(prompts: list[list[int]], keys: list[int], temperature: float, *, de
     )
     sampler.update_weights(model, 0)
     requests = [
-        SamplingRequest(tokens=np.array(prompt), room=ROOM, key=key) for prompt, key in zip(prompts, keys, strict=True)
+        SamplingRequest(tokens=np.array(prompt), max_new_tokens=MAX_NEW_TOKENS, key=key)
+        for prompt, key in zip(prompts, keys, strict=True)
     ]
     found = sampler.sample(requests)
     sampler.close()
@@ -66,10 +67,12 @@ def test_greedy_tokens_are_those_of_generate(prompts: list[list[int]]) -> None:
     expected = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        written = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=ROOM)
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
+        )
         expected.append(written[0, len(prompt) :].tolist())
-    assert max(map(len, expected)) == ROOM
-    assert min(map(len, expected)) < ROOM, "one ends before that"
+    assert max(map(len, expected)) == MAX_NEW_TOKENS
+    assert min(map(len, expected)) < MAX_NEW_TOKENS, "one ends before that"
     for decodes in (False, True):
         found = sampled(prompts, [GREEDY] * len(prompts), 1.0, decodes=decodes)
         assert [response.tokens.tolist() for response in found] == expected

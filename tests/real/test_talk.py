@@ -13,14 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.cli.main import main
-from padfree.tools.talk.conversation import Conversation
-from padfree.tools.talk.find import find_model
+from padfree.tools.talk.chat_session import ChatSession
+from padfree.tools.talk.find_model import find_model
 from padfree.tools.talk.speaker import Speaker, open_speaker
 
 REAL = os.environ.get("PADFREE_REAL")
 pytestmark = pytest.mark.skipif(REAL is None, reason="PADFREE_REAL, the folder of real models, is not set")
 QUESTIONS = ("What is the capital of France?", "Write a sentence with an emoji and the word Zürich.", "Count to five.")
-ROOM = 48
+MAX_NEW_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +42,24 @@ def stock(folder: str) -> Any:
 def test_greedy_tokens_are_those_of_transformers(speaker: Speaker, stock: Any, folder: str) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompts = [speaker.prompt(question) for question in QUESTIONS]
-    for answer, prompt, question in zip(speaker.answer(prompts, max_new_tokens=ROOM), prompts, QUESTIONS, strict=True):
+    for answer, prompt, question in zip(
+        speaker.answer(prompts, max_new_tokens=MAX_NEW_TOKENS), prompts, QUESTIONS, strict=True
+    ):
         rendered = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True
         )
         assert prompt == rendered["input_ids"]
         with torch.no_grad():
-            written = stock.generate(torch.tensor([prompt]), max_new_tokens=ROOM, do_sample=False)[0, len(prompt) :]
+            written = stock.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[
+                0, len(prompt) :
+            ]
         assert answer.tokens.tolist() == written.tolist()
 
 
 def test_logprobs_are_those_of_teacher_forcing(folder: str, stock: Any) -> None:
     speaker = open_speaker(find_model(folder), device="cpu", temperature=0.8, seed=2)
     prompt = speaker.prompt(QUESTIONS[1])
-    (answer,) = speaker.answer([prompt], max_new_tokens=ROOM)
+    (answer,) = speaker.answer([prompt], max_new_tokens=MAX_NEW_TOKENS)
     with torch.no_grad():
         logits = stock(torch.tensor([[*prompt, *answer.tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits / 0.8, -1).gather(1, torch.from_numpy(answer.tokens)[:, None])[:, 0]
@@ -80,14 +84,14 @@ def test_second_turns_of_real_templates(name: str) -> None:
     """What the model is given in a second turn is what the template renders of both turns, thoughts removed or not."""
     assert REAL is not None
     tokenizer: Any = AutoTokenizer.from_pretrained(Path(REAL) / "tokenizers" / name)
-    from padfree.data.chat import ChatRenderer
-    from padfree.rollout.environment.policy import Words
+    from padfree.data.chat_renderer import ChatRenderer
+    from padfree.rollout.environment.episode_policy import ChatTokenizer
 
     class Scripted:
         """Answers what it was told to, in ids that its own tokenizer would not choose."""
 
         def __init__(self, text: str) -> None:
-            self.words = Words(tokenizer, ChatRenderer(tokenizer), len(tokenizer))
+            self.words = ChatTokenizer(tokenizer, ChatRenderer(tokenizer), len(tokenizer))
             self.ids = [token for letter in text for token in self.words.encode(letter)]
             self.text = text
 
@@ -103,7 +107,7 @@ def test_second_turns_of_real_templates(name: str) -> None:
     thought = "<think>\nHm.\n</think>\n\nParis"
     for text in ("Paris", thought):
         scripted: Any = Scripted(text)
-        conversation = Conversation(scripted)
+        conversation = ChatSession(scripted)
         conversation.ask("Capital of France?", max_new_tokens=9)
         first = list(scripted.prompt_ids)
         conversation.ask("And of Italy?", max_new_tokens=9)

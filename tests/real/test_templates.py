@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from padfree.data.chat import ChatRenderer, RenderedSample
+from padfree.data.chat_renderer import ChatRenderer, RenderedSample
 from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.records import RowError
 

@@ -33,7 +33,7 @@ from padfree.record.run_folder import (
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
 from tests.ranks import PRELOAD, run_ranks
-from tests.train.loop_cases import make_config
+from tests.train.trainer_cases import make_config
 
 
 def written(folder: Path, name: str, text: str = "precious") -> Path:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
-from padfree.rollout.engines.in_process.weights import PolicyModel
-from padfree.rollout.noise import gumbel_noise, response_keys
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.rollout.sampling_rng import gumbel_noise, response_keys
 from padfree.testing.models import VOCABULARY, build
 
 STOPS = (2, 5, 11, 40)
@@ -19,14 +19,22 @@ TEMPERATURE = 0.7
 
 
 def group_requests(
-    lengths: Sequence[int] = (6, 1, 3, 14, 2), *, group: int = 3, rooms: Sequence[int] = (9,), seed: int = 0
+    lengths: Sequence[int] = (6, 1, 3, 14, 2),
+    *,
+    group: int = 3,
+    max_new_tokens_each: Sequence[int] = (9,),
+    seed: int = 0,
 ) -> list[SamplingRequest]:
     """`group` requests to each of the prompts of these lengths, side by side; rooms in turn."""
     generator = np.random.default_rng(seed)
     prompts = [generator.integers(0, VOCABULARY, length) for length in lengths for _ in range(1)]
     keys = response_keys(1, 2, np.arange(len(prompts) * group))
     return [
-        SamplingRequest(tokens=prompts[number // group], room=rooms[number % len(rooms)], key=int(key))
+        SamplingRequest(
+            tokens=prompts[number // group],
+            max_new_tokens=max_new_tokens_each[number % len(max_new_tokens_each)],
+            key=int(key),
+        )
         for number, key in enumerate(keys)
     ]
 
@@ -38,7 +46,7 @@ def by_definition(
     """One token after the other, without a cache or a pad."""
     model.set_attn_implementation("eager")  # sdpa of some versions leaves a soft cap out
     tokens, logprobs = [int(token) for token in request.tokens], []
-    for position in range(request.room):
+    for position in range(request.max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
         scores = torch.log_softmax(logits / temperature, 0)
         token = int((scores + gumbel_noise(torch.tensor([request.key]), position, len(scores))[0]).argmax())

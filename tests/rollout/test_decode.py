@@ -11,7 +11,7 @@ import torch
 from padfree.rollout import SamplingRequest, write_responses
 from padfree.rollout.engines.in_process import decode as decode_module
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured, unsupported_reason
-from padfree.rollout.engines.in_process.decode import Decoder, lane_counts
+from padfree.rollout.engines.in_process.decode import Decoder, slot_counts
 from padfree.testing.models import VOCABULARY
 from tests.refused import refused
 from tests.rollout.sampling_cases import (
@@ -26,7 +26,7 @@ from tests.rollout.sampling_cases import (
 
 
 def make_decoder(model: CachedModel, **changes: Any) -> Decoder:
-    settings: dict[str, Any] = {"num_lanes": 4, "temperature": TEMPERATURE, "stops": STOPS, **changes}
+    settings: dict[str, Any] = {"num_slots": 4, "temperature": TEMPERATURE, "stops": STOPS, **changes}
     return Decoder(model, **settings)
 
 
@@ -34,13 +34,13 @@ def make_decoder(model: CachedModel, **changes: Any) -> Decoder:
 def test_responses_are_those_of_the_definition(name: str) -> None:
     """Windows and soft caps in gemma2, sinks and experts in gpt_oss, values of another size in deepseek."""
     model = build(name).eval()
-    requests = group_requests(rooms=(9, 4, 1))
+    requests = group_requests(max_new_tokens_each=(9, 4, 1))
     expected = [by_definition(model, request) for request in requests]
     decoder = make_decoder(cached(model))
     assert_responses(decoder.sample(requests, version=7), expected)
     for response, request in zip(decoder.sample(requests, version=7), requests, strict=True):
         assert response.ended == (int(response.tokens[-1]) in STOPS)
-        assert response.ended or len(response.tokens) == request.room
+        assert response.ended or len(response.tokens) == request.max_new_tokens
         assert response.version == 7
         assert response.logprobs.dtype == np.float32
         assert response.tokens.dtype == np.int64
@@ -48,41 +48,41 @@ def test_responses_are_those_of_the_definition(name: str) -> None:
 
 def test_the_same_as_with_the_cache_of_transformers() -> None:
     model = build("qwen3").eval()
-    requests = group_requests((6, 1, 3, 14, 2, 9), group=4, rooms=(12, 5, 20))
+    requests = group_requests((6, 1, 3, 14, 2, 9), group=4, max_new_tokens_each=(12, 5, 20))
     expected = write_responses(model, requests, temperature=TEMPERATURE, stops=STOPS, batch_size=7)
-    for num_lanes in (1, 5, 64):
-        found = make_decoder(cached(model), num_lanes=num_lanes).sample(requests)
+    for num_slots in (1, 5, 64):
+        found = make_decoder(cached(model), num_slots=num_slots).sample(requests)
         assert_responses(found, [(one.tokens.tolist(), one.logprobs.tolist()) for one in expected])
         assert [one.ended for one in found] == [one.ended for one in expected]
 
 
 def test_a_prompt_is_prefilled_once() -> None:
     requests = group_requests((6, 1, 14), group=5)
-    decoder = make_decoder(cached(build("qwen3")), num_lanes=2)
+    decoder = make_decoder(cached(build("qwen3")), num_slots=2)
     decoder.sample(requests)
     assert decoder.statistics.prefilled == 5 + 0 + 13
 
 
 def test_lanes_that_are_left_move_together() -> None:
     """One long response beside short ones takes few lanes once they have ended."""
-    requests = group_requests((3,) * 8, group=1, rooms=(40, 2, 2, 2))
-    decoder = make_decoder(cached(build("qwen3")), num_lanes=8, stops=(VOCABULARY,))
+    requests = group_requests((3,) * 8, group=1, max_new_tokens_each=(40, 2, 2, 2))
+    decoder = make_decoder(cached(build("qwen3")), num_slots=8, stops=(VOCABULARY,))
     lengths = [len(response.tokens) for response in decoder.sample(requests)]
     assert lengths == [40, 2, 2, 2] * 2
     assert decoder.statistics.steps == 40
     first = decode_module.BURST
-    assert decoder.statistics.lane_steps == 8 * first + 2 * (40 - first)
+    assert decoder.statistics.slot_steps == 8 * first + 2 * (40 - first)
 
 
 @pytest.mark.parametrize("places", [23, 30, 47, 200])
 def test_a_small_cache_takes_more_steps_and_draws_the_same(places: int) -> None:
     """23 places are what the longest prompt with its response needs."""
     model = build("llama")
-    requests = group_requests((6, 1, 3, 14, 2, 9, 11, 13), group=3, rooms=(9, 10, 4))
-    expected = make_decoder(cached(model), num_lanes=16).sample(requests)
+    requests = group_requests((6, 1, 3, 14, 2, 9, 11, 13), group=3, max_new_tokens_each=(9, 10, 4))
+    expected = make_decoder(cached(model), num_slots=16).sample(requests)
     cached_model = cached(model)
     token_bytes = sum(shape.token_bytes for shape in cached_model.layer_shapes())
-    decoder = make_decoder(cached_model, num_lanes=16, cache_bytes=places * token_bytes)
+    decoder = make_decoder(cached_model, num_slots=16, cache_bytes=places * token_bytes)
     assert_responses(decoder.sample(requests), [(one.tokens.tolist(), one.logprobs.tolist()) for one in expected])
     assert decoder._buffers is not None
     assert decoder._buffers.cache.num_places <= places
@@ -93,7 +93,7 @@ def test_a_small_cache_takes_more_steps_and_draws_the_same(places: int) -> None:
 def test_buffers_are_kept_and_grow() -> None:
     model = build("qwen3").eval()
     decoder = make_decoder(cached(model))
-    few, many = group_requests((3, 4), group=2), group_requests((30, 8), group=2, rooms=(15,))
+    few, many = group_requests((3, 4), group=2), group_requests((30, 8), group=2, max_new_tokens_each=(15,))
     expected = [[by_definition(model, request) for request in requests] for requests in (few, many)]
     kept = []
     for which in (0, 0, 1, 0, 1):
@@ -120,7 +120,7 @@ def test_weights_that_change_in_place_are_seen() -> None:
 def test_compiled_layers_draw_the_same() -> None:
     model = build("qwen3").eval()
     requests = group_requests()
-    decoder = make_decoder(cached(model, compiled=True), num_lanes=6)
+    decoder = make_decoder(cached(model, compiled=True), num_slots=6)
     assert_responses(decoder.sample(requests), [by_definition(model, request) for request in requests])
 
 
@@ -134,7 +134,7 @@ def test_progress_ends_with_all_responses() -> None:
 def test_nothing_to_sample_and_one_token_that_ends() -> None:
     decoder = make_decoder(cached(build("qwen3")), stops=range(VOCABULARY))
     assert decoder.sample([]) == []
-    (response,) = decoder.sample([SamplingRequest(tokens=np.array([3]), room=1, key=5)])
+    (response,) = decoder.sample([SamplingRequest(tokens=np.array([3]), max_new_tokens=1, key=5)])
     assert len(response.tokens) == 1
     assert response.ended
 
@@ -148,6 +148,6 @@ def test_what_cannot_be_decoded_or_captured() -> None:
 
 
 def test_numbers_of_lanes() -> None:
-    assert lane_counts(256) == [256, 128, 64, 32, 16]
-    assert lane_counts(40) == [40, 20]
-    assert lane_counts(3) == [3]
+    assert slot_counts(256) == [256, 128, 64, 32, 16]
+    assert slot_counts(40) == [40, 20]
+    assert slot_counts(3) == [3]

@@ -11,7 +11,7 @@ from torch import Tensor
 from padfree.attention import varlen_attention
 from padfree.batch import Segments
 from padfree.rollout.engines.in_process.decode_attention import decode_attention, reference
-from padfree.rollout.engines.in_process.lanes import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, NUM_ROWS, OWN, PROMPT, STORED, WRITTEN
 from tests.interpreter import DEVICE, INTERPRETED, needs_kernels
 
 PLACES = 720
@@ -36,11 +36,11 @@ def case(
     dtype: torch.dtype, device: str, *, heads: int = 4, key_heads: int = 2, size: int = 16, value_size: int = 16
 ) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    num_lanes = len(STORED_KEYS)
+    num_slots = len(STORED_KEYS)
     shapes = (
-        (num_lanes, heads, size),
-        (num_lanes, key_heads, size),
-        (num_lanes, key_heads, value_size),
+        (num_slots, heads, size),
+        (num_slots, key_heads, size),
+        (num_slots, key_heads, value_size),
         (PLACES, key_heads, size),
         (PLACES, key_heads, value_size),
     )
@@ -76,20 +76,20 @@ def call_options(heads: int, device: str, **options: Any) -> tuple[Tensor | None
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_reference_is_attention_over_each_lane_by_itself(options: dict[str, Any]) -> None:
-    q, k, v, keys, values, lanes = case(torch.float64, "cpu", value_size=12)
+    q, k, v, keys, values, slots = case(torch.float64, "cpu", value_size=12)
     before = keys.clone(), values.clone()
     sinks, scale, window, softcap, _ = call_options(4, "cpu", **options)
-    out = reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap, LONGEST)
-    for lane in range(len(STORED_KEYS)):
-        prompt, stored, own, written, active = lanes[: ACTIVE + 1, lane].tolist()
+    out = reference(q, k, v, keys, values, slots, sinks, scale, window, softcap, LONGEST)
+    for slot in range(len(STORED_KEYS)):
+        prompt, stored, own, written, active = slots[: ACTIVE + 1, slot].tolist()
         if not active:
             stored = written = 0
         places = [*range(prompt, prompt + stored), *range(own, own + written)]
         one_k, one_v = (
-            torch.cat([cached[places], new[lane : lane + 1]]) for cached, new in zip(before, (k, v), strict=True)
+            torch.cat([cached[places], new[slot : slot + 1]]) for cached, new in zip(before, (k, v), strict=True)
         )
         expected = varlen_attention(
-            q[lane : lane + 1],
+            q[slot : slot + 1],
             one_k,
             one_v,
             Segments.from_lengths([1]),
@@ -100,11 +100,11 @@ def test_the_reference_is_attention_over_each_lane_by_itself(options: dict[str, 
             sinks=sinks,
             backend="reference",
         )
-        torch.testing.assert_close(out[lane : lane + 1], expected, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(out[slot : slot + 1], expected, atol=1e-12, rtol=1e-12)
         if active:
-            assert torch.equal(keys[own + written], k[lane])
-            assert torch.equal(values[own + written], v[lane])
-            before[0][own + written], before[1][own + written] = k[lane], v[lane]
+            assert torch.equal(keys[own + written], k[slot])
+            assert torch.equal(values[own + written], v[slot])
+            before[0][own + written], before[1][own + written] = k[slot], v[slot]
     assert torch.equal(keys, before[0]), "nothing else was stored"
     assert torch.equal(values, before[1])
 

@@ -13,8 +13,8 @@ from padfree.batch import Sample
 from padfree.packing.collate import collate
 from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
-from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.testing.models import VOCABULARY, build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
 
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def make_decoder(model: PreTrainedModel, *, compiled: bool = False, **changes: Any) -> Decoder:
-    settings: dict[str, Any] = {"num_lanes": 20, "temperature": TEMPERATURE, "stops": STOPS, **changes}
+    settings: dict[str, Any] = {"num_slots": 20, "temperature": TEMPERATURE, "stops": STOPS, **changes}
     dtype = next(model.parameters()).dtype
     return Decoder(cached(model, device="cuda:0", dtype=dtype, compiled=compiled), **settings)
 
@@ -36,7 +36,7 @@ def on_gpu(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pre
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "opt"])
 def test_graphs_draw_what_the_definition_draws(name: str, compiled: bool) -> None:
-    requests = group_requests((6, 1, 3, 14, 2, 9, 40), group=5, rooms=(30, 12, 1, 20))
+    requests = group_requests((6, 1, 3, 14, 2, 9, 40), group=5, max_new_tokens_each=(30, 12, 1, 20))
     definition = build(name).eval()
     expected = [by_definition(definition, request) for request in requests]
     decoder = make_decoder(on_gpu(name), compiled=compiled)
@@ -77,7 +77,7 @@ def test_weights_that_change_in_place_are_seen_by_the_graphs() -> None:
 
 
 def test_steps_do_not_wait_for_the_host() -> None:
-    requests = group_requests((6, 3), group=10, rooms=(200,))
+    requests = group_requests((6, 3), group=10, max_new_tokens_each=(200,))
     decoder = make_decoder(on_gpu("qwen3"), stops=(VOCABULARY,))
     decoder.prepare(requests)
     decoder.sample(requests[:1])
@@ -105,7 +105,7 @@ def test_weights_that_move_are_captured_again() -> None:
     sampler.update_weights(model, 1)
     second = sampler.sample(requests)
     assert [one.version for one in second] == [1] * len(requests)
-    fresh = make_decoder(model, num_lanes=16).sample(requests)
+    fresh = make_decoder(model, num_slots=16).sample(requests)
     assert [one.tokens.tolist() for one in second] == [one.tokens.tolist() for one in fresh]
     assert [one.tokens.tolist() for one in second] != [one.tokens.tolist() for one in first]
     assert held.tolist() == [0.0] * 8
@@ -138,7 +138,7 @@ def trainer_logprobs(model: PreTrainedModel, request: SamplingRequest, response:
 def test_bfloat16_logprobs_are_near_those_of_a_forward_pass(name: str) -> None:
     """Wider layers than the other tests', so that bfloat16 matters; the mean difference is that of its rounding."""
     model = on_gpu(name, torch.bfloat16, hidden_size=256, intermediate_size=256)
-    requests = group_requests((6, 1, 3, 14), group=8, rooms=(60,))
+    requests = group_requests((6, 1, 3, 14), group=8, max_new_tokens_each=(60,))
     responses = make_decoder(model, stops=(VOCABULARY,)).sample(requests)
     differences = np.concatenate(
         [

@@ -12,24 +12,24 @@ from transformers import GenerationConfig, PreTrainedModel
 from padfree import attach
 from padfree.rollout import Response, SamplingRequest, stop_tokens, write_responses
 from padfree.rollout.engines.in_process.hf_cache import cache_use
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
-from padfree.rollout.engines.in_process.weights import PolicyModel
-from padfree.rollout.noise import gumbel_noise, response_keys
+from padfree.rollout.sampling_rng import gumbel_noise, response_keys
 from padfree.testing.models import VOCABULARY, build
 from tests.refused import refused
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.sampling_cases import assert_responses
 
-ROOM = 9
+MAX_NEW_TOKENS = 9
 STOPS = (2, 5, 11, 40)
 LENGTHS = (6, 1, 3, 6, 14, 2)
 
 
-def requests_of(lengths: tuple[int, ...] = LENGTHS, *, room: int = ROOM) -> list[SamplingRequest]:
+def requests_of(lengths: tuple[int, ...] = LENGTHS, *, max_new_tokens: int = MAX_NEW_TOKENS) -> list[SamplingRequest]:
     generator = np.random.default_rng(0)
     keys = response_keys(1, 2, np.arange(len(lengths)))
     return [
-        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=room, key=int(key))
+        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), max_new_tokens=max_new_tokens, key=int(key))
         for length, key in zip(lengths, keys, strict=True)
     ]
 
@@ -45,7 +45,7 @@ def by_definition(
 ) -> tuple[list[int], list[float]]:
     """One token after the other, without a cache or a pad."""
     tokens, logprobs = [int(token) for token in request.tokens], []
-    for position in range(request.room):
+    for position in range(request.max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float()
         scores = torch.log_softmax(logits / temperature, 0)
         token = int((scores + gumbel_noise(torch.tensor([request.key]), position, len(scores))[0]).argmax())
@@ -68,26 +68,28 @@ def test_responses_are_those_of_the_definition(name: str) -> None:
             assert response.tokens.tolist() == tokens
             np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-4)
             assert response.ended == (tokens[-1] in STOPS)
-            assert response.ended or len(tokens) == ROOM
+            assert response.ended or len(tokens) == MAX_NEW_TOKENS
 
 
 def test_rooms_of_their_own() -> None:
     model = build("qwen3")
-    rooms = (1, 4, ROOM)
+    max_new_tokens_each = (1, 4, MAX_NEW_TOKENS)
     requests = [
-        SamplingRequest(tokens=request.tokens, room=room, key=request.key)
-        for request, room in zip(requests_of((5, 5, 5)), rooms, strict=True)
+        SamplingRequest(tokens=request.tokens, max_new_tokens=max_new_tokens, key=request.key)
+        for request, max_new_tokens in zip(requests_of((5, 5, 5)), max_new_tokens_each, strict=True)
     ]
     whole = write(model, requests_of((5, 5, 5)), stops=(VOCABULARY,))
-    for room, cut, long in zip(rooms, write(model, requests, stops=(VOCABULARY,)), whole, strict=True):
-        assert cut.tokens.tolist() == long.tokens[:room].tolist()
-        assert len(cut.tokens) == len(cut.logprobs) == room
+    for max_new_tokens, cut, long in zip(
+        max_new_tokens_each, write(model, requests, stops=(VOCABULARY,)), whole, strict=True
+    ):
+        assert cut.tokens.tolist() == long.tokens[:max_new_tokens].tolist()
+        assert len(cut.tokens) == len(cut.logprobs) == max_new_tokens
         assert not cut.ended
 
 
 def test_one_token_that_ends() -> None:
     model = build("qwen3")
-    (response,) = write(model, requests_of((3,), room=1), stops=range(VOCABULARY))
+    (response,) = write(model, requests_of((3,), max_new_tokens=1), stops=range(VOCABULARY))
     assert len(response.tokens) == 1
     assert response.ended
 

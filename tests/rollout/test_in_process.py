@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from padfree.config import LoraConfig
 from padfree.model.load import named_tensors
 from padfree.model.lora import add_adapters
-from padfree.optim.masters import computing, keep_masters
+from padfree.optim.master_weights import compute_copies, keep_master_weights
 from padfree.rollout.collect.collector import divided
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
-from padfree.rollout.engines.in_process.weights import PolicyModel
 from padfree.testing.models import build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, group_requests
 
@@ -55,11 +55,11 @@ def test_it_samples_from_the_trained_weights_themselves(name: str, decodes: bool
 
 def test_the_tensors_that_float32_masters_are_rounded_to_are_shared() -> None:
     model = build("qwen3")
-    keep_masters(model, torch.bfloat16, model.model.layers)
+    keep_master_weights(model, torch.bfloat16, model.model.layers)
     sampler = make_sampler(model, torch.bfloat16)
     addresses = []
     for _ in range(2):
-        with computing(model):
+        with compute_copies(model):
             sampler.update_weights(model, 0)
             assert sampler.policy.is_shared
             addresses.append([tensor.data_ptr() for tensor in named_tensors(sampler.policy.model).values()])
@@ -67,7 +67,7 @@ def test_the_tensors_that_float32_masters_are_rounded_to_are_shared() -> None:
             for parameter in model.parameters():
                 parameter.mul_(1.5)
     assert addresses[0] == addresses[1]
-    with computing(model):
+    with compute_copies(model):
         sampler.update_weights(model, 1)
     for name, tensor in named_tensors(sampler.policy.model).items():
         assert tensor.dtype == torch.bfloat16

@@ -19,11 +19,13 @@ CHAT = (
 )
 
 
-def read(folder: Path, rows: list[Any], *, template: str | None = None, room: int = 4, **settings: Any) -> Prompts:
+def read(
+    folder: Path, rows: list[Any], *, template: str | None = None, max_new_tokens: int = 4, **settings: Any
+) -> Prompts:
     path = folder / "prompts.jsonl"
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     tokenizer = letters_tokenizer(template=template)
-    return read_prompts(path, tokenizer, RolloutDataSettings(**settings), max_new_tokens=room)
+    return read_prompts(path, tokenizer, RolloutDataSettings(**settings), max_new_tokens=max_new_tokens)
 
 
 def texts(found: Prompts, template: str | None = None) -> list[str]:
@@ -36,7 +38,7 @@ def test_text_stands_as_it_is_without_a_template(tmp_path: Path) -> None:
     assert texts(found) == ["1+1", "7"]
     assert [prompt.uid for prompt in found.prompts] == ["prompts.jsonl:1", "prompts.jsonl:2"]
     assert found.prompts[1].row == {"prompt": "7", "answer": 7, "level": None}
-    assert [(len(prompt), prompt.room) for prompt in found.prompts] == [(7, 4), (5, 4)]
+    assert [(len(prompt), prompt.max_new_tokens) for prompt in found.prompts] == [(7, 4), (5, 4)]
     assert (found.report.num_rows, found.report.num_samples, found.report.num_tokens) == (2, 2, 4)
 
 
@@ -109,7 +111,7 @@ def test_prompts_that_leave_too_little_room(tmp_path: Path) -> None:
     with refused("max_length"):
         read(tmp_path, rows, max_length=8)
     cut = read(tmp_path, rows, max_length=8, overlong="truncate")
-    assert [(len(prompt.tokens), prompt.room) for prompt in cut.prompts] == [(2, 4), (5, 3)]
+    assert [(len(prompt.tokens), prompt.max_new_tokens) for prompt in cut.prompts] == [(2, 4), (5, 3)]
     assert [row.line for row in cut.report.truncated] == [2]
     assert [row.line for row in cut.report.dropped] == [3, 4]
     dropped = read(tmp_path, rows, max_length=8, overlong="drop")

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from padfree.config import Config, LoraConfig
 from padfree.config.choices import SAMPLING_ENGINES
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.engines.servers import launch
-from padfree.rollout.engines.servers.api import Drawing, LateError, RestartedError, ServerLostError, VersionError
+from padfree.rollout.engines.servers import server_processes
+from padfree.rollout.engines.servers.server_api import Drawing, LateError, RestartedError, ServerLostError, VersionError
 from padfree.rollout.loop_thread import LoopThread
 from padfree.testing.line_server import LineServer, LineService
 from padfree.testing.models import save_with_tokenizer
@@ -87,7 +87,7 @@ def test_adapters_are_merged_for_an_engine_that_takes_none(model_folder: Path, t
 def test_a_run_starts_its_server_and_starts_it_again_when_it_is_killed(
     launchers: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "EVERY", 0.1)
+    monkeypatch.setattr(server_processes, "EVERY", 0.1)
     killed: list[int] = []
 
     def on_step(metrics: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ def test_weights_that_do_not_arrive_end_the_run(
 
 
 def test_what_is_wrong_with_a_server_is_one_line(model_folder: Path) -> None:
-    request = SamplingRequest(tokens=np.array([3, 4]), room=4, key=5)
+    request = SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=4, key=5)
 
     def respond(url: str, *, vocabulary: int = 46, timeout: float = 5.0) -> Any:
         drawing = Drawing(temperature=1.0, stops=(), vocabulary=vocabulary)

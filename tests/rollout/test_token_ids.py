@@ -16,11 +16,11 @@ import torch
 from tokenizers import AddedToken
 
 from padfree.rollout import Prompt, Response, SamplingRequest
-from padfree.rollout.engines import CheckedAheadSampler, CheckedSampler
-from padfree.rollout.engines.servers.api import Drawing, ServerLostError
+from padfree.rollout.engines import CheckedAsyncSampler, CheckedSampler
+from padfree.rollout.engines.servers.server_api import Drawing, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.environment.policy import Words
+from padfree.rollout.environment.episode_policy import ChatTokenizer
 from padfree.rollout.token_ids import checked_ids, vocabulary_of
 from padfree.testing.models import build
 from tests.refused import refused
@@ -83,7 +83,7 @@ def test_right_ids_are_integers_of_python(which: str) -> None:
 def test_rows_that_no_token_has_are_allowed() -> None:
     """An embedding matrix is often padded: the policy can sample these rows, and programs send back what it sampled."""
     assert vocabulary_of(build("qwen3", vocab_size=128)) == 128
-    words = Words(tokenizer(), None, SIZE + 10)
+    words = ChatTokenizer(tokenizer(), None, SIZE + 10)
     assert words.checked([SIZE + 9], "door") == [SIZE + 9]
     with pytest.raises(ValueError, match=f"token id {SIZE + 10} at index 0; give ids from 0 to {SIZE + 9}"):
         words.checked([SIZE + 10], "door")
@@ -138,7 +138,7 @@ def _response(given: Any, **other: Any) -> Response:
     return Response(tokens=tokens, **parts)
 
 
-REQUEST = SamplingRequest(tokens=np.array([1]), room=8, key=1)
+REQUEST = SamplingRequest(tokens=np.array([1]), max_new_tokens=8, key=1)
 
 
 class Engine:
@@ -175,7 +175,7 @@ def engine(given: Any) -> str | None:
 
 
 def engine_ahead(given: Any) -> str | None:
-    sampler = CheckedAheadSampler(Engine(given if isinstance(given, Response) else _response(given)), "mine:engine")
+    sampler = CheckedAsyncSampler(Engine(given if isinstance(given, Response) else _response(given)), "mine:engine")
     sampler.update_weights(build("qwen3", vocab_size=SIZE), 0)
     seen: list[Any] = []
     sampler.begin([REQUEST], lambda *one: seen.append(one))
@@ -207,7 +207,7 @@ def server(given: Any) -> str | None:
         "finish_reason": "length",
         "prompt_token_ids": [1],
     }
-    asked = SamplingRequest(tokens=np.array([1]), room=len(given) if hasattr(given, "__len__") else 1, key=1)
+    asked = SamplingRequest(tokens=np.array([1]), max_new_tokens=len(given) if hasattr(given, "__len__") else 1, key=1)
     drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=SIZE)
     try:
         asyncio.run(Answering(choice).respond(asked, drawing, model="policy", version=0, salt="run"))
@@ -239,7 +239,7 @@ def test_text_is_a_door_too() -> None:
     """A token that was added to the tokenizer and not to the model."""
     known = tokenizer()
     known.add_tokens([AddedToken("<tool>", special=True)])
-    words = Words(known, None, SIZE)
+    words = ChatTokenizer(known, None, SIZE)
     assert words.encode("ab") == ids("ab")
     for encode in (words.encode, lambda said: words.encode_prompt(said, begun=True)):
         with refused("model.tokenizer"):

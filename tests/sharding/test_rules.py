@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.distributed import Mesh, make_mesh
-from padfree.optim.settings import OptimizerConfig
-from padfree.sharding.rules import Place, Rule, everything_over, rules_by_module
+from padfree.optim.optimizer_settings import OptimizerConfig
+from padfree.sharding.rules import ParameterPlace, Rule, everything_over, rules_by_module
 from padfree.train.engine import Engine, LossSettings
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, weights_of
@@ -31,7 +31,7 @@ def planted(mesh: Mesh) -> list[Rule]:
     ]
 
 
-def is_key_projection(place: Place) -> bool:
+def is_key_projection(place: ParameterPlace) -> bool:
     """By module, role and shape: key and value projections have the fewest rows."""
     return place.role == "hidden" and place.parameter.shape[0] < place.parameter.shape[1]
 

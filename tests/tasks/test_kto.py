@@ -22,14 +22,14 @@ from padfree.distributed import Mesh, distributed
 from padfree.tasks.kto import SCHEMA, LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
-from padfree.train.begin import begin_run
-from padfree.train.loop import Loop
 from padfree.train.run import mesh_of, train
 from padfree.train.setup import build_engine, build_reference
+from padfree.train.start_run import begin_run
+from padfree.train.trainer import Trainer
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
 from tests.train.cases import weights_of
-from tests.train.loop_cases import lines
+from tests.train.trainer_cases import lines
 
 KTO = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75}
 RECIPE = "kto"
@@ -68,7 +68,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Loop:
+def make_loop(config: Config, mesh: Mesh) -> Trainer:
     source = load_training_data(config, load_tokenizer(config))
     engine = build_engine(config, mesh)
     return begin_run(
@@ -283,7 +283,7 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
             "reference.refresh: 2; leave it out, the reference of KTO stays",
         ),
         ("kto", "kto", ["loss.kto.beta=0"], "loss.kto.beta: 0"),
-        ("kto", "kto", ["loss.weights=sample-mean"], "loss.weights: 'sample-mean'; leave it out"),
+        ("kto", "kto", ["loss.aggregation=sample-mean"], "loss.aggregation: 'sample-mean'; leave it out"),
         (
             "kto",
             "kto",

@@ -11,7 +11,7 @@ import pytest
 from padfree.cli.main import main
 from padfree.tools import demo
 from padfree.tools.demo import RealSizes, reward
-from padfree.tools.talk.find import find_model
+from padfree.tools.talk.find_model import find_model
 from tests.tools.talk.talk_cases import save_model
 
 TINY = RealSizes(held_out=3, samples=2, sft_steps=3, responses=4, group=2, rl_steps=2, max_new_tokens=6, shown=2)

@@ -21,7 +21,7 @@ from padfree.losses import (
     SFTSettings,
 )
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import build
 from padfree.train.engine import Engine, LossSettings, StepReport
@@ -36,8 +36,8 @@ OPTIMIZER = OptimizerConfig(lr=LR, eps=1e-2, weight_decay=0.1)
 
 LOSSES: dict[str, LossSettings] = {
     "sft": LossSettings(loss=SFTSettings()),
-    "clip": LossSettings(loss=PolicySettings(objective=ClipSettings(low=0.05, high=0.05)), weights="sample-mean"),
-    "gspo": LossSettings(loss=PolicySettings(objective=GSPOSettings(low=0.5, high=0.9)), weights="group-mean"),
+    "clip": LossSettings(loss=PolicySettings(objective=ClipSettings(low=0.05, high=0.05)), aggregation="sample-mean"),
+    "gspo": LossSettings(loss=PolicySettings(objective=GSPOSettings(low=0.5, high=0.9)), aggregation="group-mean"),
     "cispo": LossSettings(loss=PolicySettings(objective=CISPOSettings(high=0.01), entropy_coefficient=0.1)),
     "opsm": LossSettings(
         loss=PolicySettings(objective=ClipSettings(), corrections=(OPSMSettings(delta=1e-4),), kl_coefficient=0.1)

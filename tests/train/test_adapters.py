@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.files import CheckpointError
 from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import clean_name

@@ -13,7 +13,7 @@ import pytest
 from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.train.batch_times import PARTS, BatchTimes
-from tests.train.loop_cases import RL, SFT, make_config, make_loop, save_config
+from tests.train.trainer_cases import RL, SFT, make_config, make_loop, save_config
 
 WAIT = 0.05
 
@@ -38,8 +38,8 @@ def test_timings_divide_what_was_measured_as_sampling(monkeypatch: pytest.Monkey
         "seconds/reference": 1.5,
         "sampler_tokens_per_second": 12.5,
     }
-    times.split_sampling({"rewards": 1.0, "weight_exchange": 2.0})
-    assert times.seconds == {"sampling": 5.0, "rewards": 1.0, "weight_exchange": 2.0, "reference": 1.5}
+    times.split_sampling({"rewards": 1.0, "weight_sync": 2.0})
+    assert times.seconds == {"sampling": 5.0, "rewards": 1.0, "weight_sync": 2.0, "reference": 1.5}
     assert times.metrics(100)["sampler_tokens_per_second"] == 20.0
     with pytest.raises(AssertionError):
         times.split_sampling({"coffee": 1.0})

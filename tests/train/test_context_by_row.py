@@ -11,7 +11,7 @@ from torch import Tensor
 
 from padfree.distributed import make_mesh
 from padfree.packing.context_sizes import context_sizes
-from padfree.train.microbatch import RowSettings
+from padfree.train.microbatch import PackSettings
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps
 from tests.train.test_shared_prefixes import assert_close, gradients, tree_samples
@@ -22,7 +22,7 @@ CASES = [("allgather", "gspo"), ("ring", "sft"), ("ulysses", "clip")]
 
 
 def changed(engine: Any, method: str) -> Any:
-    engine.scorer.packer.rows = RowSettings(method=method)
+    engine.scorer.packer.rows = PackSettings(method=method)
     return engine
 
 
@@ -37,7 +37,7 @@ def cases(rank: int, world: int) -> dict[str, Any]:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["clip"])
     old = [sample.ref_logprobs for sample in samples]
-    found["shared"] = gradients(engine, samples, old, RowSettings(share_prefixes=True), 16)
+    found["shared"] = gradients(engine, samples, old, PackSettings(share_prefixes=True), 16)
     plan = engine.scorer.packer.plan(samples)
     found["shared widths"], found["sharing"] = plan.widths, plan.sharing
     return found
@@ -62,7 +62,7 @@ def test_rows_of_different_widths_train_as_one_process_does() -> None:
     samples = tree_samples()
     old = [sample.ref_logprobs for sample in samples]
     right: dict[str, Tensor] = gradients(
-        make_engine(mesh, LOSSES["clip"], small_model()), samples, old, RowSettings(), 1
+        make_engine(mesh, LOSSES["clip"], small_model()), samples, old, PackSettings(), 1
     )
     for found in every:
         assert found["shared widths"].max() > 1

@@ -17,16 +17,16 @@ from padfree.cli.main import main
 from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh
 from padfree.testing.models import save_with_tokenizer
-from padfree.train.begin import begin_run
 from padfree.train.critic import Critic, explained_variance, with_gae
-from padfree.train.loop import Loop
 from padfree.train.run import train
 from padfree.train.setup import build_critic, build_engine, export_critic
+from padfree.train.start_run import begin_run
+from padfree.train.trainer import Trainer
 from padfree.train.training_data import make_batcher
 from tests.train.cases import small_model, weights_of
-from tests.train.loop_cases import lines, samples
+from tests.train.trainer_cases import lines, samples
 
-CRITIC = {"lr": 2e-2, "warmup": 1, "gamma": 0.97, "lam": 0.9, "clip": 0.05}
+CRITIC = {"lr": 2e-2, "warmup": 1, "gamma": 0.97, "gae_lambda": 0.9, "clip": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def several_turns() -> list[Sample]:
     return [Sample(tokens=s.tokens, loss_mask=s.mask, reward=s.reward, group=s.group, uid=s.uid) for s in found]
 
 
-def make_loop(config: Config, mesh: Mesh) -> Loop:
+def make_loop(config: Config, mesh: Mesh) -> Trainer:
     return begin_run(
         config,
         build_engine(config, mesh),
@@ -108,7 +108,7 @@ def plain_gae(sample: Sample, values: list[float], settings: CriticConfig) -> tu
     for place in reversed(places):
         reward = sample.reward if place == places[-1] else 0.0
         assert reward is not None
-        running = reward + settings.gamma * following - values[place] + settings.gamma * settings.lam * running
+        running = reward + settings.gamma * following - values[place] + settings.gamma * settings.gae_lambda * running
         advantages[place], returns[place], following = running, running + values[place], values[place]
     return advantages, returns
 
@@ -123,7 +123,7 @@ def test_values_advantages_and_returns_of_one_sample_at_a_time(
     moved(critic)
     batch = several_turns()
     batch += [Sample(tokens=s.tokens, loss_mask=s.mask, reward=1.0, group=s.group, uid=f"{s.uid} again") for s in batch]
-    found, metrics = critic.judged(batch)
+    found, metrics = critic.rewarded(batch)
     plain = plain_model(critic)
     for sample in found:
         with torch.no_grad():
@@ -139,7 +139,7 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
     config = make_config(folder, tmp_path)
     critic = build_critic(config, mesh)
     assert critic is not None
-    batch, _ = critic.judged(several_turns())
+    batch, _ = critic.rewarded(several_turns())
     moved(critic)
     engine, clip = critic.engine, CRITIC["clip"]
     prepared = engine.prepare(batch)
@@ -203,7 +203,7 @@ def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folde
     loop.run()
     assert loop.batches.critic is not None
     exported = export_critic(loop.batches.critic, tmp_path / "critic")
-    found, _ = loop.batches.critic.judged(several_turns())
+    found, _ = loop.batches.critic.rewarded(several_turns())
     kind: Any = AutoModelForSequenceClassification
     model = kind.from_pretrained(exported).eval()
     assert model.config.num_labels == 1
@@ -217,7 +217,7 @@ def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folde
     assert max(float(np.abs(sample.values).max()) for sample in found if sample.values is not None) > 1e-3
     critic = build_critic(make_config(folder, tmp_path / "later", critic={"path": str(exported)}), mesh)
     assert critic is not None
-    for sample, other in zip(critic.judged(several_turns())[0], found, strict=True):
+    for sample, other in zip(critic.rewarded(several_turns())[0], found, strict=True):
         assert np.array_equal(np.asarray(sample.values), np.asarray(other.values))
 
 
@@ -240,16 +240,16 @@ def test_a_critic_of_its_own_and_rollouts_of_the_run(folder: Path, tmp_path: Pat
     )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{a}+1="}) + "\n" for a in range(3)))
-    judge = tmp_path / "reward" / "model"
+    reward_model = tmp_path / "reward" / "model"
     train(
         config_from_dict(
             {
                 **common,
                 "model": {"path": str(policy)},
-                "critic": {"path": str(judge), "lr": 1e-2},
+                "critic": {"path": str(reward_model), "lr": 1e-2},
                 "data": {"path": [str(prompts)], "epochs": None},
                 "loss": {"kind": "clip", "advantage": "gae"},
-                "rollout": {"reward": f"model:{judge}", "group": 2, "max_new_tokens": 4},
+                "rollout": {"reward": f"model:{reward_model}", "group": 2, "max_new_tokens": 4},
                 "run": {"folder": str(tmp_path / "rl"), "steps": 2, "device": "cpu"},
             }
         )

@@ -19,7 +19,7 @@ from padfree.data import SFTDataSettings, load_pairs, load_sft
 from padfree.data.store import read_metadata
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
-from padfree.train.decide import decide
+from padfree.train.preflight import preflight
 from padfree.train.resume import KEY
 from padfree.train.run import train
 from tests.refused import refused
@@ -108,9 +108,9 @@ def test_a_fresh_run_writes_todays_date(clock: Clock, model_folder: Path, tmp_pa
     assert recorded(tmp_path / "one")["digest"] != recorded(tmp_path / "two")["digest"]
     # A run that does not resume is a fresh one, too.
     config = config_of(tmp_path / "one", model_folder, TEMPLATES["plain"], steps=1)
-    assert decide(config, processes=1, device_type="cpu", dry=True).source.day == MONDAY
+    assert preflight(config, processes=1, device_type="cpu", dry=True).source.day == MONDAY
     anew = replace(config, checkpoint=replace(config.checkpoint, resume=False))
-    assert decide(anew, processes=1, device_type="cpu", dry=True).source.day == TUESDAY
+    assert preflight(anew, processes=1, device_type="cpu", dry=True).source.day == TUESDAY
 
 
 def test_a_template_without_a_date_does_not_know_the_day(clock: Clock, model_folder: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_prompts_and_pairs_have_a_day_as_well(command: str, clock: Clock, model_
         rows = [{"prompt": f"{number}+1", "answer": "2"} for number in range(8)]
         sections: dict[str, Any] = {
             "loss": {"kind": "clip"},
-            "rollout": {"reward": "exact_match", "group": 2, "max_new_tokens": 4},
+            "rollout": {"reward": "exact_match", "samples_per_prompt": 2, "max_new_tokens": 4},
         }
     else:
         rows = [{"prompt": f"{number}+1", "chosen": "2", "rejected": "3"} for number in range(8)]
@@ -141,7 +141,7 @@ def test_prompts_and_pairs_have_a_day_as_well(command: str, clock: Clock, model_
     train(config)
     assert recorded(tmp_path)["day"] == "2024-05-06"
     clock.day = TUESDAY
-    again = decide(_with_steps(config, 2), processes=1, device_type="cpu", dry=True).source
+    again = preflight(_with_steps(config, 2), processes=1, device_type="cpu", dry=True).source
     assert again.day == MONDAY
     train(_with_steps(config, 2))
 
@@ -194,12 +194,12 @@ def test_token_ids_of_rows_are_checked_against_the_vocabulary(model_folder: Path
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1, 9999]}]
     config = make_config(tmp_path / "run", model_folder, write_lines(tmp_path / "a.jsonl", rows))
     with refused("data.path", r"a\.jsonl:2 has token id 9999, but the vocabulary of the model"):
-        decide(config, processes=1, device_type="cpu", dry=True)
+        preflight(config, processes=1, device_type="cpu", dry=True)
     source = {"path": [str(tmp_path / "a.jsonl")], "name": "ids"}
     other = {"path": [str(write_lines(tmp_path / "b.jsonl", ROWS))]}
     mixture = make_config(tmp_path / "run", model_folder, tmp_path, data={"path": [], "sources": [source, other]})
     with pytest.raises(ValueError, match=r"a\.jsonl:2 has token id 9999, but the vocabulary of the model"):
-        decide(mixture, processes=1, device_type="cpu", dry=True)
+        preflight(mixture, processes=1, device_type="cpu", dry=True)
 
 
 def test_a_pipe_as_a_chat_template_is_refused(model_folder: Path, tmp_path: Path) -> None:
@@ -211,4 +211,4 @@ def test_a_pipe_as_a_chat_template_is_refused(model_folder: Path, tmp_path: Path
         data={"chat_template": str(tmp_path / "pipe.jinja")},
     )
     with refused("data.chat_template", r".*pipe\.jinja is a FIFO, not a file"):
-        decide(config, processes=1, device_type="cpu", dry=True)
+        preflight(config, processes=1, device_type="cpu", dry=True)

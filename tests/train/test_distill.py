@@ -19,18 +19,18 @@ from padfree.distributed import distributed, make_mesh
 from padfree.head.divergence import Divergence
 from padfree.head.full import full_divergence
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
-from padfree.tasks.advantages import reverse_kl, teacher_advantages
-from padfree.tasks.distill import DistillationRowLoss
+from padfree.tasks.batch_advantages import reverse_kl, teacher_advantages
+from padfree.tasks.distill import DistillationMicroBatchLoss
 from padfree.testing.models import build, save_with_tokenizer
-from padfree.train.decide import check_models
 from padfree.train.engine import Engine, LossSettings
+from padfree.train.preflight import check_models
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from tests.refused import refused
 from tests.train.cases import MAX_TOKENS, VOCABULARY, make_samples, small_model
-from tests.train.loop_cases import TIMES
+from tests.train.trainer_cases import TIMES
 
 TEACHER = {"hidden_size": 48, "vocab_size": VOCABULARY}
 SETTINGS = {
@@ -47,10 +47,10 @@ def gradients(settings: DistillSettings) -> tuple[float, dict[str, Tensor]]:
         student, teacher = small_model(), build("qwen3", **TEACHER)
         parallelize(student, transformations(mesh))
         parallelize(teacher, transformations(mesh, frozen=True))
-        row_loss = DistillationRowLoss(settings, teacher, temperature=1.5)
+        micro_batch_loss = DistillationMicroBatchLoss(settings, teacher, temperature=1.5)
         optimizer = make_optimizer(student, OptimizerConfig(lr=0.0))
         scorer = Scorer(student, mesh, max_tokens=MAX_TOKENS)
-        engine = Engine(scorer, optimizer, LossSettings(loss=settings, weights="sample-mean"), row_loss)
+        engine = Engine(scorer, optimizer, LossSettings(loss=settings, aggregation="sample-mean"), micro_batch_loss)
         prepared = engine.prepare(make_samples())
         sums = engine.gradients(prepared)
         loss = float(engine._summed(prepared, sums, False)[0])
@@ -154,7 +154,7 @@ def test_the_students_own_responses(folders: tuple[Path, Path], tmp_path: Path) 
     """On-policy: prompts are answered by the student, and the reverse KL is what is minimised."""
     sections: dict[str, Any] = {
         "loss": {"kind": "distill", "distill": {"divergence": "reverse-kl"}},
-        "rollout": {"reward": "exact_match", "group": 2, "max_new_tokens": 6},
+        "rollout": {"reward": "exact_match", "samples_per_prompt": 2, "max_new_tokens": 6},
         "data": {"path": [], "epochs": None},
     }
     data = tmp_path / "prompts.jsonl"
@@ -175,7 +175,7 @@ def test_the_reverse_kl_as_the_advantage(folders: tuple[Path, Path], tmp_path: P
     data.write_text("".join(json.dumps({"prompt": f"{a}+1", "answer": str(a + 1)}) + "\n" for a in range(4)))
     sections: dict[str, Any] = {
         "loss": {"kind": "clip", "advantage": "teacher", "epochs": 2},
-        "rollout": {"reward": "exact_match", "group": 2, "max_new_tokens": 6},
+        "rollout": {"reward": "exact_match", "samples_per_prompt": 2, "max_new_tokens": 6},
         "data": {"path": [str(data)], "epochs": None},
     }
     for folder, steps in (("whole", (4,)), ("parts", (3, 4))):

@@ -16,16 +16,16 @@ from padfree.batch import Sample
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
 from padfree.data import PairDataset, load_pairs
-from padfree.data.settings import SFTDataSettings
+from padfree.data.data_settings import SFTDataSettings
 from padfree.distributed import Mesh
 from padfree.testing.models import save_with_tokenizer
-from padfree.train.begin import begin_run
-from padfree.train.loop import Loop
 from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference
+from padfree.train.start_run import begin_run
+from padfree.train.trainer import Trainer
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.train.cases import weights_of
-from tests.train.loop_cases import lines
+from tests.train.trainer_cases import lines
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {"beta": 0.5, "label_smoothing": 0.1},
@@ -67,7 +67,7 @@ def make_config(folder: Path, place: Path, variant: str = "sigmoid", **sections:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Loop:
+def make_loop(config: Config, mesh: Mesh) -> Trainer:
     samples = load_training_data(config, load_tokenizer(config)).samples
     engine = build_engine(config, mesh)
     return begin_run(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))

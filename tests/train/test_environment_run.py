@@ -27,13 +27,13 @@ from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.travel import whole
+from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.token_ids import vocabulary_of
-from padfree.tasks.advantages import with_advantages
+from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import save_with_tokenizer
-from padfree.train.microbatch import RowSettings
+from padfree.train.microbatch import PackSettings
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
@@ -41,8 +41,8 @@ from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
-from tests.train.loop_cases import TIMES
 from tests.train.test_shared_prefixes import assert_close, gradients
+from tests.train.trainer_cases import TIMES
 
 HERE = "tests.train.test_environment_run"
 REWARDS = "tests.rollout.environment.rewards"
@@ -116,7 +116,12 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
         "model": {"path": str(model_path)},
         "data": {"path": [str(data)], "columns": {"question": "prompt"}, "epochs": None},
         "batch": {"samples": 12, "max_tokens": 60},
-        "rollout": {"environment": f"{HERE}:branching", "group": 3, "max_new_tokens": 12, "batch": 5},
+        "rollout": {
+            "environment": f"{HERE}:branching",
+            "samples_per_prompt": 3,
+            "max_new_tokens": 12,
+            "max_concurrent": 5,
+        },
         "loss": {"kind": "clip", "temperature": 0.8},
         "optimizer": {"lr": 2e-3, "eps": 1e-3},
         "checkpoint": {"export": False},
@@ -161,7 +166,7 @@ def same(samples: list[Sample], others: list[Sample]) -> None:
 
 def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_path: Path) -> None:
     """To the bit; also where rewards are computed in processes."""
-    reward: dict[str, Any] = {"reward": f"{REWARDS}:share_of_digits", "environment": None, "batch": 12}
+    reward: dict[str, Any] = {"reward": f"{REWARDS}:share_of_digits", "environment": None, "max_concurrent": 12}
     with distributed(device="cpu"):
         expected = first_samples(make_config(tmp_path / "plain", model_folder, rollout=reward))
         settings: dict[str, dict[str, Any]] = {
@@ -171,7 +176,7 @@ def test_one_turn_is_a_rollout_without_an_environment(model_folder: Path, tmp_pa
         }
         for name, rollout in settings.items():
             # as many at a time as there are, so that the sampler is asked for the same responses together
-            config = make_config(tmp_path / name, model_folder, rollout={**rollout, "batch": 12})
+            config = make_config(tmp_path / name, model_folder, rollout={**rollout, "max_concurrent": 12})
             same(first_samples(config), expected)
 
 
@@ -219,9 +224,9 @@ def test_samples_of_a_tree_and_their_gradients(model_folder: Path, tmp_path: Pat
         rng = np.random.default_rng(0)  # away from the policy, so that some ratios are clipped
         old = [(sample.logprobs + rng.normal(0, 0.2, len(sample))).astype(np.float32) for sample in samples]
         expected = plain_gradients(config, samples, old)
-        alone = gradients(engine, samples, old, RowSettings(), 1)  # every leaf in a row of its own
+        alone = gradients(engine, samples, old, PackSettings(), 1)  # every leaf in a row of its own
         assert_close(alone, expected, 1e-5)
-        shared = gradients(engine, samples, old, RowSettings(share_prefixes=True), 1000)
+        shared = gradients(engine, samples, old, PackSettings(share_prefixes=True), 1000)
         plan = engine.scorer.packer.plan(samples)
         assert plan.sharing > 1.5
         assert plan.num_micro_batches == 1
@@ -322,7 +327,7 @@ def test_an_agent_is_trained_and_repeats_itself(model_folder: Path, tmp_path: Pa
         "environment": None,
         "agent": [sys.executable, str(agent), "{prompt}"],
         "reward": f"{REWARDS}:share_of_digits",
-        "group": 2,
+        "samples_per_prompt": 2,
     }
     for name in ("one", "two"):
         train(
@@ -365,7 +370,10 @@ def test_dry_run_and_plan(model_folder: Path, tmp_path: Path, capsys: pytest.Cap
     printed = capsys.readouterr().out
     assert "rollout.environment padfree.rollout.environment.calculator:episode is not imported by a dry run" in printed
     assert "12 prompts" in printed
-    assert main(["plan", recipe, *words, "rollout.max_new_tokens=20", "rollout.group=4", "batch.samples=8"]) == 0
+    assert (
+        main(["plan", recipe, *words, "rollout.max_new_tokens=20", "rollout.samples_per_prompt=4", "batch.samples=8"])
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "48 samples" in printed, "12 prompts, 4 episodes each"
     assert "each as long as rollout.max_new_tokens allows" in printed

@@ -21,11 +21,11 @@ from padfree.head import matches
 from padfree.tasks.measures import TokenMeasure
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.evaluate import HeldOut
-from padfree.train.loop import Loop, is_better
 from padfree.train.run import train
 from padfree.train.setup import build_engine
+from padfree.train.trainer import Trainer, is_better
 from tests.train.cases import make_samples, weights_of
-from tests.train.loop_cases import SFT, lines, make_config, make_loop, save_config
+from tests.train.trainer_cases import SFT, lines, make_config, make_loop, save_config
 
 EVAL = {"path": ["in memory"], "every": 2}
 
@@ -40,7 +40,7 @@ def held_out() -> list[Sample]:
     return [replace(sample, source=("a.jsonl", "b.jsonl")[index % 2]) for index, sample in enumerate(found)]
 
 
-def evaluated_loop(config: Config, mesh: Mesh) -> Loop:
+def evaluated_loop(config: Config, mesh: Mesh) -> Trainer:
     loop = make_loop(config, mesh)
     loop.evaluate = HeldOut(loop.engine.scorer, TokenMeasure(), held_out())
     return loop
@@ -132,7 +132,7 @@ def test_matches_are_found_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     labels[::3] = -100
     head = LmHead(weight=weight, bias=bias, softcap=2.0, logit_scale=0.5)
     expected = ((head.logits(hidden).argmax(1) == labels) & (labels != -100)).float()
-    monkeypatch.setattr("padfree.head.likeliest.CHUNK_BYTES", 4 * 11 * 4)
+    monkeypatch.setattr("padfree.head.top1_accuracy.CHUNK_BYTES", 4 * 11 * 4)
     assert torch.equal(matches(hidden, head, labels), expected)
 
 
@@ -198,9 +198,9 @@ def test_a_run_exports_its_best_and_padfree_eval_finds_the_same_numbers(
 def test_responses_to_held_out_prompts(draws: int, folder: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "data": {"columns": {"prompt": "prompt"}},
-        "rollout": {"reward": "exact_match", "group": 3, "max_new_tokens": 4},
+        "rollout": {"reward": "exact_match", "samples_per_prompt": 3, "max_new_tokens": 4},
         "loss": {"kind": "clip"},
-        "eval": {"draws": draws, "greedy": draws == 1, "passes": 0.0},
+        "eval": {"samples_per_prompt": draws, "greedy": draws == 1, "pass_threshold": 0.0},
     }
     train(whole_config(folder, tmp_path / "with", **sections))
     found = evaluations(tmp_path / "with")

@@ -22,12 +22,12 @@ from safetensors.torch import save_file
 
 import padfree.distributed.peers as peers
 from padfree.batch import Sample
+from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import latest_in, step_of
-from padfree.checkpoint.files import CheckpointError
 from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
-from padfree.record.metrics import MetricsFile
+from padfree.record.metrics_file import MetricsFile
 from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.engine import Engine, NonFiniteError, PendingStep
@@ -35,8 +35,8 @@ from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.refused import refused
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
-from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 from tests.train.processes import alone, ended, forked
+from tests.train.trainer_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 from tests.waiting import wait_until
 
 KILLS = 20

@@ -13,11 +13,11 @@ import pytest
 
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.config import Config
-from padfree.record.files import CHECKPOINTS
+from padfree.record.file_names import CHECKPOINTS
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
-from tests.train.loop_cases import lines
 from tests.train.processes import alone, ended, forked
+from tests.train.trainer_cases import lines
 from tests.train.ways import way_config, write_data
 
 STEPS, KILLED_AT = 4, 3

@@ -7,25 +7,27 @@ import torch
 
 from padfree.batch import Sample
 from padfree.testing.models import build
-from padfree.train.limits import Limits, check_fits, lengths_of
+from padfree.train.limits import ModelLimits, check_fits, lengths_of
 from tests.refused import refused
 
 
 def test_limits_are_read_off_the_modules() -> None:
     with torch.device("meta"):
-        found = {name: Limits.of(build(name)) for name in ("gpt2", "opt", "qwen3", "gemma3", "gpt_neox", "deepseek_v3")}
+        found = {
+            name: ModelLimits.of(build(name)) for name in ("gpt2", "opt", "qwen3", "gemma3", "gpt_neox", "deepseek_v3")
+        }
     assert all(limits.vocabulary == 64 for limits in found.values())
     ends = {name for name, limits in found.items() if limits.positions is not None}
     assert ends == {"gpt2", "opt"}
     assert found["gpt2"].positions == found["opt"].positions == 256
-    assert Limits.of(build("qwen3", vocab_size=256)).positions is None, "as many tokens as positions"
+    assert ModelLimits.of(build("qwen3", vocab_size=256)).positions is None, "as many tokens as positions"
 
 
 def test_two_models_can_be_given_what_both_can() -> None:
-    table = Limits(vocabulary=64, positions=8, trained_positions=8)
-    rotary = Limits(vocabulary=32, positions=None, trained_positions=4)
-    assert table.within(rotary) == Limits(vocabulary=32, positions=8, trained_positions=8)
-    assert rotary.within(table) == Limits(vocabulary=32, positions=8, trained_positions=4)
+    table = ModelLimits(vocabulary=64, positions=8, trained_positions=8)
+    rotary = ModelLimits(vocabulary=32, positions=None, trained_positions=4)
+    assert table.within(rotary) == ModelLimits(vocabulary=32, positions=8, trained_positions=8)
+    assert rotary.within(table) == ModelLimits(vocabulary=32, positions=8, trained_positions=4)
     assert rotary.within(rotary).positions is None
 
 
@@ -36,7 +38,7 @@ def test_the_first_sample_beyond_the_limits_is_named() -> None:
     def check(vocabulary: int, positions: int | None, look_at_tokens: bool = True) -> None:
         check_fits(
             samples,
-            Limits(vocabulary=vocabulary, positions=positions, trained_positions=None),
+            ModelLimits(vocabulary=vocabulary, positions=positions, trained_positions=None),
             place=lambda index: f"line {index}",
             setting="data",
             look_at_tokens=look_at_tokens,

@@ -11,10 +11,10 @@ import torch
 
 from padfree.batch import IGNORE, Sample
 from padfree.distributed import Axis, Mesh
-from padfree.train.microbatch import MicroBatch, RowSettings, filler, make_micro_batch
+from padfree.train.microbatch import MicroBatch, PackSettings, filler, make_micro_batch
 from tests.train.cases import make_samples
 
-SETTINGS = RowSettings(layout="balanced")
+SETTINGS = PackSettings(layout="balanced")
 
 
 class _Group:
@@ -90,7 +90,7 @@ def test_a_filler_needs_a_token() -> None:
 def test_old_logprobs_lie_where_their_tokens_are_predicted(mesh: Mesh) -> None:
     lengths = (0, 3, 1, 4)
     samples = [Sample(tokens=np.arange(n), uid=index) for index, n in enumerate(lengths)]
-    batch = make_micro_batch(with_old(samples, 10.0), np.array([0, 1, 2, 3]), mesh, RowSettings())
+    batch = make_micro_batch(with_old(samples, 10.0), np.array([0, 1, 2, 3]), mesh, PackSettings())
     assert old_of(batch).tolist() == [11.0, 12.0, 0.0, 0.0, 31.0, 32.0, 33.0, 0.0]
     with pytest.raises(ValueError, match="old_logprobs"):
         samples[1].with_numbers(old_logprobs=np.zeros(4))

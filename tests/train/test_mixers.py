@@ -23,11 +23,11 @@ from padfree.model.load import local_part, named_tensors
 from padfree.model.mixers import installed
 from padfree.model.routers import routers_of
 from padfree.testing.models import build, row
-from padfree.train.loop import Loop
+from padfree.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.rounding import largest_difference
 from tests.train.cases import make_samples, weights_of
-from tests.train.loop_cases import make_config, make_loop
+from tests.train.trainer_cases import make_config, make_loop
 
 BIAS_RATE = 2.0**-6  # small: the load does not turn round in two steps
 KINDS = {
@@ -43,7 +43,7 @@ BIASED = ("lfm2_moe", "deepseek_v3")
 ROW = [9, 3, 12]
 
 
-def loop_of(folder: Path, name: str, where: str, mesh: Mesh, steps: int = 2) -> Loop:
+def loop_of(folder: Path, name: str, where: str, mesh: Mesh, steps: int = 2) -> Trainer:
     loss: dict[str, Any] = {"loss": {"router_bias": BIAS_RATE}} if name in BIASED else {}
     config = make_config(
         folder / f"{name} {where}",
@@ -56,7 +56,7 @@ def loop_of(folder: Path, name: str, where: str, mesh: Mesh, steps: int = 2) -> 
     return make_loop(config, mesh, make_samples((5, 9, 4, 12, 7, 6, 3, 8)))
 
 
-def gradients_of(loop: Loop) -> dict[str, Tensor]:
+def gradients_of(loop: Trainer) -> dict[str, Tensor]:
     loop.engine.gradients(loop.engine.prepare(make_samples()))
     found = {}
     for name, parameter in loop.engine.model.named_parameters():
@@ -65,12 +65,12 @@ def gradients_of(loop: Loop) -> dict[str, Tensor]:
     return found
 
 
-def biases_of(loop: Loop) -> list[Tensor]:
+def biases_of(loop: Trainer) -> list[Tensor]:
     routers = [router for router in routers_of(loop.engine.model) if router.owner is not None]
     return [router.owner._buffers[router.bias].clone() for router in routers]  # type: ignore[union-attr]
 
 
-def held(loop: Loop) -> dict[str, Tensor]:
+def held(loop: Trainer) -> dict[str, Tensor]:
     """What this rank has of all parameters and buffers."""
     return {name: local_part(tensor).clone() for name, tensor in named_tensors(loop.engine.model).items()}
 

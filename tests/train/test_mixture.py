@@ -18,17 +18,17 @@ from padfree.checkpoint.checkpointer import latest_in
 from padfree.cli.main import main
 from padfree.cli.train import description
 from padfree.config import Config, config_from_dict
-from padfree.record.files import CHECKPOINTS
+from padfree.record.file_names import CHECKPOINTS
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.steps import load_steps
-from padfree.train.decide import count_steps, decide
-from padfree.train.rows import source_shares
+from padfree.train.data_rows import source_shares
+from padfree.train.preflight import count_steps, preflight
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
-from tests.train.loop_cases import lines
 from tests.train.processes import alone, ended, forked
 from tests.train.test_killed import die, run
+from tests.train.trainer_cases import lines
 from tests.train.ways import DATA, way_config, write, write_data
 
 PROBLEMS = [(f"{a}+{b}=", f"the sum is {a + b}") for a in range(3) for b in (2, 5)]
@@ -192,7 +192,7 @@ def test_steps_of_several_epochs_of_unlike_length(folder: Path) -> None:
 
 def refused(config: Config) -> str:
     with pytest.raises(ValueError) as caught:
-        decide(config, processes=1, device_type="cpu", dry=True)
+        preflight(config, processes=1, device_type="cpu", dry=True)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -11,7 +11,7 @@ from padfree.config import Config
 from padfree.distributed import Mesh, make_mesh
 from tests.losses.objectives.cases import HERE
 from tests.ranks import run_ranks
-from tests.train.loop_cases import RL, lines, make_config, make_loop, save_config
+from tests.train.trainer_cases import RL, lines, make_config, make_loop, save_config
 
 KINDS = ("clip", f"{HERE}:clip")
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from padfree.checkpoint.files import hash_of
+from padfree.checkpoint.checkpoint_files import hash_of
 from padfree.config import config_from_dict
 from padfree.config.setting import Resume
 from padfree.distributed import Mesh, make_mesh
@@ -19,7 +19,7 @@ from padfree.train.run import train
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import VOCABULARY
-from tests.train.loop_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.trainer_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -30,17 +30,17 @@ from padfree.packing.context_sizes import context_sizes
 from padfree.rollout import Prompt
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.check.padded import padded_rows
-from padfree.train.begin import begin_run
-from padfree.train.loop import Loop
 from padfree.train.microbatch import at_ends
 from padfree.train.run import evaluate, train
-from padfree.train.scalar import ScalarScorer
-from padfree.train.setup import build_engine, build_judge
+from padfree.train.setup import build_engine, build_reward_model
+from padfree.train.start_run import begin_run
+from padfree.train.trainer import Trainer
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.value_loss import ScalarScorer
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import alone
-from tests.train.loop_cases import lines
+from tests.train.trainer_cases import lines
 
 MARGIN = 0.25
 ADAPTERS = {"lora": {"rank": 2}}
@@ -80,7 +80,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Loop:
+def make_loop(config: Config, mesh: Mesh) -> Trainer:
     tokenizer = load_tokenizer(config)
     samples = load_training_data(config, tokenizer).samples
     return begin_run(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
@@ -259,23 +259,23 @@ def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, t
         assert torch.equal(weight, part.engine.model.state_dict()[name]), name
 
 
-def judged(rank: int, world: int, config: Config) -> list[list[float | str]]:
+def rewarded(rank: int, world: int, config: Config) -> list[list[float | str]]:
     """Rewards of this rank's responses, the first rank having all, on every layout; rows as wide as they want last."""
     meshes = [make_mesh("cpu", context=context) for context in range(1, world + 1)]
     if world > 1:
         meshes.append(make_mesh("cpu", contexts=context_sizes(world)))
     found: list[list[float | str]] = []
     for mesh in meshes:
-        judge = build_judge(config, mesh)
-        assert judge is not None
+        reward_model = build_reward_model(config, mesh)
+        assert reward_model is not None
         if len(found) == world:
-            judge.scorer.packer.max_tokens = 4
-        found.append(judge(ANSWERS if rank == 0 else []))
+            reward_model.scorer.packer.max_tokens = 4
+        found.append(reward_model(ANSWERS if rank == 0 else []))
     return found
 
 
 ANSWERS = [
-    (Prompt(tokens=np.array([1]), room=4, row=row, uid=f"row {number}", source="rows"), text)
+    (Prompt(tokens=np.array([1]), max_new_tokens=4, row=row, uid=f"row {number}", source="rows"), text)
     for number, (row, text) in enumerate(
         (({"prompt": "1+2="}, "3"), ({"prompt": "1+2="}, "12+0=9"), ({"question": "x", "prompt": "4+4="}, ""))
     )
@@ -290,7 +290,7 @@ def judge_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return place / "run" / "model"
 
 
-def rl_config(folder: Path, judge: Path, place: Path) -> Config:
+def rl_config(folder: Path, reward_model: Path, place: Path) -> Config:
     prompts = place / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{a}+1="}) + "\n" for a in range(3)))
     return config_from_dict(
@@ -299,8 +299,8 @@ def rl_config(folder: Path, judge: Path, place: Path) -> Config:
             "data": {"path": [str(prompts)], "epochs": None},
             "loss": {"kind": "clip"},
             "batch": {"samples": 4, "max_tokens": 64},
-            "rollout": {"reward": f"model:{judge}", "group": 2, "max_new_tokens": 5},
-            "eval": {"path": [str(prompts)], "passes": -100.0},
+            "rollout": {"reward": f"model:{reward_model}", "group": 2, "max_new_tokens": 5},
+            "eval": {"path": [str(prompts)], "pass_threshold": -100.0},
             "run": {"folder": str(place / "rl"), "steps": 2, "device": "cpu"},
         }
     )
@@ -318,9 +318,9 @@ def test_a_reward_model_judges_responses(mesh: Mesh, folder: Path, judge_folder:
             return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
     expected = [by_transformers(prompt.row["prompt"], text) for prompt, text in ANSWERS]
-    first, second = run_ranks(2, judged, config)
+    first, second = run_ranks(2, rewarded, config)
     assert len(first) == 3
-    for found in (*judged(0, 1, config), *first):
+    for found in (*rewarded(0, 1, config), *first):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert second == [[], [], []]
     train(config)
@@ -337,10 +337,10 @@ def test_what_cannot_judge_is_refused(folder: Path, judge_folder: Path, tmp_path
     config = rl_config(folder, folder / "model", tmp_path)
     with refused("rollout.reward", ".*model has no score.weight"):
         train(config)
-    judge = build_judge(rl_config(folder, judge_folder, tmp_path), alone())
-    assert judge is not None
-    prompt = Prompt(tokens=np.array([1]), room=4, row={"prompt": ["1"]}, uid="row 7", source="rows")
-    (wrong,) = judge([(prompt, "2")])
+    reward_model = build_reward_model(rl_config(folder, judge_folder, tmp_path), alone())
+    assert reward_model is not None
+    prompt = Prompt(tokens=np.array([1]), max_new_tokens=4, row={"prompt": ["1"]}, uid="row 7", source="rows")
+    (wrong,) = reward_model([(prompt, "2")])
     assert re.match(r"rollout.reward: the reward model cannot read row 7 .*; change the row", str(wrong))
 
 

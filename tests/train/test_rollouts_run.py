@@ -18,13 +18,13 @@ from padfree.config import Config, LoraConfig, config_from_dict
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.model.load import load_model, named_tensors
 from padfree.model.lora import add_adapters
-from padfree.record.files import ROLLOUTS as FILE
+from padfree.record.file_names import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.response_log import ResponseLog
-from padfree.rollout.collect.travel import whole
+from padfree.rollout.collect.response_examples import ResponseExamples
+from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
-from padfree.rollout.engines.in_process.weights import copy_weights
+from padfree.rollout.engines.in_process.policy_model import copy_weights
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import save_with_tokenizer
@@ -33,7 +33,7 @@ from padfree.train.setup import build_engine
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
 from tests.ranks import run_ranks
 from tests.refused import refused
-from tests.train.loop_cases import TIMES
+from tests.train.trainer_cases import TIMES
 
 HERE = "tests.train.test_rollouts_run"
 
@@ -113,7 +113,7 @@ def test_rollouts_are_those_of_one_process_on_any_layout(model_folder: Path, tmp
     train(config)
     others = [
         make_config(tmp_path / "data", model_folder),
-        make_config(tmp_path / "context", model_folder, parallel={"context": 2}, rollout={"batch": 64}),
+        make_config(tmp_path / "context", model_folder, parallel={"context": 2}, rollout={"max_concurrent": 64}),
     ]
     failing = make_config(tmp_path / "failing", model_folder, rollout={"reward": f"{HERE}:raises"})
     results = run_ranks(2, ranks, others, failing)
@@ -192,8 +192,8 @@ def test_examples_of_earlier_batches_are_kept_whatever_they_hold(tmp_path: Path)
     path = tmp_path / "run" / FILE
     texts = ["plain", "two\nlines\r\x0b\x85\u2028 東京 \ufffd", ""]
     for batch, text in enumerate(texts, start=1):
-        ResponseLog(path).write(batch, [{"response": text}])
-    ResponseLog(path).write(3, [{"response": "again"}])
+        ResponseExamples(path).write(batch, [{"response": text}])
+    ResponseExamples(path).write(3, [{"response": "again"}])
     with path.open(encoding="utf-8", newline="\n") as file:
         found = [json.loads(line) for line in file]
     assert found == [
@@ -227,7 +227,7 @@ def test_smallest_sizes(model_folder: Path, tmp_path: Path) -> None:
         model_folder,
         data={"path": [str(tmp_path / "one.jsonl")], "columns": {}},
         batch={"samples": 1, "max_tokens": 2},
-        rollout={"group": 1, "max_new_tokens": 1},
+        rollout={"samples_per_prompt": 1, "max_new_tokens": 1},
         loss={"kind": "reinforce", "advantage": "reinforce++"},
         run={"steps": 2},
     )
@@ -259,7 +259,7 @@ def test_the_run_ends_with_the_prompts(model_folder: Path, tmp_path: Path) -> No
         ),
         ({"rollout": {"reward": f"{HERE}:nothing"}}, "the module has no 'nothing'; correct the name"),
         ({"rollout": {"reward": "best"}}, "reward: 'best'; use one of exact_match, number_after_hashes, or"),
-        ({"rollout": {"group": 1}}, "rollout.group: 1; set rollout.group=8, or"),
+        ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt: 1; set rollout.samples_per_prompt=8, or"),
         (
             {"loss": {"advantage": "given"}},
             "loss.advantage: 'given'; choose grpo or another, responses written here bring none",

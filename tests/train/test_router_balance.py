@@ -26,7 +26,7 @@ from tests.rounding import largest_difference
 from tests.train.cases import alone, make_engine, make_samples, small_model
 
 COEFFICIENT = 0.5
-SETTINGS = LossSettings(loss=SFTSettings(), router=COEFFICIENT)
+SETTINGS = LossSettings(loss=SFTSettings(), load_balancing=COEFFICIENT)
 WITHOUT_ROUTERS = (
     "afmoe",  # its router and that of the next are linear layers in a module that returns something else
     "hunyuan_v1_moe",
@@ -165,7 +165,7 @@ def test_routers_are_found() -> None:
 
 
 def test_a_model_without_experts_is_refused(mesh: Mesh) -> None:
-    with refused("loss.router"):
+    with refused("loss.load_balancing"):
         make_engine(mesh, SETTINGS)
     with refused("loss.router_bias"):
         make_engine(mesh, LossSettings(loss=SFTSettings(), router_bias=0.1), small_model("qwen3_moe"))

@@ -14,12 +14,12 @@ from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.losses import RewardModelSettings, ValueSettings
 from padfree.model.load import load_model
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.sharding.parallelize import parallelize, transformations
-from padfree.tasks.reward import RewardRowLoss
+from padfree.tasks.reward import RewardMicroBatchLoss
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.microbatch import RowSettings
-from padfree.train.scalar import ScalarScorer, ValueRowLoss
+from padfree.train.microbatch import PackSettings
+from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 from tests.train.cases import make_samples, small_model
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +52,13 @@ def make_engine(name: str, folder: Path, mesh: Mesh, dtype: torch.dtype, *, shar
     model = load_model(
         folder, device=mesh.device, head="scalar", shard=lambda model: parallelize(model, steps), spread=0.3
     )
-    rows = RowSettings(ends=name == "reward", share_prefixes=shared)
+    rows = PackSettings(ends=name == "reward", share_prefixes=shared)
     scorer = ScalarScorer(model, mesh, max_tokens=64, rows=rows)
     optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-2))
     if name == "reward":
         settings = RewardModelSettings(margin=0.1)
-        return Engine(scorer, optimizer, LossSettings(loss=settings), RewardRowLoss(settings))
-    return Engine(scorer, optimizer, LossSettings(loss=ValueSettings()), ValueRowLoss(ValueSettings()))
+        return Engine(scorer, optimizer, LossSettings(loss=settings), RewardMicroBatchLoss(settings))
+    return Engine(scorer, optimizer, LossSettings(loss=ValueSettings()), ValueMicroBatchLoss(ValueSettings()))
 
 
 @pytest.mark.parametrize("name", ["reward", "value"])

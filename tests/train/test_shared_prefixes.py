@@ -34,7 +34,7 @@ from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing import collate
 from padfree.testing.models import build
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.microbatch import RowSettings
+from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
 from padfree.warning import PadfreeWarning
 from tests.ranks import run_ranks
@@ -49,7 +49,7 @@ CORRECTIONS = {
 }
 ALL_LOSSES: dict[str, LossSettings] = {
     **LOSSES,
-    "reinforce": LossSettings(loss=PolicySettings(objective=ReinforceSettings()), weights="sample-sum"),
+    "reinforce": LossSettings(loss=PolicySettings(objective=ReinforceSettings()), aggregation="sample-sum"),
     **{
         name: LossSettings(loss=PolicySettings(objective=ClipSettings(), corrections=(correction,)))
         for name, correction in CORRECTIONS.items()
@@ -85,7 +85,9 @@ def tree_samples(seed: int = 0) -> list[Sample]:
     ]
 
 
-def gradients(engine: Engine, samples: list[Sample], old: Any, rows: RowSettings, max_tokens: int) -> dict[str, Tensor]:
+def gradients(
+    engine: Engine, samples: list[Sample], old: Any, rows: PackSettings, max_tokens: int
+) -> dict[str, Tensor]:
     engine.scorer.packer.rows, engine.scorer.packer.max_tokens = rows, max_tokens
     engine.gradients(engine.prepare(samples if old is None else with_arrays(samples, old_logprobs=old)))
     found = {
@@ -109,8 +111,8 @@ def both_ways(mesh: Mesh, settings: LossSettings, name: str = "qwen3") -> None:
     samples = tree_samples()
     engine = make_engine(mesh, settings, small_model(name))
     old = [sample.ref_logprobs for sample in samples]
-    expected = gradients(engine, samples, old, RowSettings(), 1)  # every sample in a row of its own
-    shared = gradients(engine, samples, old, RowSettings(share_prefixes=True), 1000)
+    expected = gradients(engine, samples, old, PackSettings(), 1)  # every sample in a row of its own
+    shared = gradients(engine, samples, old, PackSettings(share_prefixes=True), 1000)
     plan = engine.scorer.packer.plan(samples)
     assert plan.sharing > 1.8
     assert plan.num_micro_batches == 1
@@ -180,7 +182,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["clip"])
     plain = engine.scorer.logprobs(samples)
-    engine.scorer.packer.rows = RowSettings(share_prefixes=True)
+    engine.scorer.packer.rows = PackSettings(share_prefixes=True)
     engine.scorer.packer.max_tokens = 1000
     for one, other in zip(engine.scorer.logprobs(samples), plain, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -194,7 +196,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
 def test_a_changed_leaf_changes_no_other_sample_bitwise(mesh: Mesh) -> None:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["sft"])
-    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = RowSettings(share_prefixes=True), 1000
+    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = PackSettings(share_prefixes=True), 1000
     before = engine.scorer.logprobs(samples)
     tokens = samples[1].tokens.copy()
     tokens[-3:] = (tokens[-3:] + 1) % VOCABULARY
@@ -219,7 +221,7 @@ def on_ranks(rank: int, world: int) -> list[dict[str, Tensor]]:
     old = [sample.ref_logprobs for sample in samples]
     found = []
     for method, layout in WAYS:
-        rows = RowSettings(method=method, layout=layout, share_prefixes=True)  # type: ignore[arg-type]
+        rows = PackSettings(method=method, layout=layout, share_prefixes=True)  # type: ignore[arg-type]
         found.append(gradients(engine, samples, old, rows, 1000))
     scored = engine.scorer.logprobs(samples)
     return [*found, {str(i): torch.from_numpy(each.copy()) for i, each in enumerate(scored)}]
@@ -230,7 +232,7 @@ def test_context_ranks(world: int, mesh: Mesh) -> None:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["clip"], small_model("llama"))
     old = [sample.ref_logprobs for sample in samples]
-    expected = gradients(engine, samples, old, RowSettings(), 1)
+    expected = gradients(engine, samples, old, PackSettings(), 1)
     logprobs = engine.scorer.logprobs(samples)
     *found, scored = run_ranks(world, on_ranks)[0]
     for each in found:
@@ -247,7 +249,7 @@ def test_windows_over_context_ranks() -> None:
 def windowed(rank: int, world: int) -> list[dict[str, Tensor]]:
     samples = tree_samples()
     engine = make_engine(make_mesh("cpu", context=world), LOSSES["sft"], small_model("mistral"))
-    ways = [(RowSettings(), 1), (RowSettings(share_prefixes=True), 1000)]
+    ways = [(PackSettings(), 1), (PackSettings(share_prefixes=True), 1000)]
     return [gradients(engine, samples, None, rows, tokens) for rows, tokens in ways]
 
 
@@ -255,8 +257,8 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     model = small_model("gpt2", resid_pdrop=0.1)
     attach(model)
     with refused("batch.share_prefixes"):
-        Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes=True))
-    scorer = Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto"))
+        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes=True))
+    scorer = Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes="auto"))
     assert scorer.packer.unshared_reason is not None
     samples = [
         replace(sample, tokens=np.append(np.arange(90) % VOCABULARY, sample.tokens), **NO_ARRAYS)
@@ -275,15 +277,15 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
 def test_ways_of_training(changes: dict[str, Any], mesh: Mesh) -> None:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["sft"], small_model("llama"), **changes)
-    expected = gradients(engine, samples, None, RowSettings(), 1)
-    found = gradients(engine, samples, None, RowSettings(share_prefixes=True), 1000)
+    expected = gradients(engine, samples, None, PackSettings(), 1)
+    found = gradients(engine, samples, None, PackSettings(share_prefixes=True), 1000)
     assert_close(found, expected, 1e-5)
     assert expected
 
 
 def test_other_trees_compile_nothing(mesh: Mesh) -> None:
     engine = make_engine(mesh, LOSSES["sft"], small_model("llama"), compile="aot_eager")
-    shared = RowSettings(share_prefixes=True)
+    shared = PackSettings(share_prefixes=True)
     gradients(engine, tree_samples(), None, shared, 1000)
     with CompilerWatch() as compiler:
         for samples in (tree_samples(1)[:6], tree_samples(2)[1:], [s.truncated(len(s) - 1) for s in tree_samples(3)]):
@@ -297,9 +299,10 @@ def test_layers_that_carry_a_state_or_count_positions_are_not_shared(name: str, 
     """The model itself refuses a row that shares, too."""
     model = attach(build(name))
     assert (
-        Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes="auto")).packer.unshared_reason is not None
+        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes="auto")).packer.unshared_reason
+        is not None
     )
     with refused("batch.share_prefixes"):
-        Scorer(model, mesh, max_tokens=1000, rows=RowSettings(share_prefixes=True))
+        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes=True))
     with refused("share_prefixes"):
         hidden_states(model, shard(collate(tree_samples(), share_prefixes=True)))

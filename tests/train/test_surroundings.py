@@ -156,7 +156,7 @@ def with_rewards(folder: Path) -> dict[str, Any]:
             data.path = ["{folder / "rl.jsonl"}"]
             batch = {{ samples = 4, max_tokens = 64 }}
             loss = {{ kind = "clip" }}
-            rollout = {{ reward = "own_{name}:reward", group = 2, max_new_tokens = 2 }}
+            rollout = {{ reward = "own_{name}:reward", samples_per_prompt = 2, max_new_tokens = 2 }}
             run = {{ folder = "{folder / name}", steps = 2, device = "cpu" }}
         """)
         child, read = forked(lambda _, name=name: main(["rl", str(folder / f"{name}.toml")]), output)  # type: ignore[misc]

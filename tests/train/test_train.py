@@ -117,7 +117,7 @@ def test_settings_reach_the_parts(model_folder: Path, tmp_path: Path) -> None:
             "high": 0.2,
             "temperature": 0.5,
             "corrections": ["opsm"],
-            "weights": "group-mean",
+            "aggregation": "group-mean",
         },
     )
     with distributed(device="cpu") as device:

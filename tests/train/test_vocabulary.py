@@ -16,7 +16,7 @@ from padfree.cli.main import main
 from padfree.config import Config, load_config
 from padfree.config.hub import GIVEN_TEXT, named_models
 from padfree.testing.models import save_with_tokenizer
-from padfree.train.decide import decide
+from padfree.train.preflight import preflight
 from padfree.train.vocabulary import compare
 from tests.refused import refused
 
@@ -133,7 +133,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     config = config_of(setting, folders["own"], folders[other], tmp_path)
     assert named_models(config)[setting] == folders[other]
     with pytest.raises(ValueError, match=r"has other token ids than") as caught:
-        decide(config, processes=1, device_type="cpu", dry=True)
+        preflight(config, processes=1, device_type="cpu", dry=True)
     line = str(caught.value)
     assert line.startswith(f"{setting}: {folders[other]} has other token ids than ")
     assert folders["own"] in line
@@ -146,17 +146,17 @@ def test_another_vocabulary_of_the_same_size_is_refused(
 @pytest.mark.parametrize("setting", ["reference.path", "teacher.path", "critic.path"])
 def test_a_model_may_know_more_tokens_but_not_fewer(setting: str, folders: dict[str, str], tmp_path: Path) -> None:
     more = config_of(setting, folders["own"], folders["add"], tmp_path)
-    assert not [note for note in decide(more, processes=1, device_type="cpu", dry=True).notes if "token id" in note]
+    assert not [note for note in preflight(more, processes=1, device_type="cpu", dry=True).notes if "token id" in note]
     fewer = config_of(setting, folders["own"], folders["drop"], tmp_path)
     with pytest.raises(
         ValueError, match=r"'\+' is unknown in the former, .* in the latter; .* or set model.tokenizer="
     ):
-        decide(fewer, processes=1, device_type="cpu", dry=True)
+        preflight(fewer, processes=1, device_type="cpu", dry=True)
 
 
 def test_a_tokenizer_with_new_tokens_for_the_trained_model_is_noted(folders: dict[str, str], tmp_path: Path) -> None:
     config = config_of("model.tokenizer", folders["own"], folders["add"], tmp_path)
-    notes = decide(config, processes=1, device_type="cpu", dry=True).notes
+    notes = preflight(config, processes=1, device_type="cpu", dry=True).notes
     (note,) = [note for note in notes if note.startswith("model.tokenizer")]
     assert "has 1 tokens that the tokenizer of" in note
     assert "'é'" in note
@@ -167,7 +167,7 @@ def test_what_is_assumed_of_a_model_without_a_tokenizer_is_said(
     setting: str, folders: dict[str, str], tmp_path: Path
 ) -> None:
     config = config_of(setting, folders["own"], folders["bare"], tmp_path)
-    notes = [note for note in decide(config, processes=1, device_type="cpu", dry=True).notes if "tokenizer" in note]
+    notes = [note for note in preflight(config, processes=1, device_type="cpu", dry=True).notes if "tokenizer" in note]
     assert notes == [
         f"{setting}: {folders['bare']} has no tokenizer; token ids are taken to mean the same in {folders['bare']} and "
         f"{folders['own']}"

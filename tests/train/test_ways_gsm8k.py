@@ -15,7 +15,7 @@ from padfree.config import Config
 from padfree.testing.arithmetic import train_tokenizer, write_model
 from padfree.train.run import train
 from tests.ranks import run_ranks
-from tests.train.loop_cases import TIMES
+from tests.train.trainer_cases import TIMES
 from tests.train.ways import HELD_OUT, WAYS, held_out, way_config, write, write_data
 
 PROBLEMS, QUESTIONS = 6, 4

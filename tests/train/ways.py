@@ -14,16 +14,18 @@ from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.calculator import calculate
 
-PLAYED: dict[str, Any] = {"rollout": {"environment": "tests.train.ways:tool", "group": 2, "max_new_tokens": 40}}
+PLAYED: dict[str, Any] = {
+    "rollout": {"environment": "tests.train.ways:tool", "samples_per_prompt": 2, "max_new_tokens": 40}
+}
 WAYS: Mapping[str, dict[str, Any]] = {
     "sft": {"loss": {"kind": "sft"}},
     "dpo": {"loss": {"kind": "dpo"}, "data": {"columns": {"margin": "unused"}}},  # for reward models
     "reward": {"loss": {"kind": "reward", "reward": {"margin": 0.1}}, "batch": {"share_prefixes": True}},
     "adapters": {"loss": {"kind": "reward"}, "lora": {"rank": 4}},
     "distill": {"loss": {"kind": "distill", "distill": {"divergence": "jsd"}}},
-    "clip": {"loss": {"kind": "clip", "mini_batches": 2, "weights": "token-mean", "low": 0.2, "high": 0.28}},
-    "gspo": {"loss": {"kind": "gspo", "mini_batches": 2, "weights": "sample-mean", "low": 3e-4, "high": 4e-4}},
-    "cispo": {"loss": {"kind": "cispo", "mini_batches": 2, "weights": "group-mean", "high": 0.2}},
+    "clip": {"loss": {"kind": "clip", "mini_batches": 2, "aggregation": "token-mean", "low": 0.2, "high": 0.28}},
+    "gspo": {"loss": {"kind": "gspo", "mini_batches": 2, "aggregation": "sample-mean", "low": 3e-4, "high": 4e-4}},
+    "cispo": {"loss": {"kind": "cispo", "mini_batches": 2, "aggregation": "group-mean", "high": 0.2}},
     "environment": {"loss": {"kind": "clip", "temperature": 0.8}, **PLAYED},
     "critic": {
         "loss": {"kind": "clip", "advantage": "gae", "mini_batches": 2},

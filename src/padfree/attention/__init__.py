@@ -1,6 +1,6 @@
 """Attention inside segments of one token axis, on the fastest kernel that can do it."""
 
-from padfree.attention.backend import AttentionBackend, Capabilities, Needs
+from padfree.attention.backend import AttentionBackend, AttentionNeeds, Capabilities
 from padfree.attention.function import varlen_attention, varlen_backward, varlen_forward
 from padfree.attention.selection import BACKENDS, choose_backend, register_backend
 from padfree.attention.sinks import apply_sinks, sinks_gradient
@@ -9,9 +9,9 @@ from padfree.attention.spec import AttentionSpec
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
+    "AttentionNeeds",
     "AttentionSpec",
     "Capabilities",
-    "Needs",
     "apply_sinks",
     "choose_backend",
     "register_backend",

@@ -42,7 +42,7 @@ class Pages(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
+class AttentionNeeds:
     """What one call needs of its backend. `compute_capability` is that of its CUDA device."""
 
     device: str
@@ -69,7 +69,7 @@ class Capabilities:
     package: str = ""  # what must be installed, and how
     auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES  # the types for which `auto` may choose it; (): only by name
 
-    def unsupported_reason(self, needs: Needs) -> str | None:
+    def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
         """Why a call cannot be served, or None."""
         major, minor = needs.compute_capability
         if needs.device not in self.devices:
@@ -101,7 +101,7 @@ class AttentionBackend(Protocol):
         """Whether `capabilities.package` is there."""
         return True
 
-    def unsupported_reason(self, needs: Needs) -> str | None:
+    def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
         """Why a call cannot be served here, or None."""
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():

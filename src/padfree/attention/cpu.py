@@ -120,8 +120,8 @@ class FusedCPU(AttentionBackend):
                 out[rows], lse[rows] = reference.block_forward(q_[rows], k_[cols], v_[cols], visible, spec)
         else:
             heads, group = k.shape[1], q.shape[1] // k.shape[1]
-            by_query, by_key = _Places(_grouped(q_, heads)), _Places(*(_grouped(x, heads) for x in (k_, v_)))
-            results = _Places(_grouped(out, heads), _grouped(lse, heads))
+            by_query, by_key = _KeyPlaces(_grouped(q_, heads)), _KeyPlaces(*(_grouped(x, heads) for x in (k_, v_)))
+            results = _KeyPlaces(_grouped(out, heads), _grouped(lse, heads))
             for shape, queries, keys in calls:
                 causal, mask = _masking(shape, spec, q_)
                 piece = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -160,9 +160,12 @@ class FusedCPU(AttentionBackend):
                 dv[cols] += piece_dv
         else:
             heads, group = k.shape[1], q.shape[1] // k.shape[1]
-            by_query = _Places(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
-            by_key = _Places(*(_grouped(x, heads) for x in (k_, v_)))
-            query_results, key_results = _Places(_grouped(dq, heads)), _Places(*(_grouped(x, heads) for x in (dk, dv)))
+            by_query = _KeyPlaces(*(_grouped(x, heads) for x in (dout_, q_, out_, lse_)))
+            by_key = _KeyPlaces(*(_grouped(x, heads) for x in (k_, v_)))
+            query_results, key_results = (
+                _KeyPlaces(_grouped(dq, heads)),
+                _KeyPlaces(*(_grouped(x, heads) for x in (dk, dv))),
+            )
             for shape, queries, keys in calls:
                 causal, mask = _masking(shape, spec, q_)
                 piece_dout, piece_q, piece_out, piece_lse = by_query.take(queries, shape.queries)
@@ -196,7 +199,7 @@ def _grouped(x: Tensor, num_key_heads: int) -> Tensor:
     return x.view(len(x), num_key_heads, x.shape[1] // num_key_heads, *x.shape[2:]).movedim(0, 2)
 
 
-class _Places:
+class _KeyPlaces:
     """Tensors [Hkv, group, T, ...] and the pieces of them: ranges of T, `length` long, that begin at `starts`."""
 
     def __init__(self, *tensors: Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padfree.attention.backend import HALF_TYPES, AttentionBackend, Capabilities, Needs, Pages
+from padfree.attention.backend import HALF_TYPES, AttentionBackend, AttentionNeeds, Capabilities, Pages
 from padfree.attention.flash import fill_blind_queries, lse_for_kernel, window_left
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import Segments
@@ -49,7 +49,7 @@ class FlashAttention4(AttentionBackend):
     def is_installed(self) -> bool:
         return _is_installed()
 
-    def unsupported_reason(self, needs: Needs) -> str | None:
+    def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
         reason = super().unsupported_reason(needs)
         if reason is not None or needs.compute_capability[0] == 9:
             return reason

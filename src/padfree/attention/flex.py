@@ -52,7 +52,7 @@ class Flex(AttentionBackend):
         out, auxiliary = _compiled()(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             score_mod=None if spec.softcap is None else _softcapped(spec.softcap),
-            block_mask=_remembered_mask(_Key(segments_q, segments_k, spec, q.device)),
+            block_mask=_remembered_mask(_MaskKey(segments_q, segments_k, spec, q.device)),
             scale=spec.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=AuxRequest(lse=True),
@@ -83,7 +83,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
     return softcapped
 
 
-class _Key:
+class _MaskKey:
     """Segments and mask, equal by what they say: what a block mask is remembered under."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
@@ -97,7 +97,7 @@ class _Key:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _Key)
+            isinstance(other, _MaskKey)
             and np.array_equal(self.segments_q.offsets, other.segments_q.offsets)
             and np.array_equal(self.segments_k.offsets, other.segments_k.offsets)
             and (self.spec, self.device) == (other.spec, other.device)
@@ -105,7 +105,7 @@ class _Key:
 
 
 @functools.lru_cache(maxsize=8)
-def _remembered_mask(key: _Key) -> Any:
+def _remembered_mask(key: _MaskKey) -> Any:
     return block_mask(key.segments_q, key.segments_k, key.spec, key.device)
 
 

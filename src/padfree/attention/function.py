@@ -232,7 +232,7 @@ def _checked_spec(
             raise UserError(name, f"{segments.num_tokens} tokens for a tensor of {tokens}", "they must be the same")
         if segments.cu_seqlens.device != q.device:
             raise UserError(name, f"on {segments.cu_seqlens.device}, q on {q.device}", f"call .to({str(q.device)!r})")
-        assert segments.parents is None, "nodes see their ancestors: path_attention"
+        assert segments.parents is None, "nodes see their ancestors: prefix_attention"
     return AttentionSpec(
         scale=q.shape[2] ** -0.5 if scale is None else scale, causal=causal, window=window, softcap=softcap
     )

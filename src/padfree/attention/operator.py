@@ -60,7 +60,7 @@ def self_attention(
     return result
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """What a kernel is called with besides tensors."""
 
     backend: AttentionBackend
@@ -71,7 +71,7 @@ class _Call(NamedTuple):
 def _call(
     q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, scale: float, window: int | None,
     softcap: float | None, backend: str,
-) -> _Call:  # fmt: skip
+) -> _AttentionCall:  # fmt: skip
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
@@ -83,10 +83,10 @@ def _call(
     segments = Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=int(max_seqlen))
     if window is not None and window >= segments.max_seqlen:
         window = None  # no query has as many keys
-    return _Call(chosen, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
+    return _AttentionCall(chosen, segments, AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap))
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: _AttentionCall) -> tuple[Tensor, Tensor]:
     out, lse = call.backend.forward(q, k, v, call.segments, call.segments, call.spec)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 

@@ -39,7 +39,7 @@ def visible_keys(
     return visible if spec.window is None else visible & (key > own - spec.window)
 
 
-class Reference(AttentionBackend):
+class ReferenceAttention(AttentionBackend):
     name = "reference"
     capabilities = Capabilities(
         devices=("cpu", "cuda", "mps", "xpu"),
@@ -140,4 +140,4 @@ def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
     return torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
 
 
-BACKEND = Reference()
+BACKEND = ReferenceAttention()

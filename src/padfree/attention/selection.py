@@ -11,7 +11,7 @@ import functools
 import torch
 
 from padfree.attention import cpu, flash4, flex, reference, torch_varlen
-from padfree.attention.backend import AttentionBackend, Needs, span
+from padfree.attention.backend import AttentionBackend, AttentionNeeds, span
 from padfree.errors import UserError
 
 BACKENDS: dict[str, AttentionBackend] = {
@@ -65,7 +65,7 @@ def _choose(
     raw_backward: bool,
     requested: str,
 ) -> str:
-    needs = Needs(
+    needs = AttentionNeeds(
         device=device.type,
         compute_capability=_compute_capability(device),
         dtype=dtype,

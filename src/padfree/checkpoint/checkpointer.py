@@ -49,7 +49,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from padfree.checkpoint.files import (
+from padfree.checkpoint.checkpoint_files import (
     DTYPES,
     CheckpointError,
     Reader,
@@ -247,11 +247,11 @@ class Checkpointer:
             with self._together() as errors, _reported(errors, partial / file, self._unwritten()):
                 size, digest = write_safetensors(partial / file, job.tensors)
             shapes = {key: list(job.tensors[key].shape) for key in job.offsets}
-            told = self._exchange((file, size, digest, job.offsets, shapes, job.rank_state))
+            gathered = self._exchange((file, size, digest, job.offsets, shapes, job.rank_state))
             with self._together() as errors:
                 if self._rank == 0:
                     with _reported(errors, self.folder, self._unwritten()):
-                        self._commit(partial, join_manifest(job.content, told))
+                        self._commit(partial, join_manifest(job.content, gathered))
         except CheckpointError:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -373,8 +373,8 @@ class Checkpointer:
         """A hash of the numbers in these tensors, the same however ranks share them. Every rank calls it."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
-        for told in self._exchange(bits):
-            total.update(told)
+        for gathered in self._exchange(bits):
+            total.update(gathered)
         return hash_of(total)
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -390,9 +390,9 @@ class Checkpointer:
         """A block that collects errors in a list: after it every rank raises if any rank has one."""
         errors: list[CheckpointError] = []
         yield errors
-        for told in self._exchange(errors):
-            if told:
-                raise told[0]
+        for gathered in self._exchange(errors):
+            if gathered:
+                raise gathered[0]
 
 
 def complete_in(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from padfree.checkpoint.files import DTYPES, CheckpointError, hash_of
+from padfree.checkpoint.checkpoint_files import DTYPES, CheckpointError, hash_of
 from padfree.checkpoint.optimizer_state import describe_optimizer, optimizer_tensors
 from padfree.errors import UserError
 from padfree.model.load import local_part, named_tensors
@@ -172,15 +172,15 @@ def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Ten
 # The file
 
 
-def join_manifest(content: dict[str, Any], told: list[Any]) -> dict[str, Any]:
+def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
     """The whole manifest from what every rank told: file, size, checksum, offsets and shapes of pieces, rank state."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
-    for file, size, digest, offsets, shapes, _ in told:
+    for file, size, digest, offsets, shapes, _ in gathered:
         files[file] = {"bytes": size, "sha256": digest}
         for key, offset in offsets.items():
             tensors[key]["pieces"].append([file, offset, shapes[key]])
-    return {**content, "tensors": tensors, "files": files, "rank_state": [rank[-1] for rank in told]}
+    return {**content, "tensors": tensors, "files": files, "rank_state": [rank[-1] for rank in gathered]}
 
 
 def read_manifest(path: Path, cure: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from padfree.checkpoint.files import DTYPE_OF, Reader, check_json
+from padfree.checkpoint.checkpoint_files import DTYPE_OF, Reader, check_json
 from padfree.errors import UserError
 from padfree.model.load import local_part, local_region, named_tensors
 

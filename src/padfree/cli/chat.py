@@ -18,7 +18,7 @@ from padfree.cli.speaking import OneLineHelp, Output, add_options, read_lines, s
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
-    from padfree.tools.talk.conversation import Conversation
+    from padfree.tools.talk.chat_session import ChatSession
 
 HELP = """\
 /reset          forget the conversation
@@ -47,15 +47,15 @@ def run(settings: argparse.Namespace) -> None:
     is_terminal = output.is_terminal and sys.stdin.isatty()
     try:
         speaker = speaker_of(settings)
-        if speaker.words.chat is None:
+        if speaker.chat_tokenizer.chat is None:
             raise UserError(
                 "MODEL",
                 f"{settings.model} was trained on prompts without a chat template",
                 "talk to it with padfree generate, or give --chat-template",
             )
-        from padfree.tools.talk.conversation import Conversation
+        from padfree.tools.talk.chat_session import ChatSession
 
-        conversation = Conversation(speaker, settings.system)
+        conversation = ChatSession(speaker, settings.system)
         chat = _Chat(conversation, output, settings)
         if is_terminal:
             output.write(f"{settings.model}; /help lists the commands, Ctrl-D ends\n")
@@ -94,7 +94,7 @@ def _on_terminal(chat: _Chat) -> None:
 class _Chat:
     """Lines in, answers out."""
 
-    def __init__(self, conversation: Conversation, output: Output, settings: argparse.Namespace) -> None:
+    def __init__(self, conversation: ChatSession, output: Output, settings: argparse.Namespace) -> None:
         self.conversation, self.output = conversation, output
         self._max_new_tokens, self._json = settings.max_new_tokens, settings.json
         self.stop = False  # set by Ctrl-C

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
-from padfree.config.outputs import check_output
+from padfree.config.output_sections import check_output
 from padfree.config.processes import processes_of
 from padfree.errors import UserError
 
@@ -72,7 +72,7 @@ def run(settings: argparse.Namespace) -> None:
     if target is not None and first:
         check_output(target, "--json")
     if target is not None and target.exists():
-        from padfree.tools.check.report import is_report
+        from padfree.tools.check.check_report import is_report
 
         if not is_report(target):
             raise UserError("--json", f"{target} is there and is no report of padfree check", "give another file")
@@ -177,7 +177,7 @@ def _progress(line: str) -> None:
 
 def show(report: CheckReport) -> None:
     """The table, and the verdict in the last line."""
-    from padfree.tools.check.report import HEADER
+    from padfree.tools.check.check_report import HEADER
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)

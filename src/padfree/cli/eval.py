@@ -1,7 +1,7 @@
 """`padfree eval`: what a recipe's `[eval]` measures, of any model folder.
 
 padfree eval sft model.path=runs/sft/model eval.path=test.jsonl
-padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.draws=8
+padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.samples_per_prompt=8
 torchrun --nproc-per-node 8 -m padfree eval sft model.path=my-model eval.path=test.jsonl
 """
 
@@ -17,7 +17,7 @@ from padfree.cli.main import COMMANDS
 from padfree.cli.progress import Lines
 from padfree.config import load_config
 from padfree.config.hub import check_names
-from padfree.config.outputs import check_output
+from padfree.config.output_sections import check_output
 from padfree.config.processes import processes_of
 from padfree.errors import UserError
 

@@ -47,8 +47,10 @@ def run(settings: argparse.Namespace) -> None:
     try:
         speaker = speaker_of(settings)
         ids = [speaker.prompt(prompt, system=settings.system) for prompt in prompts]
-        rooms = [speaker.room(one, settings.max_new_tokens) for one in ids]  # refuse before anything is written
-        assert len(rooms) == len(prompts)
+        max_new_tokens_each = [
+            speaker.max_new_tokens(one, settings.max_new_tokens) for one in ids
+        ]  # refuse before anything is written
+        assert len(max_new_tokens_each) == len(prompts)
         if len(prompts) == 1 and not settings.json:
             _stream(speaker, ids[0], settings.max_new_tokens, output)
             return

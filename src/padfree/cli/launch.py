@@ -198,7 +198,7 @@ def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
                 raise
 
 
-class Connection:
+class HostConnection:
     """ssh to one host. Threads read what it prints, show it and put the rest among the events."""
 
     def __init__(self, host: str, launch: Launch, events: Events) -> None:
@@ -284,12 +284,12 @@ class Connection:
 
 
 @contextmanager
-def connected(launch: Launch, events: Events) -> Iterator[list[Connection]]:
+def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
     """To all hosts; whatever is still there at the end is ended."""
-    found: list[Connection] = []
+    found: list[HostConnection] = []
     try:
         for host in launch.hosts:
-            found.append(Connection(host, launch, events))
+            found.append(HostConnection(host, launch, events))
             found[-1].tell(json.dumps(launch.order()))
         yield found
     finally:
@@ -325,7 +325,7 @@ def run(settings: argparse.Namespace) -> None:
         raise SystemExit(code)
 
 
-def gathered(connections: Sequence[Connection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
+def gathered(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
     """The answers of all hosts, in their order. What is wrong on one of them is refused."""
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
@@ -391,7 +391,7 @@ def equal_gpus(answers: Mapping[str, Mapping[str, Any]]) -> int:
     return counts[fewest]
 
 
-def supervised(connections: Sequence[Connection], events: Events) -> int:
+def supervised(connections: Sequence[HostConnection], events: Events) -> int:
     """Wait for all hosts. The exit code is that of the first failure, or 128 and the number of a signal."""
     running = {connection.host for connection in connections}
     code, deadline, stopped = 0, float("inf"), False

@@ -23,7 +23,7 @@ from typing import NoReturn
 from padfree.cli.flags import OVERRIDE, meant, understood
 from padfree.cli.output import NotedStream, hold_standard_descriptors, noted_stdout, surviving_streams
 from padfree.config.loss import TASKS
-from padfree.config.recipes import default_recipe
+from padfree.config.recipe_files import default_recipe
 from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
 from padfree.stop_signals import StopRequested, StopSignals
 from padfree.warning import PadfreeWarning

@@ -27,7 +27,7 @@ from padfree.cli.main import parsed
 from padfree.config import load_config
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
-from padfree.config.recipes import recipe_path
+from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "

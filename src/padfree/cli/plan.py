@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.config import Config, load_config
 from padfree.config.hub import check_name, check_names
-from padfree.config.outputs import check_output
+from padfree.config.output_sections import check_output
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
@@ -203,12 +203,12 @@ def _config(settings: argparse.Namespace) -> Config:
 def _settled(config: Config, settings: argparse.Namespace) -> Config:
     """Without any `auto`: as a run on these devices would decide."""
     from padfree.model.structure import skeleton
-    from padfree.train.settle import settle
+    from padfree.train.resolve_auto import resolve_auto
 
     if config.model.path == NO_MODEL:
         return config
     for_gpu = settings.gpu is not None or _sees_gpu(config)
-    return settle(
+    return resolve_auto(
         config,
         skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
         processes=settings.ranks,
@@ -248,7 +248,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
     from padfree.model.structure import skeleton
-    from padfree.tools.planner import DeviceMemory, Shape, choose_time_model, load_steps, make_plan, suggest
+    from padfree.tools.planner import DeviceMemory, PlanShape, choose_time_model, load_steps, make_plan, suggest
 
     if config.parallel.context == "auto":
         raise UserError(
@@ -256,7 +256,7 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
             "'auto' for padfree plan, which plans a fixed size",
             "set parallel.context=1 here, and see what the run itself shows with --dry-run",
         )
-    shape = Shape(
+    shape = PlanShape(
         ranks=settings.ranks,
         context=config.parallel.context,
         replicate=config.parallel.replicate,

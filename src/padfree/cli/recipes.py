@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from padfree.config.recipes import shipped_recipes, summary
+from padfree.config.recipe_files import shipped_recipes, summary
 from padfree.errors import UserError, closest
 
 

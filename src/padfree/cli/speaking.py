@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from padfree.errors import UserError
-from padfree.tools.talk.find import find_model
+from padfree.tools.talk.find_model import find_model
 
 if TYPE_CHECKING:
     from padfree.tools.talk.speaker import Speaker

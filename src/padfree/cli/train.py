@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
-from padfree.collector import paused_collector
 from padfree.config import Config, load_config
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
-from padfree.config.recipes import default_recipe
+from padfree.config.recipe_files import default_recipe
 from padfree.errors import UserError
+from padfree.garbage_collection import paused_collector
 from padfree.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.model.structure import skeleton
     from padfree.packing.collate import prefixes_of
     from padfree.packing.context_sizes import context_sizes
-    from padfree.train.batches import distinct
-    from padfree.train.decide import decide
+    from padfree.train.batch_preparer import distinct
+    from padfree.train.data_rows import source_shares
     from padfree.train.disk import check_disk, disk_line
     from padfree.train.microbatch import plan_samples
-    from padfree.train.row_sharing import copied_keys, run_cost
-    from padfree.train.rows import source_shares
-    from padfree.train.settle import device_memory, settle
+    from padfree.train.preflight import preflight
+    from padfree.train.resolve_auto import device_memory, resolve_auto
+    from padfree.train.shared_turns import copied_keys, run_cost
     from padfree.train.training_data import make_batcher
 
     processes, replicate = processes_of(meet=False).world, config.parallel.replicate
@@ -144,9 +144,9 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     device_type = config.run.device
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    decided = decide(config, processes=processes, device_type=device_type, dry=True)
-    check_disk(config, decided.model)
-    source, model, data = decided.source, decided.model, processes // context
+    preflight_result = preflight(config, processes=processes, device_type=device_type, dry=True)
+    check_disk(config, preflight_result.model)
+    source, model, data = preflight_result.source, preflight_result.model, processes // context
     cost = run_cost(config, model)
     in_pairs = config.loss.task.group_size > 1
     sampled = config.rollout.source is not None
@@ -181,7 +181,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
         "copied_keys": copied_keys(config, source.samples, model),
     }
-    settled = settle(
+    resolved = resolve_auto(
         config,
         model,
         processes=processes,
@@ -189,7 +189,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         memory=device_memory(torch.device(device_type)),
         **facts,
     )
-    asked, config = config, settled.config
+    asked, config = config, resolved.config
     memory = estimate_memory(
         config,
         skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
@@ -213,7 +213,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         yield f"  {each.line()}"
     shared = f"{context}" if contexts == (1,) else f"1 to {contexts[-1]}"
     yield f"layout: {processes} processes = {replicate} replicate x {data // replicate} shard x {shared} context"
-    for line in settled.lines():
+    for line in resolved.lines():
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
     yield disk_line(config, model)
@@ -229,7 +229,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         yield from traffic_lines(config, model, plans, processes, device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
         yield "note: run.device is cuda, and there is no such device here: the run needs one"
-    for note in decided.notes:
+    for note in preflight_result.notes:
         yield f"note: {note}"
     if not all_settings:
         yield "all settings: add --all"

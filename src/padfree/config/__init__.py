@@ -14,7 +14,7 @@ checked where torch does not work.
 
 from padfree.config.config import Config
 from padfree.config.loss import LossConfig
-from padfree.config.models import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
+from padfree.config.model_sections import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
 from padfree.config.reader import config_from_dict, load_config
 from padfree.config.rollout import LaunchConfig, RolloutConfig
 from padfree.config.sections import (
@@ -26,7 +26,7 @@ from padfree.config.sections import (
     RunConfig,
     TrackConfig,
 )
-from padfree.optim.settings import OptimizerConfig, ScheduleConfig
+from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 __all__ = [
     "BatchConfig",

@@ -7,7 +7,7 @@ from typing import Any
 
 from padfree.config.functions import model_of
 from padfree.config.loss import TASKS, LossConfig
-from padfree.config.models import (
+from padfree.config.model_sections import (
     CriticConfig,
     LoraConfig,
     ModelConfig,
@@ -26,7 +26,7 @@ from padfree.config.sections import (
 )
 from padfree.config.setting import check_needs
 from padfree.errors import UserError, need
-from padfree.optim.settings import OptimizerConfig, ScheduleConfig
+from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 """Advantages that compare the samples of a group."""
@@ -120,7 +120,7 @@ class Config:
         if best is None:
             return
         known = [f"eval/{name}" for name in (TASKS["rl"] if sampled else task).eval_metrics]
-        if sampled and self.eval.draws == 1:
+        if sampled and self.eval.samples_per_prompt == 1:
             known.remove("eval/pass@k")
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
         need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or of one source: eval/FILE/NAME")
@@ -130,16 +130,16 @@ class Config:
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out, padfree {command} has no rollouts")
-        group, samples = self.rollout.group, self.batch.samples
+        group, samples = self.rollout.samples_per_prompt, self.batch.samples
         need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none for rollouts")
         assert samples is not None
-        need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.group, {group}")
+        need(samples % group == 0, "batch.samples", samples, f"give a multiple of rollout.samples_per_prompt, {group}")
         advantage = self.loss.advantage
         given = advantage == "given"
         need(not given, "loss.advantage", advantage, "choose grpo or another, responses written here bring none")
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
-        cure = f"set rollout.group=8, or loss.advantage=reinforce++: {advantage!r} compares responses to a prompt"
-        need(compared, "rollout.group", group, cure)
+        cure = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
+        need(compared, "rollout.samples_per_prompt", group, cure)
         cure = f"give at most run.timeout, {self.run.timeout:g}, which other processes wait"
         limit = self.rollout.episode_timeout
         apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0

@@ -64,10 +64,12 @@ class LossConfig:
     kind: str = setting(
         "sft", resume="may change within RL"
     )  # or one of the objectives below, or the user's own as module:function
-    weights: WeightMode = "token-mean"
-    constant: float | None = setting(None, above=0)  # the divisor of weights = "constant"
+    aggregation: WeightMode = setting("token-mean", formerly="weights")
+    constant: float | None = setting(None, above=0)  # the divisor of aggregation = "constant"
     temperature: float = setting(1.0, least=1e-6, most=1e6, fix="give more than 0, 1e-6 to 1e6", resume=BETWEEN)
-    router: float = setting(0.0, least=0)  # coefficient of the experts' load-balancing loss, over all tokens of a step
+    load_balancing: float = setting(
+        0.0, least=0, formerly="router"
+    )  # coefficient of the experts' load-balancing loss, over all tokens of a step
     router_bias: float = setting(
         0.0, least=0
     )  # what the bias by which experts are chosen moves in a step, as in DeepSeek-V3
@@ -162,7 +164,7 @@ class LossConfig:
         self._check_corrections()
         if self.task is not PolicySettings:
             fix = f"choose another, {self.task.title} has no groups"
-            need(self.weights != "group-mean", "loss.weights", self.weights, fix)
+            need(self.aggregation != "group-mean", "loss.aggregation", self.aggregation, fix)
         for name, table in TASK_TABLES.items():
             for entry in fields(table) if self.kind != name else ():
                 value = getattr(getattr(self, name), entry.name)
@@ -180,10 +182,10 @@ class LossConfig:
 
     def _check_weights(self) -> None:
         constant = self.constant
-        if self.weights == "constant":
+        if self.aggregation == "constant":
             need(constant is not None, "loss.constant", None, "give it, as in loss.constant=4096: weights 'constant'")
         else:
-            cure = f"set loss.constant=none, loss.weights {self.weights!r} has no divisor of its own"
+            cure = f"set loss.constant=none, loss.aggregation {self.aggregation!r} has no divisor of its own"
             need(constant is None, "loss.constant", constant, cure)
 
     def _check_bounds(self) -> None:

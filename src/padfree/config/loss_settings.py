@@ -47,7 +47,7 @@ class TaskSettings:
     group_size: ClassVar[int] = 1  # how many samples of `batch.samples` a row of the data counts for
     in_rows: ClassVar[bool] = True  # a batch takes rows of the data, not groups of rollouts
     turns: ClassVar[bool] = False  # a row may become several samples that count as one, and `data.loss_on` is read
-    weighs_tokens: ClassVar[bool] = False  # `loss.weights` is read; else the loss weighs whole samples
+    weighs_tokens: ClassVar[bool] = False  # `loss.aggregation` is read; else the loss weighs whole samples
     samples_responses: ClassVar[bool] = False  # the model may write what it is trained on (`[rollout]`)
     has_teacher: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False  # by itself, and not for a KL term
@@ -428,8 +428,8 @@ class RewardModelSettings(TaskSettings):
 
 def check_answers(config: Any) -> None:
     """Of tasks whose loss weighs whole answers."""
-    weights = config.loss.weights
-    need(weights == "token-mean", "loss.weights", weights, "leave it out, all of them weigh the same")
+    weights = config.loss.aggregation
+    need(weights == "token-mean", "loss.aggregation", weights, "leave it out, all of them weigh the same")
 
 
 def check_pairs(config: Any) -> None:

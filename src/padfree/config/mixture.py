@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from padfree.config.models import expand_home
+from padfree.config.model_sections import expand_home
 from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from padfree.config.config import Config
 from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
-from padfree.config.recipes import recipe_path
+from padfree.config.recipe_files import recipe_path
+from padfree.config.setting import rules_of
 from padfree.errors import UserError, closest, need
 
 LONGEST_RECIPE = 1 << 20
@@ -169,7 +170,10 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
         )
     hints = _hints(kind)  # type: ignore[arg-type]
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
+    renamed = {rules_of(entry).formerly: name for name, entry in names.items()}
     for name in values:
+        if name in renamed:
+            raise UserError(f"{prefix}{name}", "has a new name", f"write {prefix}{renamed[name]}")
         if name not in names:
             raise UserError(f"{prefix}{name}", "no such setting", f"{_closest(name, tuple(names), prefix)}")
     given: dict[str, Any] = {}

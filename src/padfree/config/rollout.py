@@ -14,9 +14,9 @@ from padfree.config.choices import (
     WeightTransfer,
 )
 from padfree.config.functions import is_path
-from padfree.config.models import expand_home
-from padfree.config.rules import GIB, SECONDS
+from padfree.config.model_sections import expand_home
 from padfree.config.setting import STAYS, check_table, need_of, setting
+from padfree.config.units import GIB, SECONDS
 from padfree.errors import closest, need
 
 MOST_PROCESSES = 1024
@@ -66,10 +66,10 @@ class RolloutConfig:
         most=MOST_PROCESSES,
         needs=need_of("reward", fix="set rollout.reward, without one there is nothing to compute in processes"),
     )  # that rewards are computed in; 0: in the process
-    group: int = setting(8, least=1, resume=STAYS)  # responses to a prompt
+    samples_per_prompt: int = setting(8, least=1, resume=STAYS, formerly="group")  # responses to a prompt
     max_new_tokens: int = setting(256, least=1)
     engine: str = "in_process"  # who samples: in_process, vllm, or your own as module:function
-    batch: int = setting(256, least=1)  # responses a device writes at a time
+    max_concurrent: int = setting(256, least=1, formerly="batch")  # responses a device writes at a time
     kv_cache_memory: Literal["auto"] | float = setting(
         "auto", **GIB, fix="give auto or GiB above 0"
     )  # GiB of keys and values; auto: half of what is free at most
@@ -152,8 +152,13 @@ class RolloutConfig:
         ahead = self.staleness > 0 and self.engine == "in_process"
         cure = "rollout.engine in_process samples from the weights that are in training: set rollout.engine=vllm, or 0"
         need(not ahead, "rollout.staleness", self.staleness, cure)
-        compared = self.filter == "none" or self.group > 1
-        need(compared, "rollout.filter", self.filter, "set rollout.group to 2 or more, one response is equal to itself")
+        compared = self.filter == "none" or self.samples_per_prompt > 1
+        need(
+            compared,
+            "rollout.filter",
+            self.filter,
+            "set rollout.samples_per_prompt to 2 or more, one response is equal to itself",
+        )
         right = 0 <= self.overlong_buffer <= self.max_new_tokens
         cure = f"give 0 to rollout.max_new_tokens, {self.max_new_tokens}"
         need(right, "rollout.overlong_buffer", self.overlong_buffer, cure)

@@ -26,10 +26,10 @@ from padfree.config.choices import (
     Turns,
 )
 from padfree.config.mixture import DataSource, check_sources
-from padfree.config.models import expand_home
+from padfree.config.model_sections import expand_home
 from padfree.config.prompt_template import template_parts
-from padfree.config.rules import GIB, SECONDS
 from padfree.config.setting import SAMPLES, STAYS, check_table, need_of, setting
+from padfree.config.units import GIB, SECONDS
 from padfree.errors import UserError, need
 
 TURNS_ARE_CHOSEN = need_of(
@@ -120,9 +120,11 @@ class EvalConfig:
     # Of responses that are sampled
     reward: str | None = setting(None, needs=(HELD_OUT, SAMPLED))  # None: rollout.reward
     greedy: bool = setting(True, needs=SAMPLED)  # the likeliest token at every place; false: drawn at loss.temperature
-    draws: int = setting(1, least=1, needs=(SEVERAL_DRAWS, SAMPLED))  # responses to a prompt
-    passes: float = setting(
-        1.0, least=-math.inf, fix="give a finite number", needs=SAMPLED
+    samples_per_prompt: int = setting(
+        1, least=1, needs=(SEVERAL_DRAWS, SAMPLED), formerly="draws"
+    )  # responses to a prompt
+    pass_threshold: float = setting(
+        1.0, least=-math.inf, fix="give a finite number", needs=SAMPLED, formerly="passes"
     )  # a response with this reward or more is right
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
     bounds    least, above, most, below    checked where its section is made
     needs     other settings               a value other than the default needs them: `needs=need_of("filter", "equal")`
+    formerly  its old name, which is refused with a message that gives the new one
     resume    whether it may change when a run resumes from a checkpoint (`padfree.train.resume`)
 
 A field without any of it takes every value of its type and may change on resume. What settings cannot be together in
@@ -67,6 +68,7 @@ class Rules:
     filled: str | None = None  # the fix for an empty text
     needs: tuple[Needs, ...] = ()
     resume: Resume = "may change"
+    formerly: str | None = None
 
 
 NO_RULES = Rules()
@@ -84,6 +86,7 @@ def setting(
     filled: str | None = None,
     needs: Needs | tuple[Needs, ...] = (),
     resume: Resume = "may change",
+    formerly: str | None = None,
 ) -> Any:
     """A field with its rules. A number must be finite unless `most` is infinity; None is no number, and is right if the
     type has it. `filled`: an empty text is refused with this fix."""
@@ -92,7 +95,7 @@ def setting(
         low = least if least is not None else -_LARGEST if above is None else math.nextafter(above, math.inf)
         high = most if most is not None else _LARGEST if below is None else math.nextafter(below, -math.inf)
         bounds = Bounds(low, high, fix or _words(least, above, most, below))
-    rules = Rules(bounds, filled, needs if isinstance(needs, tuple) else (needs,), resume)
+    rules = Rules(bounds, filled, needs if isinstance(needs, tuple) else (needs,), resume, formerly)
     if factory is not MISSING:
         return field(default_factory=factory, metadata={"rules": rules})
     return field(default=default, metadata={"rules": rules})

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from padfree.arrays import need_whole
 from padfree.attention import varlen_attention
-from padfree.attention.paths import path_attention
+from padfree.attention.prefix_attention import prefix_attention
 from padfree.batch import AttnContext, Layout, Segments, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.context_plan import ContextPlan, Pieces
@@ -77,9 +77,9 @@ def attend(
         "sinks": sinks,
         "backend": context.backend,
     }
-    if context.path_keys is not None and context.layout is None:
+    if context.prefix_keys is not None and context.layout is None:
         options.pop("causal")
-        return path_attention(q, k, v, segments, context.path_keys, **options)
+        return prefix_attention(q, k, v, segments, context.prefix_keys, **options)
     if context.layout is None:
         out: Tensor = varlen_attention(q, k, v, segments, segments, **options)
         return out

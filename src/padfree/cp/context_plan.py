@@ -5,7 +5,7 @@
     rank order   rank 0's tokens, then rank 1's, ...          what an all-gather of everybody's tokens gives
     pieces       ranges of `own`, one document each           its query segments; those of a document side by side
 
-A context-parallel layout is a permutation of the token axis, nothing more: `to_row_order` and `to_rank_order` apply it.
+A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it.
 What a method needs beyond that (which keys each piece reads, who sends them) is prepared on first use and kept here for
 the other layers.
 """
@@ -23,7 +23,7 @@ from padfree.arrays import concatenated_ranges
 from padfree.batch import Layout, Segments
 from padfree.cp.layout import document_index
 from padfree.cp.ranges import segments_of, to_device
-from padfree.nodes import paths
+from padfree.prefix_tree import paths
 
 Prepared = TypeVar("Prepared")
 
@@ -39,7 +39,7 @@ class Pieces:
         self.end = np.concatenate(layout.ends)
         self.length = self.end - self.start
         self.place = self.length.cumsum() - self.length  # in rank order
-        self.in_row_order = np.argsort(self.start)  # the pieces tile the packed row
+        self.in_pack_order = np.argsort(self.start)  # the pieces tile the packed row
         self.document = document_index(self.start, segments.offsets)
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
@@ -67,7 +67,7 @@ class ContextPlan:
     def world(self) -> int:
         return self.layout.world
 
-    def to_row_order(self, gathered: Tensor) -> Tensor:
+    def to_pack_order(self, gathered: Tensor) -> Tensor:
         """[T, ...] in rank order -> row order."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])

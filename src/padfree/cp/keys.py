@@ -25,7 +25,7 @@ from padfree.arrays import concatenated_ranges
 from padfree.batch import Segments
 from padfree.cp.context_plan import ContextPlan, Pieces
 from padfree.cp.ranges import Indices, Selection, segments_of, select_ranges, to_device
-from padfree.nodes import PathRanges
+from padfree.prefix_tree import PathRanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
     """Ranges of the packed row cut where a piece ends: (number of the range, piece, begin, end) of each part."""
-    ordered = pieces.in_row_order
+    ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
     high = np.maximum(np.searchsorted(starts, end, side="left"), low)

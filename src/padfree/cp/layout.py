@@ -259,7 +259,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
     )
 
 
-class _Places(NamedTuple):
+class _RankPlaces(NamedTuple):
     """Both ends of windows."""
 
     piece: Indices  # [2, N]
@@ -268,9 +268,9 @@ class _Places(NamedTuple):
     wrapped: NDArray[np.bool_]  # [2, N] once round the circle
     circle: Indices  # [N]
 
-    def these(self, which: Indices) -> _Places:
+    def these(self, which: Indices) -> _RankPlaces:
         piece, first, position = self.piece[:, which], self.first[:, which], self.position[:, which]
-        return _Places(piece, first, position, self.wrapped[:, which], self.circle[which])
+        return _RankPlaces(piece, first, position, self.wrapped[:, which], self.circle[which])
 
 
 class _Search:
@@ -327,23 +327,23 @@ class _Search:
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n times that, less first
         return (EARLIER_KEY_PAIRS + QUERY_TILE // 2) * np.maximum(keys, 0)
 
-    def places(self, begin: Indices, circle: Indices) -> _Places:
+    def places(self, begin: Indices, circle: Indices) -> _RankPlaces:
         total = self.total[circle]
         place = np.array([begin, begin + self.size[circle]])
         wrapped = place >= total
         place += self.base[circle] - wrapped * total
         piece = self.edges[:-1].searchsorted(place, side="right") - 1
         first = self.first[piece]
-        return _Places(piece, first, first + place - self.edges[piece], wrapped, circle)
+        return _RankPlaces(piece, first, first + place - self.edges[piece], wrapped, circle)
 
-    def load(self, places: _Places) -> Indices:
+    def load(self, places: _RankPlaces) -> Indices:
         """The work of windows."""
         piece, first, position, wrapped, circle = places
         before: Indices = self.done[piece] + _work(first, position) + wrapped * self.whole[circle]
         load: Indices = before[1] - before[0]
         return load
 
-    def costs(self, places: _Places) -> Reals:
+    def costs(self, places: _RankPlaces) -> Reals:
         """[2, windows] the cost per rank of windows and of what is left, over the mean of the circle."""
         piece, first, position, wrapped, circle = places
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))

@@ -65,11 +65,11 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     document, start = pieces.document[mine], pieces.start[mine]
     # Places in the block: `border[i]` is where its i-th piece begins.
     border = np.concatenate([[0], np.cumsum(pieces.length[theirs])])
-    in_row_order = np.argsort(pieces.start[theirs])
-    documents, starts = pieces.document[theirs][in_row_order], pieces.start[theirs][in_row_order]
+    in_pack_order = np.argsort(pieces.start[theirs])
+    documents, starts = pieces.document[theirs][in_pack_order], pieces.start[theirs][in_pack_order]
     if pieces.ancestors is not None:
         assert causal
-        return _path_step(plan, distance, border, in_row_order)
+        return _path_step(plan, distance, border, in_pack_order)
     first = np.searchsorted(documents, document, side="left")
     if not causal:
         behind = np.searchsorted(documents, document, side="right")
@@ -78,7 +78,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     seen = behind > first
     if not seen.any():
         return None
-    low = in_row_order[first[seen]]
+    low = in_pack_order[first[seen]]
     begin, end = border[low], border[low + (behind - first)[seen]]
     length = pieces.length[mine]
     place = np.cumsum(length) - length
@@ -91,12 +91,12 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     )
 
 
-def _path_step(plan: ContextPlan, distance: int, border: Indices, in_row_order: Indices) -> RingStep | None:
+def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """`_ring_step` where documents are nodes: `border` are the places of the block's pieces."""
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
     assert pieces.ancestors is not None
-    starts, lengths = pieces.start[theirs][in_row_order], pieces.length[theirs]
+    starts, lengths = pieces.start[theirs][in_pack_order], pieces.length[theirs]
     number: list[int] = []
     ranges: list[tuple[int, int]] = []
     for query, (node, start) in enumerate(zip(pieces.document[mine].tolist(), pieces.start[mine], strict=True)):
@@ -106,7 +106,7 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_row_order: 
         for begin, end in seen:
             low, high = np.searchsorted(starts, [begin, end], side="left")
             if low < high:
-                first, last = in_row_order[low], in_row_order[high - 1]
+                first, last = in_pack_order[low], in_pack_order[high - 1]
                 number.append(query)
                 ranges.append((int(border[first]), int(border[last] + lengths[last])))
     if not ranges:

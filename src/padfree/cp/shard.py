@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from padfree.arrays import concatenated_ranges, need_whole
 from padfree.attention.copies import copies_of
-from padfree.attention.paths import prepare_path_keys
+from padfree.attention.prefix_attention import prepare_prefix_keys
 from padfree.batch import AttnContext, LocalBatch, LocalEntries, PackedBatch, need_tensor
 from padfree.config.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
@@ -28,7 +28,7 @@ from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.ranges import to_device
 from padfree.cp.ring import prepare_steps
-from padfree.cp.ulysses import prepare_paths
+from padfree.cp.ulysses import prepare_prefix_attention
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
 from padfree.errors import UserError
 
@@ -68,7 +68,7 @@ def shard(
     if world == 1:
         context = AttnContext(
             segments=batch.segments, backend=backend, method=method, group=group,
-            path_keys=prepare_path_keys(batch.segments),
+            prefix_keys=prepare_prefix_keys(batch.segments),
         )  # fmt: skip
         return _local(batch, context, None)
     layout = make_layout(batch.segments, world, kind)
@@ -78,7 +78,7 @@ def shard(
     elif method == "ring":
         prepare_steps(plan)
     elif method == "ulysses":
-        prepare_paths(plan)
+        prepare_prefix_attention(plan)
     context = AttnContext(
         segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan
     )
@@ -169,7 +169,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, plan: ContextPlan, group: ProcessGroup, partial: bool) -> Tensor:
         ctx.plan, ctx.group, ctx.partial = plan, group, partial
-        return plan.to_row_order(all_gather_rows(values, group))
+        return plan.to_pack_order(all_gather_rows(values, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

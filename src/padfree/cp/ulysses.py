@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
-from padfree.attention.paths import path_attention, prepare_path_keys
-from padfree.batch import PathKeys
+from padfree.attention.prefix_attention import prefix_attention, prepare_prefix_keys
+from padfree.batch import PrefixKeys
 from padfree.cp.context_plan import ContextPlan
 from padfree.distributed import exchange_rows
 from padfree.errors import UserError
@@ -39,9 +39,9 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
         )
 
 
-def prepare_paths(plan: ContextPlan) -> PathKeys | None:
+def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
     """The keys of the nodes of the whole row, made once per micro-batch; None where nothing is shared."""
-    return plan.prepared("paths", lambda: prepare_path_keys(plan.segments))
+    return plan.prepared("paths", lambda: prepare_prefix_keys(plan.segments))
 
 
 def attend_ulysses(
@@ -65,9 +65,9 @@ def attend_ulysses(
         sinks = sinks.view(world, -1)[plan.rank]
     if plan.segments.parents is not None:
         options.pop("causal")
-        keys = prepare_paths(plan)
+        keys = prepare_prefix_attention(plan)
         assert keys is not None
-        out = path_attention(q, k, v, plan.segments, keys, sinks=sinks, **options)
+        out = prefix_attention(q, k, v, plan.segments, keys, sinks=sinks, **options)
     else:
         out = varlen_attention(q, k, v, plan.segments, plan.segments, sinks=sinks, **options)
     mine: Tensor = _ToTokens.apply(plan, group, out)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
     parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
     packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
     counts = [plan.pieces.share] * world
-    row = plan.to_row_order(exchange_rows(packed, counts, counts, group))
+    row = plan.to_pack_order(exchange_rows(packed, counts, counts, group))
     split = torch.split_with_sizes(row, [part.shape[2] for part in parts], dim=1)
     return tuple(
         part.view(-1, tensor.shape[1] // world, tensor.shape[2]) for part, tensor in zip(split, tensors, strict=True)

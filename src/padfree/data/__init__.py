@@ -1,10 +1,10 @@
 """Data: text and rollouts to samples.
 
 records     one row: parsing, checking a field, what is said of a bad one
-settings    plain data: what can be chosen
+data_settings  plain data: what can be chosen
 fields      which columns hold which fields
 sources     JSON Lines, JSON, Parquet, folders, the Hub
-chat        conversations as text, and what the assistant wrote of it
+chat_renderer  conversations as text, and what the assistant wrote of it
 encode      text to tokens and masks
 store       tokens on disk, keyed by all they depend on
 dataset     TokenizedDataset: the samples of a store; MixedDataset: those of several sources
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from padfree.lazy import load_when_used
 
 if TYPE_CHECKING:
+    from padfree.data.data_settings import RolloutDataSettings, SFTDataSettings
     from padfree.data.dataset import MixedDataset, PairDataset, StoredSamples, TokenizedDataset, of_source
     from padfree.data.prepare import Progress, load_pairs, load_sft
     from padfree.data.records import DataReport, SkippedRow, labelled
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
         number_after_hashes,
     )
     from padfree.data.rollouts import RolloutData, read_rollouts
-    from padfree.data.settings import RolloutDataSettings, SFTDataSettings
     from padfree.data.store import default_cache_folder
 
 _NAMES = {
@@ -50,7 +50,7 @@ _NAMES = {
         "number_after_hashes",
     ),
     "rollouts": ("RolloutData", "read_rollouts"),
-    "settings": ("RolloutDataSettings", "SFTDataSettings"),
+    "data_settings": ("RolloutDataSettings", "SFTDataSettings"),
     "store": ("default_cache_folder",),
 }
 _LAZY = {name: f"padfree.data.{module}" for module, names in _NAMES.items() for name in names}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from padfree.data.chat_shape import FORMS, Leaf, Shape, slots_of, written
+from padfree.data.chat_shape import FORMS, ConversationShape, TemplateValue, slots_of, written
 from padfree.data.conversation import Conversation
 from padfree.data.records import RowError
 
@@ -45,7 +45,7 @@ class Shown:
     alone: Callable[[int], str | None]
 
 
-def check_twin(shape: Shape, shown: Shown, *, keep_thoughts: bool) -> None:
+def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
     """Check the text of a twin. `keep_thoughts`: the thoughts of all turns must be in it."""
 
     def found(text: str) -> set[int]:
@@ -58,7 +58,7 @@ def check_twin(shape: Shape, shown: Shown, *, keep_thoughts: bool) -> None:
     _check(shape, shape.twin, shown, found, keep_thoughts=keep_thoughts, twin=True)
 
 
-def check_row(shape: Shape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
+def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
     """Check the text of a conversation that is not rendered as its twin."""
 
     def found(text: str) -> set[int]:
@@ -69,7 +69,7 @@ def check_row(shape: Shape, conversation: Conversation, shown: Shown, *, keep_th
 
 
 def _check(
-    shape: Shape,
+    shape: ConversationShape,
     conversation: Conversation,
     shown: Shown,
     found: Callable[[str], set[int]],
@@ -107,18 +107,18 @@ def _check(
     _check_roles(conversation, shown)
 
 
-def _is_answer(conversation: Conversation, leaf: Leaf) -> bool:
+def _is_answer(conversation: Conversation, leaf: TemplateValue) -> bool:
     return leaf.field == "content" and conversation.messages[leaf.message]["role"] == "assistant"
 
 
-def _untraced(conversation: Conversation, leaf: Leaf) -> RowError:
+def _untraced(conversation: Conversation, leaf: TemplateValue) -> RowError:
     return RowError(
         f"{_named(conversation, leaf.message)}: {leaf.field} leaves no trace in the text: the chat template does not "
         "show it; remove it, or give a template that shows it as data.chat_template"
     )
 
 
-def _mangled(conversation: Conversation, leaf: Leaf) -> RowError:
+def _mangled(conversation: Conversation, leaf: TemplateValue) -> RowError:
     return RowError(
         f"{_named(conversation, leaf.message)}: {leaf.field} is rendered neither as its text nor as its JSON; give a "
         "template that writes it as data.chat_template"

@@ -37,7 +37,7 @@ _MARKER = re.compile(
 )
 
 
-class Leaf(NamedTuple):
+class TemplateValue(NamedTuple):
     """A text or number of a conversation. A `thought` may be left out once other messages follow; an `identifier` joins
     a call with its result.
     """
@@ -50,30 +50,30 @@ class Leaf(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ConversationShape:
     """`key` is equal for conversations of the same shape; the leaves are of this one. `shuffled` is the first tool
     message that does not answer the next call in order.
     """
 
     key: Hashable
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[TemplateValue, ...]
     twin: Conversation
     shuffled: int | None
 
 
-def shape_of(conversation: Conversation) -> Shape:
+def shape_of(conversation: Conversation) -> ConversationShape:
     return _Dissection().dissect(conversation)
 
 
 class _Dissection:
     def __init__(self) -> None:
         self._key: list[Hashable] = []
-        self._leaves: list[Leaf] = []
+        self._leaves: list[TemplateValue] = []
         self._identifiers: dict[str, int] = {}
         self._waiting: list[tuple[Message, int]] = []  # calls without a result, and the leaf of the name
         self._shuffled: int | None = None
 
-    def dissect(self, conversation: Conversation) -> Shape:
+    def dissect(self, conversation: Conversation) -> ConversationShape:
         twins = []
         for index, message in enumerate(conversation.messages):
             twins.append(self._message(message, index))
@@ -81,7 +81,7 @@ class _Dissection:
         if conversation.tools:
             self._key.append(json.dumps(conversation.tools))
         twin = Conversation(messages=tuple(twins), tools=conversation.tools, untrained=conversation.untrained)
-        return Shape(key=tuple(self._key), leaves=tuple(self._leaves), twin=twin, shuffled=self._shuffled)
+        return ConversationShape(key=tuple(self._key), leaves=tuple(self._leaves), twin=twin, shuffled=self._shuffled)
 
     def _message(self, message: Message, index: int) -> Message:
         role = message["role"]
@@ -122,7 +122,7 @@ class _Dissection:
             twin.append(literal)
             if text:
                 twin.append(_text_marker(len(self._leaves)))
-                self._leaves.append(Leaf(message, field, text, thought or inside))
+                self._leaves.append(TemplateValue(message, field, text, thought or inside))
         self._key.append(None)
         return "".join(twin)
 
@@ -153,7 +153,7 @@ class _Dissection:
         if isinstance(value, (int, float)):
             number = _FIRST_NUMBER + 100 * len(self._leaves)
             self._key.append(type(value).__name__)
-            self._leaves.append(Leaf(message, field, value))
+            self._leaves.append(TemplateValue(message, field, value))
             return number if isinstance(value, int) else number + 0.5
         if isinstance(value, list):
             self._key.append(("list", len(value)))
@@ -165,7 +165,7 @@ class _Dissection:
         """Of the same length, because Mistral's template wants 9 characters; one marker for an id wherever it is."""
         place = self._identifiers.setdefault(value, len(self._leaves))
         if place == len(self._leaves):
-            self._leaves.append(Leaf(message, field, value, identifier=True))
+            self._leaves.append(TemplateValue(message, field, value, identifier=True))
         self._key += [place, len(value)]
         return f"zq{place}y".ljust(len(value), "k")
 
@@ -260,7 +260,7 @@ class Skeleton:
                 return None
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
-    def filled(self, leaves: Sequence[Leaf]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
+    def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
         """The text that a conversation of the shape should have, its spans, and where each message stands in it."""
         parts = [self.literals[0]]
         starts = [0]

@@ -34,7 +34,7 @@ class UnstableError(RowError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class TurnCut:
     """The text of a sample with the first `stop` messages. `alone`: only the last one is trained; then the text begins
     with the conversation before it. `joined`: it is made of two renderings.
     """
@@ -52,7 +52,7 @@ class TurnCutter:
     def __init__(self, render: Render, *, marked: bool, closing: tuple[str, ...]) -> None:
         self._render, self._marked, self._closing = render, marked, closing
 
-    def cut(self, messages: Sequence[Message], trained: Sequence[int], turns: Turns) -> list[Cut]:
+    def cut(self, messages: Sequence[Message], trained: Sequence[int], turns: Turns) -> list[TurnCut]:
         """`trained` are the indexes of the assistant's messages to train on, in order."""
         if turns != "apart":
             try:
@@ -62,7 +62,7 @@ class TurnCutter:
                     raise
         return [self.apart(messages, turn) for turn in trained]
 
-    def together(self, messages: Sequence[Message], trained: Sequence[int]) -> Cut:
+    def together(self, messages: Sequence[Message], trained: Sequence[int]) -> TurnCut:
         text, marked = self._render(messages, False, self._marked)
         spans: list[Span] = []
         for turn in trained:
@@ -84,9 +84,9 @@ class TurnCutter:
                     "each turn, or data.loss_on=all"
                 )
             spans.append((len(before), self._end(through, len(before))))
-        return Cut(stop=len(messages), text=text, spans=merged(spans))
+        return TurnCut(stop=len(messages), text=text, spans=merged(spans))
 
-    def apart(self, messages: Sequence[Message], turn: int) -> Cut:
+    def apart(self, messages: Sequence[Message], turn: int) -> TurnCut:
         shown, marked = self._render(messages[: turn + 1], False, self._marked)
         before = self._before(messages, turn)
         if not shown.startswith(before):
@@ -95,9 +95,9 @@ class TurnCutter:
         if self._marked:
             start = len(self._text(messages[:turn]))
             spans = [span for span in marked if span[0] >= start]
-        return Cut(stop=turn + 1, text=shown, spans=merged(spans), alone=True)
+        return TurnCut(stop=turn + 1, text=shown, spans=merged(spans), alone=True)
 
-    def _joined(self, messages: Sequence[Message], turn: int, before: str, shown: str) -> Cut:
+    def _joined(self, messages: Sequence[Message], turn: int, before: str, shown: str) -> TurnCut:
         other = self._text([*messages[:turn], {"role": "assistant", "content": _OTHER_ANSWER}])
         common = _common(shown, other)
         said = messages[turn - 1].get("content")
@@ -110,7 +110,7 @@ class TurnCutter:
             )
         text = before + shown[len(common) :]
         spans = [(len(before), self._end(text, len(before)))]
-        return Cut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
+        return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
         """Where markers of a turn may begin; anywhere if all of the assistant's messages are trained."""

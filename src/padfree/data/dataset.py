@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 
 from padfree.batch import Sample
 from padfree.config.choices import Overlong
+from padfree.data.data_settings import check_max_length
 from padfree.data.records import DataReport, SkippedRow, labelled
-from padfree.data.settings import check_max_length
 from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
 from padfree.errors import UserError, check_choice
 

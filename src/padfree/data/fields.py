@@ -86,19 +86,19 @@ class Fields:
     used: tuple[str, ...] = ()  # columns of the first row that are read
     unused: tuple[str, ...] = ()  # and those that are not
     watched: Mapping[str, str] = field(default_factory=dict)  # columns, in lower case, in which no row may have a value
-    settled: frozenset[str] = frozenset()  # columns that need no look, in any row
+    resolved: frozenset[str] = frozenset()  # columns that need no look, in any row
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Columns of a table that are read or looked at."""
-        return (*self.used, *(column for column in self.unused if column not in self.settled))
+        return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:
         return self.columns[name]
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Refuse a row with a value in a column that would change what the row means."""
-        for column in row.keys() - self.settled:
+        for column in row.keys() - self.resolved:
             why = self.watched.get(column.lower())
             if why is not None and has_value(row[column]):
                 value = shown(row[column])
@@ -267,7 +267,9 @@ def _fields(
         used=tuple(column for column in first if column in used),
         unused=tuple(left),
         watched={**unforeseen, **schema.guarded},
-        settled=frozenset({*used, *ignored, *optional, *(each for each in left if each.lower() not in schema.guarded)}),
+        resolved=frozenset(
+            {*used, *ignored, *optional, *(each for each in left if each.lower() not in schema.guarded)}
+        ),
     )
 
 

@@ -19,13 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from padfree.data.chat import chat_renderer
+from padfree.data.chat_renderer import chat_renderer
+from padfree.data.data_settings import SFTDataSettings
 from padfree.data.dataset import PairDataset, TokenizedDataset
 from padfree.data.fields import Fields, Schema, check_mapping, resolve
 from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described
 from padfree.data.records import bad_row
 from padfree.data.rows import is_messages
-from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package
 from padfree.data.store import (
     FORMAT,

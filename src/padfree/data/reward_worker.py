@@ -1,4 +1,4 @@
-"""A process that judges texts for `padfree.rollout.environment.judge`: asked and answered through its pipes.
+"""A process that judges texts for `padfree.rollout.environment.reward_workers`: asked and answered through its pipes.
 
     length (8 bytes), (text, row, uid)   ->   length, (True, reward) or (False, the `UserError`)
 

@@ -39,7 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.batch import ROLLOUT_ARRAYS, Sample
-from padfree.data.chat import ChatRenderer, chat_renderer
+from padfree.data.chat_renderer import ChatRenderer, chat_renderer
+from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, Format, Schema, check_mapping, resolve
 from padfree.data.formats import described, reading_notes
@@ -58,7 +59,6 @@ from padfree.data.records import (
     token_ids,
 )
 from padfree.data.rows import RowReader
-from padfree.data.settings import RolloutDataSettings
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
 
@@ -105,7 +105,7 @@ class _Tokens(NamedTuple):
     mask: NDArray[np.bool_]  # [n]
 
 
-class _Read(NamedTuple):
+class _RolloutRead(NamedTuple):
     """A row as a sample, and whether the row names its group."""
 
     sample: Sample
@@ -126,7 +126,7 @@ class _RolloutReader:
     def template_names(self) -> tuple[str, ...]:
         return () if self._rows is None else self._rows.template_names
 
-    def read(self, chunk: Chunk, fields: Fields) -> list[_Read | RowError]:
+    def read(self, chunk: Chunk, fields: Fields) -> list[_RolloutRead | RowError]:
         """What each row of the chunk is, in order."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
@@ -192,7 +192,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
     return _Tokens(tokens, _first_trained(mask), mask)
 
 
-def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _Read:
+def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
     tokens, response_start, mask = found
     if not len(tokens):
         raise RowError("no tokens; expected one or more")
@@ -212,7 +212,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
         source=source,
         **arrays,
     )
-    return _Read(sample, row.get(fields["group"]) is not None)
+    return _RolloutRead(sample, row.get(fields["group"]) is not None)
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
@@ -274,7 +274,7 @@ def _name(row: dict[str, Any], column: str, default: str) -> str | int:
     return value
 
 
-class _Collected:
+class _CollectedRollouts:
     """Samples, and rows that did not become one as they stand."""
 
     def __init__(self, settings: RolloutDataSettings) -> None:
@@ -288,7 +288,7 @@ class _Collected:
         self._first_named: str | None = None  # the first row that names its group
         self._unnamed: list[tuple[Sample, str, int, str]] = []  # with file, line and unit
 
-    def add(self, read: _Read, file: str, line: int, unit: str) -> None:
+    def add(self, read: _RolloutRead, file: str, line: int, unit: str) -> None:
         sample = read.sample
         if read.named:
             self._first_named = self._first_named or f"{file} {unit} {line}"
@@ -368,7 +368,7 @@ def read_rollouts(
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, SCHEMA)
     reader = _RolloutReader(tokenizer, settings)
-    collected = _Collected(settings)
+    collected = _CollectedRollouts(settings)
     files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
         first = source.first_row()

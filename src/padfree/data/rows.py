@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from padfree.config.prompt_template import template_parts
 from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.data_settings import TextSettings
 from padfree.data.fields import Fields, has_value
 from padfree.data.records import RowError, check_encodable, present, shown, string
-from padfree.data.settings import TextSettings
 from padfree.errors import UserError
 
 SYSTEM = ("system", "developer")

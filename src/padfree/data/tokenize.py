@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.chat import RenderedSample, chat_renderer
+from padfree.data.chat_renderer import RenderedSample, chat_renderer
 from padfree.data.conversation import Conversation, read_conversation
+from padfree.data.data_settings import SFTDataSettings
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import Fields
 from padfree.data.records import LARGEST, RowError, SkippedRow, attempt, items, shown, string, token_ids
 from padfree.data.rows import PlainPair, RowReader
-from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import Chunk, record_of
 
 if TYPE_CHECKING:

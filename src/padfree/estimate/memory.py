@@ -94,8 +94,8 @@ def estimate_memory(
     for each token where rows of the data have several samples that share prefixes.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
-    assert checkpointing != "auto", "settled before: see padfree.train.settle"
-    assert reshard != "auto", "settled before: see padfree.train.settle"
+    assert checkpointing != "auto", "settled before: see padfree.train.resolve_auto"
+    assert reshard != "auto", "settled before: see padfree.train.resolve_auto"
     shards, size = processes // config.parallel.replicate, NUMBER_BYTES[config.model.dtype]
     if config.lora.rank:
         add_adapters(model, config.lora)
@@ -161,10 +161,10 @@ def _cache(
     if config.rollout.engine != "in_process":
         return 0
     rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
-    responses = min(rollout.batch, samples)
+    responses = min(rollout.max_concurrent, samples)
     if device_type == "cpu":
         return responses * (prompt_tokens + rollout.max_new_tokens) * cache_bytes(model, size)
-    prompts = -(-samples // rollout.group)
+    prompts = -(-samples // rollout.samples_per_prompt)
     wanted = (responses * rollout.max_new_tokens + prompts * prompt_tokens) * cache_bytes(model, size)
     return wanted if rollout.kv_cache_bytes is None else min(wanted, rollout.kv_cache_bytes)
 
@@ -236,7 +236,7 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
         return 0.0
     group, prompt, response = 8, 1, 1
     if config.rollout.source is not None:
-        group, prompt, response = config.rollout.group, prompt_tokens, config.rollout.max_new_tokens
+        group, prompt, response = config.rollout.samples_per_prompt, prompt_tokens, config.rollout.max_new_tokens
     return (prompt + group * (prompt + response)) / (prompt + group * response)
 
 

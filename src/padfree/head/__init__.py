@@ -2,8 +2,8 @@
 
 from padfree.head.distillation import DistillationLoss, distillation_loss
 from padfree.head.fused import FusedLoss, TokenLoss, fused_loss
-from padfree.head.likeliest import matches
 from padfree.head.scores import Scores, score
+from padfree.head.top1_accuracy import matches
 
 __all__ = [
     "DistillationLoss",

@@ -29,7 +29,7 @@ from torch import Tensor
 from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
 
 
-class Configuration(NamedTuple):
+class MatmulConfiguration(NamedTuple):
     """How a matmul is cut up; found by measurement (`bench/head_matmuls.py`)."""
 
     rows: int = 128  # of a tile
@@ -47,12 +47,12 @@ class Configuration(NamedTuple):
         return self.columns // self.parts
 
 
-PLAIN = Configuration()
+PLAIN = MatmulConfiguration()
 # With a bias or a cap a tile in one part does not fit: it needs more shared memory or registers than there are.
-OTHER = Configuration(stages=4, parts=2)
+OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
-def choose(head: BlockedHead) -> Configuration:
+def choose(head: BlockedHead) -> MatmulConfiguration:
     """The configuration that was fastest on an H200, or the next one, which fits where that does not."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
@@ -79,7 +79,7 @@ def reduce_rows(
     rows: LabelledRows,
     sums: BlockSums,
     stored: Tensor | None,
-    configuration: Configuration | None = None,
+    configuration: MatmulConfiguration | None = None,
 ) -> None:
     """Write the sums of all blocks of the rows of `hidden` [R, D], and x - peak of columns [0, K) into `stored` [R, K].
 
@@ -131,7 +131,7 @@ def gradient_columns(
     softmax: Softmax,
     upstream: Upstream,
     out: Tensor,
-    configuration: Configuration | None = None,
+    configuration: MatmulConfiguration | None = None,
 ) -> None:
     """Write the gradient by the raw logits `hidden` [R, D] @ `weight` [W, D].T, which are columns `first` on, to `out`.
 
@@ -173,7 +173,7 @@ def gradient_columns(
     )
 
 
-def _fitting(configuration: Configuration, written: Tensor | None) -> Configuration:
+def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
     """With a stage less where `_store` writes number by number: that takes shared memory, too, and all is in use."""
     return (
         configuration
@@ -187,7 +187,7 @@ def _is_cut(written: Tensor) -> bool:
     return bool(written.shape[1] * written.element_size() % 16)
 
 
-def _grid(num_rows: int, num_columns: int, device: torch.device, configuration: Configuration) -> tuple[int]:
+def _grid(num_rows: int, num_columns: int, device: torch.device, configuration: MatmulConfiguration) -> tuple[int]:
     tiles = -(-num_rows // configuration.rows) * -(-num_columns // configuration.columns)
     held = 2  # in the interpreter
     if device.type == "cuda":
@@ -195,7 +195,7 @@ def _grid(num_rows: int, num_columns: int, device: torch.device, configuration: 
     return (min(tiles, held),)
 
 
-def _launch(configuration: Configuration) -> dict[str, int]:
+def _launch(configuration: MatmulConfiguration) -> dict[str, int]:
     return {
         "ROWS": configuration.rows,
         "COLUMNS": configuration.columns,

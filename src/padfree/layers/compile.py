@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from padfree.layers.offload import ActivationOffload
 from padfree.layers.ops.quack_support import has_epilogues
-from padfree.layers.passes import PASSES, GraphPass, Stage, nodes
+from padfree.layers.passes import PASSES, GraphPass, Stage, graph_nodes
 from padfree.layers.recompute import Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
@@ -67,8 +67,8 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
         context = kwargs.get("attn_context")
         if context is not None:
             _mark(context.segments.cu_seqlens, 0)
-            if context.path_keys is not None:
-                _mark(context.path_keys.numbers, 0)
+            if context.prefix_keys is not None:
+                _mark(context.prefix_keys.numbers, 0)
         return call(*args, **kwargs)
 
     return called
@@ -131,7 +131,7 @@ class InductorPass(CustomGraphPass):
             each.run(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((*(inspect.getfile(each.run) for each in self.passes), nodes.__file__))
+        return get_hash_for_files((*(inspect.getfile(each.run) for each in self.passes), graph_nodes.__file__))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.config.choices import Checkpointing
 from padfree.errors import UserError
-from padfree.layers.passes.nodes import MATMULS
+from padfree.layers.passes.graph_nodes import MATMULS
 
 Kept = Literal["none", "input", "selective", "host"]
 """What a compiled layer saves; `none`: what the compiler finds best."""
@@ -79,7 +79,7 @@ def mark_saved(graph: fx.Graph, kept: Kept) -> None:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return str(node.target).removesuffix(".default") in ("padfree.self_attention", "padfree.path_attention")
+    return str(node.target).removesuffix(".default") in ("padfree.self_attention", "padfree.prefix_attention")
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:

@@ -41,7 +41,15 @@ from padfree.losses.advantages import (
     token_rewards,
     whiten,
 )
-from padfree.losses.elementwise import (
+from padfree.losses.aggregation import (
+    WEIGHT_MODES,
+    batch_weights,
+    group_token_counts,
+    scored_counts,
+    token_weights,
+    weight_divisor,
+)
+from padfree.losses.chunk_loss import (
     TokenLoss,
     TokenLossSettings,
     compute_loss,
@@ -51,22 +59,14 @@ from padfree.losses.elementwise import (
 )
 from padfree.losses.kl import kl_divergence
 from padfree.losses.logits import score_logits
+from padfree.losses.nll import sft_loss
 from padfree.losses.objectives import ObjectiveInputs, ObjectiveOutput, load_objective, objective
 from padfree.losses.objectives.clip import clipped_ratio
-from padfree.losses.policy import needs_old_logprobs, policy_loss
+from padfree.losses.policy_loss import needs_old_logprobs, policy_loss
 from padfree.losses.preference import dpo_loss, preference_pairs, reward_model_loss, sample_ends
 from padfree.losses.segments import Reduce, no_reduce, segment_mean, segment_sum, spread
-from padfree.losses.sft import sft_loss
 from padfree.losses.types import LossInputs, LossOutput, Statistics, merge_statistics
 from padfree.losses.value import value_loss
-from padfree.losses.weights import (
-    WEIGHT_MODES,
-    batch_weights,
-    group_token_counts,
-    scored_counts,
-    token_weights,
-    weight_divisor,
-)
 
 __all__ = [
     "WEIGHT_MODES",

@@ -72,7 +72,7 @@ def token_rewards(
 
     A sample without scored tokens has no place for its reward.
     """
-    row = _Row(mask, sample_index, max_length)
+    row = _SampleRow(mask, sample_index, max_length)
     return _token_rewards(rewards, row, kl, kl_coefficient).to(checks.result_type(rewards))
 
 
@@ -81,7 +81,7 @@ def discounted_returns(
     rewards: Tensor, mask: Tensor, sample_index: Tensor, *, gamma: float = 1.0, max_length: int | None = None
 ) -> Tensor:
     """[T] sum of the rewards [T] from here to the sample's end, each token further on counting `gamma` times less."""
-    row = _Row(mask, sample_index, max_length)
+    row = _SampleRow(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
     return row.discounted(row.scored("rewards", rewards), gamma).to(checks.result_type(rewards))
 
@@ -94,19 +94,19 @@ def gae(
     sample_index: Tensor,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    gae_lambda: float = 0.95,
     max_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T] generalised advantage estimates, and returns (advantage + value); the value after the last token is 0."""
-    row = _Row(mask, sample_index, max_length)
-    _need_finite(gamma=gamma, lam=lam)
+    row = _SampleRow(mask, sample_index, max_length)
+    _need_finite(gamma=gamma, gae_lambda=gae_lambda)
     given, seen = row.scored("rewards", rewards), row.scored("values", values)
     # The value of the next scored token of the sample: passed on across gaps, stopped by a scored token.
     arriving = scan_back(seen, row.goes_on & ~row.mask, max_length)
     following = torch.zeros_like(arriving)
     following[:-1] = torch.where(row.goes_on[:-1], arriving[1:], 0.0)
     errors = torch.where(row.mask, given + gamma * following - seen, 0.0)
-    advantages = row.discounted(errors, gamma * lam)
+    advantages = row.discounted(errors, gamma * gae_lambda)
     dtype = checks.result_type(rewards, values)
     return advantages.to(dtype), (advantages + seen).to(dtype)
 
@@ -139,7 +139,7 @@ def reinforce_plus_plus(
     reduce: Reduce = no_reduce,
 ) -> Tensor:
     """[T] advantages from [B] rewards: discounted returns with the KL penalty in the reward, whitened globally."""
-    row = _Row(mask, sample_index, max_length)
+    row = _SampleRow(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
     returns = row.discounted(_token_rewards(rewards, row, kl, kl_coefficient), gamma)
     return _whiten(returns, row.mask, reduce=reduce).to(checks.result_type(rewards))
@@ -161,7 +161,7 @@ def reinforce_plus_plus_baseline(
 
     Groups must be whole here; the ranks that `reduce` joins may hold different groups.
     """
-    row = _Row(mask, sample_index, None)
+    row = _SampleRow(mask, sample_index, None)
     groups = _checked_groups(rewards, groups, num_groups)
     advantages = spread(_centred(rewards, groups, num_groups)[0], row.sample_index)
     if kl is not None:
@@ -170,7 +170,7 @@ def reinforce_plus_plus_baseline(
     return _whiten(advantages, row.mask, reduce=reduce).to(checks.result_type(rewards))
 
 
-class _Row:
+class _SampleRow:
     """The tokens of a packed row: which of them are actions, and where samples end."""
 
     def __init__(self, mask: Tensor, sample_index: Tensor, max_length: int | None) -> None:
@@ -197,7 +197,7 @@ class _Row:
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)
 
 
-def _token_rewards(rewards: Tensor, row: _Row, kl: Tensor | None, kl_coefficient: float) -> Tensor:
+def _token_rewards(rewards: Tensor, row: _SampleRow, kl: Tensor | None, kl_coefficient: float) -> Tensor:
     """[T] float64."""
     _need_finite(kl_coefficient=kl_coefficient)
     follows = scan_back(row.mask, row.goes_on, row.max_length)  # scored tokens from here to the sample's end

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from padfree.attention.operator import self_attention
-from padfree.attention.paths import path_attention
+from padfree.attention.prefix_attention import prefix_attention
 from padfree.batch import AttnContext, Segments
 from padfree.cp import attend
 from padfree.errors import UserError
@@ -131,9 +131,9 @@ def attention(
         q = _scaled_by_position(module, q, attn_context, places)
     if chunk is not None and attn_context.segments.max_seqlen > chunk:
         attn_context = _chunked(attn_context, chunk, name)
-    if torch.compiler.is_compiling() and attn_context.layout is None and attn_context.path_keys is not None:
-        output = path_attention(
-            q, k, v, attn_context.segments, attn_context.path_keys, scale=scaling, window=sliding_window,
+    if torch.compiler.is_compiling() and attn_context.layout is None and attn_context.prefix_keys is not None:
+        output = prefix_attention(
+            q, k, v, attn_context.segments, attn_context.prefix_keys, scale=scaling, window=sliding_window,
             softcap=softcap, sinks=s_aux, backend=backend,
         )  # fmt: skip
     elif torch.compiler.is_compiling() and attn_context.layout is None and chunk is None:

@@ -24,7 +24,7 @@ their names. A parameter to which `shard` has given another dtype is cast while 
 
 Of a multimodal folder the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0.
 
-What the files must be like is in `padfree.model.files`. Weights that are not finite are refused, with the file and
+`padfree.model.model_files` checks the files. Weights that are not finite are refused, with the file and
 the tensor. Every rank must call this alike.
 """
 
@@ -59,11 +59,11 @@ from transformers.utils import logging
 from padfree.config.choices import Init, ModelHead
 from padfree.distributed import raise_together
 from padfree.errors import UserError
-from padfree.model.files import one_line, open_model, opened
-from padfree.model.finite import nonfinite_tensor
 from padfree.model.lora import initial_values, is_adapter
-from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
-from padfree.model.scalar import first_weight, scalar_config, scalar_model
+from padfree.model.model_files import one_line, open_model, opened
+from padfree.model.nonfinite_tensors import nonfinite_tensor
+from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
+from padfree.model.scalar_head import first_weight, scalar_config, scalar_model
 from padfree.model.wrapper import Wrapper, language_config, language_model, remember
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")

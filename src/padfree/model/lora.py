@@ -12,7 +12,7 @@ A is drawn from the seed and its own name, so its numbers do not depend on ranks
 model begins as the one without adapters.
 
 Adapters are for linear layers below the head. Embeddings and the head are refused, because the losses read the head's
-weight without what an adapter would add. A scalar head (`padfree.model.scalar`) is new, and is trained itself. Refused
+weight without what an adapter would add. A scalar head (`padfree.model.scalar_head`) is new and trained itself. Refused
 are also linear layers of a mixer whose weight its forward hands to a kernel or multiplies itself (Mamba's time step),
 routers that are linear layers and more (Llama 4), and experts that transformers keeps in one tensor; "all-linear"
 leaves all of these frozen.
@@ -39,8 +39,8 @@ from padfree.config import LoraConfig
 from padfree.errors import UserError
 from padfree.model.mixers import kind_of
 from padfree.model.mixers.own_forward import code_of
-from padfree.model.scalar import HEAD as SCALAR_HEAD
-from padfree.model.scalar import WEIGHT as SCALAR_WEIGHT
+from padfree.model.scalar_head import HEAD as SCALAR_HEAD
+from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 
 ADAPTER = "default"
 """The name that PEFT gives to an adapter when nobody gives one."""

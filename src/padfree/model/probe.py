@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from padfree.batch import AttnContext, Segments, row_inputs
+from padfree.batch import AttnContext, Segments, pack_inputs
 from padfree.model.interface import NAME, attention, mark_chunked_layers
 from padfree.model.mixers import Mixer, find_mixers, install
 from padfree.model.mixers.own_forward import reference_functions
@@ -309,7 +309,7 @@ def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
     samples = _Samples(model)
     AttentionInterface.register(LENGTHS_PROBE, _by_lengths)
     model.set_attn_implementation(implementation)
-    inputs = row_inputs(samples.input_ids, samples.position_ids, samples.segments)
+    inputs = pack_inputs(samples.input_ids, samples.position_ids, samples.segments)
     packed = _first(model(**inputs))[: sum(LENGTHS)]
     return samples.refusal(model, packed) or Verdict(leak=None, head="it was not asked for")
 

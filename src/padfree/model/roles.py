@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.model.routers import routers_of
-from padfree.model.scalar import HEAD as SCALAR_HEAD
+from padfree.model.scalar_head import HEAD as SCALAR_HEAD
 
 Role = Literal["hidden", "expert", "embedding", "head", "vector"]
 

@@ -95,8 +95,8 @@ def _parts(module: nn.Module, output: Any, num_experts: int) -> tuple[Tensor, Te
     logits = [each for each in tensors if each.dtype.is_floating_point and each.shape[-1] == num_experts]
     if not choices or not logits:
         raise UserError(
-            "loss.router",
+            "loss.load_balancing",
             f"{type(module).__name__} does not return its logits and its choices",
-            "leave loss.router and loss.router_bias out",
+            "leave loss.load_balancing and loss.router_bias out",
         )
     return logits[0].reshape(-1, num_experts), choices[0].reshape(-1, choices[0].shape[-1])

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from padfree.config.choices import ModelHead
 from padfree.errors import UserError
-from padfree.model.scalar import scalar_model
+from padfree.model.scalar_head import scalar_model
 from padfree.model.wrapper import language_config
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from padfree.errors import UserError
-from padfree.model.files import one_line
+from padfree.model.model_files import one_line
 
 ATTRIBUTE = "_padfree_wrapper"
 PROCESSOR_FILES = (

@@ -24,7 +24,7 @@ from padfree.distributed.collectives import exchange_rows
 from padfree.model.load import region_of
 
 
-class Cut(NamedTuple):
+class MatrixSplit(NamedTuple):
     """Matrices that are divided over the ranks of a group along `dim` (-2: rows, -1: columns)."""
 
     group: ProcessGroup
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...]  # of each rank's part along `dim`
 
 
-def cut_of(parameter: Tensor) -> Cut | None:
+def cut_of(parameter: Tensor) -> MatrixSplit | None:
     """How the matrices [..., A, B] of a parameter are divided; None: every rank holds whole ones."""
     if not isinstance(parameter, DTensor):
         return None
@@ -49,11 +49,13 @@ def cut_of(parameter: Tensor) -> Cut | None:
             there = [rank if each == mesh_dim else index for each, index in enumerate(coordinate)]
             part = region_of(parameter.shape, placements, mesh.shape, there)[dim]
             sizes.append(part.stop - part.start)
-        found = Cut(mesh.get_group(mesh_dim), dim, tuple(sizes))
+        found = MatrixSplit(mesh.get_group(mesh_dim), dim, tuple(sizes))
     return found
 
 
-def on_whole_matrices(function: Callable[[Tensor], Tensor], parts: Tensor, cut: Cut | None, first: int = 0) -> Tensor:
+def on_whole_matrices(
+    function: Callable[[Tensor], Tensor], parts: Tensor, cut: MatrixSplit | None, first: int = 0
+) -> Tensor:
     """`function` [n, A, B] -> [n, A, B] of the matrices of which each rank gives its parts [n, a, b]; its parts of the
     results.
 

@@ -8,7 +8,7 @@
 A matrix [A, B] with orthonormal rows or columns has the root mean square 1 / sqrt(max(A, B)), so that every update has
 the root mean square lr * `update_rms`, whatever the shape. AdamW's updates have about 0.2 lr; with 0.2 a learning rate
 and a weight decay that suit AdamW suit Muon (Moonshot AI, "Muon is scalable for LLM training"). Momentum, coefficients
-and norms are those of `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. `padfree.optim.reference` has the same
+and norms match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. `padfree.optim.reference_adamw` has the same
 for one matrix, plainly.
 
 Every matrix of a parameter [..., A, B] is one of its own: each expert is. Matrices of one shape are computed as a batch
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.optim.matrices import Cut, cut_of, on_whole_matrices
+from padfree.optim.matrices import MatrixSplit, cut_of, on_whole_matrices
 from padfree.optim.rule import Group, State, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -86,7 +86,7 @@ class _Batch(NamedTuple):
     """Matrices of one shape, as this rank holds them: parts [n, a, b] of parameters, which share their memory."""
 
     shape: torch.Size  # [A, B] of a whole matrix
-    cut: Cut | None
+    cut: MatrixSplit | None
     device: torch.device  # where they are computed
     weights: list[Tensor]
     gradients: list[Tensor]

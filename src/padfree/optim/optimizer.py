@@ -28,8 +28,8 @@ from padfree.errors import UserError
 from padfree.model.roles import roles_of
 from padfree.optim.adamw import AdamW
 from padfree.optim.muon import Muon
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.optim.rule import Group, UpdateRule
-from padfree.optim.settings import OptimizerConfig
 
 RULES: Mapping[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
 

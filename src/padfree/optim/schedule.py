@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from padfree.errors import UserError
-from padfree.optim.settings import ScheduleKind
+from padfree.optim.optimizer_settings import ScheduleKind
 
 
 def learning_rate_factor(

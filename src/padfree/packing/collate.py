@@ -147,10 +147,10 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
     predictions = np.flatnonzero(batch.labels.numpy() != IGNORE)
     chosen = torch.from_numpy(predictions)
     tokens = [samples[i].tokens[a:b] for i, a, b in zip(tree.sample, tree.begin, tree.end, strict=True)]
-    row_tokens = np.concatenate(tokens).astype(np.int64, copy=False)
+    pack_tokens = np.concatenate(tokens).astype(np.int64, copy=False)
     return replace(
         batch,
-        input_ids=torch.from_numpy(row_tokens),
+        input_ids=torch.from_numpy(pack_tokens),
         position_ids=torch.from_numpy(concatenated_ranges(tree.begin, tree.lengths)),
         **{field: getattr(batch, field)[chosen] for field in PackedBatch.LABEL_FIELDS},
         segments=Segments.from_lengths(tree.lengths, parents=tree.parents),

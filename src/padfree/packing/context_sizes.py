@@ -65,7 +65,7 @@ class WidePlan:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Row:
+class _SizedPack:
     width: int
     samples: list[int]
 
@@ -115,15 +115,15 @@ def _attempt(
     left = ranks * waves - int(width[width > 1].sum())
     if left < 0 or (not left and len(narrow)):
         return None
-    rows = [_Row(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
+    rows = [_SizedPack(size, [sample]) for size, sample in zip(width[width > 1].tolist(), wide.tolist(), strict=True)]
     narrow = _fill_wide(rows, narrow, length, cost, max_tokens, level)
     if len(narrow):
         parts = partition(PartitionProblem(cost[narrow], length[narrow], max_tokens, np.zeros(left)))
         if parts is None:
             return None
-        rows += [_Row(1, narrow[part].tolist()) for part in parts]
+        rows += [_SizedPack(1, narrow[part].tolist()) for part in parts]
     else:
-        rows += [_Row(1, [])] * left
+        rows += [_SizedPack(1, [])] * left
     return _arranged(rows, cost, ranks, waves)
 
 
@@ -139,7 +139,7 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 
 
 def _fill_wide(
-    rows: Sequence[_Row], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
+    rows: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
     """Give wide rows short samples, the costliest that fits first, up to the level; the samples that are left."""
     order = narrow[np.argsort(cost[narrow], kind="stable")]
@@ -159,7 +159,7 @@ def _fill_wide(
     return np.array(sorted(waiting), dtype=np.int64)
 
 
-def _arranged(rows: Sequence[_Row], cost: Floats, ranks: int, waves: int) -> WidePlan:
+def _arranged(rows: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
     """Rows to waves and ranks. Wide ones first: what is free of a wave then is always a multiple of the next width."""
     each = np.array([float(cost[row.samples].sum()) / row.width for row in rows])
     width = np.array([row.width for row in rows])

@@ -41,7 +41,7 @@ PART_SEED = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class SourcePart:
     """Neighbouring samples of a source, and how many times an epoch shows each."""
 
     size: int
@@ -55,7 +55,7 @@ class Part:
 class EpochOrder:
     """Which samples each epoch shows, in which order. `parts` are the whole source, one after the other."""
 
-    def __init__(self, parts: Sequence[Part], *, shuffle: bool, seed: int) -> None:
+    def __init__(self, parts: Sequence[SourcePart], *, shuffle: bool, seed: int) -> None:
         self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
         self._inside: dict[int, Indices] = {}  # by part
 
@@ -103,7 +103,7 @@ class EpochReader(Generic[T]):
         shuffle: bool,
         seed: int,
         epochs: int | None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[SourcePart] | None = None,
     ) -> None:
         random_access = hasattr(source, "__len__") and hasattr(source, "__getitem__")
         self.length: int | None = len(source) if random_access else None  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class EpochReader(Generic[T]):
         self.parts = None if parts is None or all(part.weight == 1 for part in parts) else tuple(parts)
         if self.parts is not None:
             assert sum(part.size for part in self.parts) == self.length
-        whole = (Part(size=self.length or 0, weight=Fraction(1)),)
+        whole = (SourcePart(size=self.length or 0, weight=Fraction(1)),)
         self.order = EpochOrder(self.parts or whole, shuffle=shuffle, seed=seed)
         self._end = None if epochs is None else self.order.start(epochs)
         self.source, self.shuffle, self.seed, self.epochs = source, shuffle, seed, epochs

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.nodes import path_tokens
 from padfree.packing.cost import CostModel
+from padfree.prefix_tree import path_tokens
 
 Indices = NDArray[np.int64]
 

@@ -87,7 +87,7 @@ class StepPlan:
         first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
         return first
 
-    def rows_of(self, rank: int) -> list[tuple[Indices, int | None]]:
+    def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
         """[J] the samples of each row of a rank, and how many ranks share it, where the plan decides that."""
         widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
         return list(zip(self.micro_batches[rank], widths, strict=True))

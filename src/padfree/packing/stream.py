@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 from padfree.arrays import need_whole
 from padfree.config.choices import PackOverlong
 from padfree.errors import UserError, check_choice
-from padfree.packing.epochs import EpochReader, Part
+from padfree.packing.epochs import EpochReader, SourcePart
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         epochs: int | None = 1,
         overlong: PackOverlong = "error",
         length: Callable[[T], int] | None = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[SourcePart] | None = None,
     ) -> None:
         super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs, parts=parts), length)
         _check_positive(budget=budget, buffer_size=buffer_size)
@@ -183,7 +183,7 @@ class FixedSizeBatcher(_Batcher[T]):
         epochs: int | None = 1,
         overlong: Literal["error", "truncate"] = "error",
         length: Callable[[T], int] | None = None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[SourcePart] | None = None,
     ) -> None:
         super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs, parts=parts), length)
         _check_positive(batch_size=batch_size)

@@ -1,14 +1,14 @@
 """What happened to a run besides its steps: `events.jsonl` in the run folder, one line of JSON each, never rewritten.
 
     {"time": "2026-03-01T12:00:00+00:00", "kind": "start", "step": 0, "python": "3.11.9", "torch": "2.13.0", ...}
-    {"time": "2026-03-01T12:00:01+00:00", "kind": "settled", "step": 0, "parallel.checkpointing": "none", ...}
+    {"time": "2026-03-01T12:00:01+00:00", "kind": "resolved_auto", "step": 0, "parallel.checkpointing": "none", ...}
     {"time": "2026-03-01T12:00:30+00:00", "kind": "compile", "step": 0, "graphs": 2, "seconds": 21.3}
     {"time": "2026-03-01T12:10:00+00:00", "kind": "stop", "step": 40}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040", ...}
 
     start       versions, device, processes and their layout      compile     layers were compiled in this step
-    settled     what each `auto` became, and why                  nonfinite   the file with the samples of that step
+    resolved_auto  what each `auto` became, and why                  nonfinite   the file with the samples of that step
     resume      the checkpoint, and settings that have changed    stop, end   by a signal; because all steps are done
     note        what was said at the start                        export      the trained model is in the folder
     failed      what was raised
@@ -29,11 +29,11 @@ import torch
 import transformers
 
 from padfree.distributed import Mesh
-from padfree.record.files import EVENTS
+from padfree.record.file_names import EVENTS
 from padfree.record.run_folder import writing
 from padfree.version import __version__
 
-Kind = Literal["start", "settled", "note", "resume", "compile", "stop", "end", "export", "failed", "nonfinite"]
+Kind = Literal["start", "resolved_auto", "note", "resume", "compile", "stop", "end", "export", "failed", "nonfinite"]
 
 
 class Events:

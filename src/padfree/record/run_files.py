@@ -11,8 +11,8 @@ from typing import Any
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.record.events import Events, environment
-from padfree.record.files import CONFIG, EVALUATION
-from padfree.record.metrics import MetricsFile
+from padfree.record.file_names import CONFIG, EVALUATION
+from padfree.record.metrics_file import MetricsFile
 from padfree.record.run_folder import writing
 from padfree.record.trackers import Trackers
 

@@ -40,7 +40,7 @@ from padfree.config.inputs import check_regular
 from padfree.distributed import raise_together
 from padfree.errors import UserError
 from padfree.model.export import not_an_export
-from padfree.record.files import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
+from padfree.record.file_names import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
 from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
@@ -276,9 +276,9 @@ def _from_first(identity: Identity | None) -> Identity:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert identity is not None
         return identity
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, identity)
-    found: Identity = told[0]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, identity)
+    found: Identity = gathered[0]
     return found
 
 

@@ -9,7 +9,7 @@ on top of this protocol and do not know which engine answers (`rollout.engine`).
 Requests of one prompt stand side by side and hold the same array object, so that `first.tokens is second.tokens` says
 that a prompt can be prefilled once for both.
 
-A sampler that can go on while the policy is trained (`AheadSampler`) is given requests ahead. An exchange of weights
+A sampler that can go on while the policy is trained (`AsyncSampler`) is given requests ahead. An exchange of weights
 cuts the responses that are under way; what they have stays, and the new weights write the rest, so that every token and
 its log-probability are those of one version.
 """
@@ -46,10 +46,10 @@ OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:
-    """One response to sample: after `tokens`, at most `room` of them, drawn with the noise of `key`."""
+    """One response to sample: after `tokens`, at most `max_new_tokens` of them, drawn with the noise of `key`."""
 
     tokens: NDArray[np.integer[Any]]  # [n] of the prompt
-    room: int
+    max_new_tokens: int
     key: int  # of `noise.response_keys`; the seed where a server draws. 0 (`noise.GREEDY`): the likeliest tokens
     begun: Response | None = None  # what was written already, by weights that were exchanged meanwhile
 
@@ -69,8 +69,8 @@ class Response:
         """[m]"""
         return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
 
-    def is_whole(self, room: int) -> bool:
-        return self.ended or len(self.tokens) >= room
+    def is_whole(self, max_new_tokens: int) -> bool:
+        return self.ended or len(self.tokens) >= max_new_tokens
 
     def followed_by(self, rest: Response) -> Response:
         """Both as one response."""
@@ -105,7 +105,7 @@ class Sampler(Protocol):
         """Give back what the sampler holds; it is not used again."""
 
 
-class AheadSampler(Sampler, Protocol):
+class AsyncSampler(Sampler, Protocol):
     """A sampler that goes on while the policy is trained, and while weights are exchanged: `rollout.staleness`."""
 
     @property

@@ -8,7 +8,7 @@ A row has a `prompt` or `messages` that end before the assistant's turn, in one 
 `prompt_format` says. All columns of a row are kept, under their own names and under those of their fields, because the
 reward may want any of them.
 
-`room` is how many tokens a response may have: `max_new_tokens`, or what `max_length` leaves with `overlong` "truncate".
+`max_new_tokens` of a prompt is the setting of that name, or what `max_length` leaves with `overlong` "truncate".
 A prompt that leaves room for none is dropped, and listed as dropped.
 """
 
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.chat import ChatRenderer, chat_renderer
+from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.conversation import Conversation, Message
+from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, check_mapping, resolve
 from padfree.data.formats import PROMPT_SCHEMA, described, reading_notes
 from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row
 from padfree.data.rows import RowReader
-from padfree.data.settings import RolloutDataSettings
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
 
@@ -42,14 +42,14 @@ class Prompt:
     """What responses are written to. Its length is that of the longest sample it can become."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
-    room: int  # tokens of a response, at most
+    max_new_tokens: int  # tokens of a response, at most
     row: Mapping[str, Any]
     uid: str
     source: str
     asked: str | Conversation | None = None  # the prompt before it was rendered, for a judge with another template
 
     def __len__(self) -> int:
-        return len(self.tokens) + self.room
+        return len(self.tokens) + self.max_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ def read_prompts(
     settings = settings or RolloutDataSettings()
     check_mapping(settings.columns, PROMPT_SCHEMA)
     reader = _Reader(tokenizer, settings)
-    collected = _Collected(settings, max_new_tokens)
+    collected = _CollectedPrompts(settings, max_new_tokens)
     files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
         first = source.first_row()
@@ -100,7 +100,7 @@ def read_prompts(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Read:
+class _PromptRead:
     tokens: NDArray[np.int32]
     row: dict[str, Any]
     asked: str | Conversation
@@ -122,7 +122,7 @@ class _Reader:
     def template_names(self) -> tuple[str, ...]:
         return self._rows.template_names
 
-    def read(self, chunk: Chunk, fields: Fields) -> list[_Read | RowError]:
+    def read(self, chunk: Chunk, fields: Fields) -> list[_PromptRead | RowError]:
         """What each row of the chunk is, in order."""
         rows = [attempt(record_of, record) for record in chunk.records]
         asked = [row if isinstance(row, RowError) else attempt(self._asked, row, fields) for row in rows]
@@ -130,7 +130,7 @@ class _Reader:
         begun = self.renders_chat
         passages = [Passage(pieces=(Piece(text, False),), begun=begun) for text in texts if isinstance(text, str)]
         encoded = iter(self._encoder.encode(passages))
-        results: list[_Read | RowError] = []
+        results: list[_PromptRead | RowError] = []
         for row, prompt, text in zip(rows, asked, texts, strict=True):
             found = next(encoded) if isinstance(text, str) else text
             if isinstance(row, RowError) or isinstance(prompt, RowError) or isinstance(found, RowError):
@@ -139,7 +139,7 @@ class _Reader:
                 results.append(RowError(f"{fields[fields.kind]!r} has no tokens; expected one or more"))
             else:
                 named = {field: row[column] for field, column in fields.columns.items() if column in row}
-                results.append(_Read(found.tokens, {**row, **named}, prompt))
+                results.append(_PromptRead(found.tokens, {**row, **named}, prompt))
         return results
 
     def _asked(self, row: dict[str, Any], fields: Fields) -> str | Conversation:
@@ -165,7 +165,7 @@ def _check_last(messages: Sequence[Message], column: str) -> None:
         )
 
 
-class _Collected:
+class _CollectedPrompts:
     """Prompts, and rows that did not become one as they stand."""
 
     def __init__(self, settings: RolloutDataSettings, max_new_tokens: int) -> None:
@@ -176,19 +176,19 @@ class _Collected:
         self._truncated: list[SkippedRow] = []
         self.rows_per_file: dict[str, int] = {}
 
-    def add(self, result: _Read | RowError, file: str, line: int, unit: str) -> None:
+    def add(self, result: _PromptRead | RowError, file: str, line: int, unit: str) -> None:
         if isinstance(result, RowError):
             row = SkippedRow(file=file, line=line, reason=str(result))
             if self._settings.on_bad_row == "error":
                 raise bad_row(row, unit)
             self._skipped.append(row)
             return
-        room = self._room(len(result.tokens), file, line)
-        if room > 0:
+        max_new_tokens = self._tokens_left(len(result.tokens), file, line)
+        if max_new_tokens > 0:
             self._found.append(
                 Prompt(
                     tokens=result.tokens,
-                    room=room,
+                    max_new_tokens=max_new_tokens,
                     row=result.row,
                     uid=f"{file}:{line}",
                     source=file,
@@ -196,7 +196,7 @@ class _Collected:
                 )
             )
 
-    def _room(self, length: int, file: str, line: int) -> int:
+    def _tokens_left(self, length: int, file: str, line: int) -> int:
         """How long a response may be; 0: the prompt is left out."""
         limit, wanted = self._settings.max_length, self._max_new_tokens
         if limit is None or length + wanted <= limit:

@@ -79,11 +79,19 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
     if response.versions is not None:
         _need_array(what, "versions", response.versions, "iu", len(tokens))
     need(isinstance(response.ended, (bool, np.bool_)), f"ended={shown(response.ended)}", "return true or false")
-    cure = f"return 1 to {request.room} tokens"
-    need(len(tokens) <= request.room, f"{len(tokens)} tokens where {request.room} were asked for", cure)
+    cure = f"return 1 to {request.max_new_tokens} tokens"
+    need(
+        len(tokens) <= request.max_new_tokens,
+        f"{len(tokens)} tokens where {request.max_new_tokens} were asked for",
+        cure,
+    )
     if whole:
         unfinished = f"a response of {len(tokens)} tokens that has not ended"
-        need(len(tokens) > 0 and response.is_whole(request.room), unfinished, f"{cure}, the last one a stop token")
+        need(
+            len(tokens) > 0 and response.is_whole(request.max_new_tokens),
+            unfinished,
+            f"{cure}, the last one a stop token",
+        )
     assert isinstance(response, Response)
     return response
 

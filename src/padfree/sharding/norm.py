@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-Place = tuple[DeviceMesh, tuple[Placement, ...]] | None
+ParameterPlace = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """[] float64 on `device`: the norm of the whole gradient, the same on every rank. All ranks call it alike."""
-    by_place: dict[Place, list[Tensor]] = {}
+    by_place: dict[ParameterPlace, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):

@@ -6,11 +6,11 @@
     compile         each layer by itself                                 parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: each layer a unit, the rest with the root     more than one process
-    masters         float32 weights behind bfloat16 ones                 a single process: `padfree.optim.masters`
+    master weights  float32 weights behind bfloat16 ones                a single process: `padfree.optim.master_weights`
 
 Files keep the names that parameters had before. With bfloat16, weights and gradients are float32 between steps and
-bfloat16 in forward and backward: FSDP2 converts them where it shards, `masters` in a single process. Frozen weights are
-kept in bfloat16, to which they would be rounded at every use. With `reshard` only the layers that compute have a
+bfloat16 in forward and backward: FSDP2 converts them where it shards, `master_weights` in one process. Frozen weights
+are kept in bfloat16, to which they would be rounded at every use. With `reshard` only the layers that compute have a
 bfloat16 copy (in a single process FSDP2 sees to that, too); without it all layers do, which takes two bytes a weight
 and no time. With `offload` shards, gradients and optimizer state are on the CPU, and a unit's weights are on the device
 while it computes.
@@ -40,7 +40,7 @@ from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
-from padfree.optim.masters import computing, keep_masters
+from padfree.optim.master_weights import compute_copies, keep_master_weights
 from padfree.sharding.fsdp import shard_model
 from padfree.sharding.rules import Rule
 
@@ -80,7 +80,7 @@ def transformations(
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(_recompute, mode=checkpointing))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
-        steps.append(partial(_keep_masters, dtype=dtype))
+        steps.append(partial(_keep_master_weights, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
         steps.append(partial(shard_model, mesh=mesh, dtype=dtype, reshard=reshard, offload=offload, rules=rules))
     return steps
@@ -108,14 +108,14 @@ def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
     recompute_layers(layers_of(model), mode)
 
 
-def _keep_masters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    keep_masters(model, dtype, layers_of(model))
+def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    keep_master_weights(model, dtype, layers_of(model))
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
     """`function(model, *args)` while the parameters of the root unit are whole."""
     if not isinstance(model, FSDPModule):
-        with computing(model):
+        with compute_copies(model):
             return function(model, *args)
     if not hasattr(model, ENTRY):
         setattr(model, ENTRY, MethodType(_run, model))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from padfree.model.roles import Role, roles_of
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter, where it is and what it is: what a rule decides by."""
 
     module: nn.Module
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     """Parameters that it `applies` to are sharded over `mesh` along their dimension `dim`."""
 
     name: str
-    applies: Callable[[Place], bool]
+    applies: Callable[[ParameterPlace], bool]
     mesh: DeviceMesh
     dim: int = 0
 
@@ -50,7 +50,7 @@ def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, 
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            place = Place(module, name, parameter, roles[parameter])
+            place = ParameterPlace(module, name, parameter, roles[parameter])
             rule = next(rule for rule in rules if rule.applies(place))
             other = found.setdefault(module, rule)
             assert other is rule, f"{path}.{name} follows the rule {rule.name!r}, its module {other.name!r}"

@@ -22,14 +22,14 @@ from padfree.head import DistillationLoss, distillation_loss
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput
 from padfree.model import hidden_states, lm_head_of
-from padfree.optim.masters import computing
+from padfree.optim.master_weights import compute_copies
 from padfree.sharding.parallelize import inside
 from padfree.tasks import rl, sft
+from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData
-from padfree.tasks.row_loss import RowLoss
 
 
-class DistillationRowLoss:
+class DistillationMicroBatchLoss:
     """The divergence of the student from the teacher, weighted by token."""
 
     keeps_groups: ClassVar[bool] = False
@@ -61,7 +61,7 @@ class DistillationRowLoss:
                     memory=self.memory,
                 )
 
-        with torch.no_grad(), computing(self.teacher):
+        with torch.no_grad(), compute_copies(self.teacher):
             found = inside(self.teacher, compare)
         count = (batch.labels != IGNORE).sum()
         statistics = {
@@ -84,11 +84,11 @@ class Distill(sft.SFT):
             return rl.TASK.read(config, tokenizer, **options)
         return super().read(config, tokenizer, **options)
 
-    def row_loss(  # type: ignore[override]
+    def micro_batch_loss(  # type: ignore[override]
         self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> RowLoss:
+    ) -> MicroBatchLoss:
         assert teacher is not None
-        return DistillationRowLoss(settings, teacher, temperature=temperature, memory=memory)
+        return DistillationMicroBatchLoss(settings, teacher, temperature=temperature, memory=memory)
 
 
 TASK = Distill()

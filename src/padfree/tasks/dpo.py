@@ -19,13 +19,13 @@ from padfree.data import SFTDataSettings, load_pairs
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, dpo_loss
-from padfree.tasks.measures import PairMeasure, RowMeasure
+from padfree.tasks.measures import PackMeasure, PairMeasure
+from padfree.tasks.micro_batch_loss import MicroBatchLoss, pairs_of, scored_inputs
 from padfree.tasks.reading import TrainingData, of_store, text_settings
-from padfree.tasks.row_loss import RowLoss, pairs_of, scored_inputs
 from padfree.tasks.task import Task
 
 
-class PairRowLoss:
+class PairMicroBatchLoss:
     """Losses of pairs of answers."""
 
     keeps_groups: ClassVar[bool] = True
@@ -54,13 +54,13 @@ class DPO(Task):
         settings = SFTDataSettings(**text_settings(config.data, day))
         return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress))
 
-    def row_loss(
+    def micro_batch_loss(
         self, settings: DPOSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> RowLoss:
-        return PairRowLoss(settings, temperature=temperature, memory=memory)
+    ) -> MicroBatchLoss:
+        return PairMicroBatchLoss(settings, temperature=temperature, memory=memory)
 
-    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
-        return PairMeasure(row_loss)
+    def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
+        return PairMeasure(micro_batch_loss)
 
 
 TASK = DPO()

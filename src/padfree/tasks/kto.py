@@ -41,9 +41,9 @@ from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, segment_sum, spread
-from padfree.tasks.measures import RowMeasure
+from padfree.tasks.measures import PackMeasure
+from padfree.tasks.micro_batch_loss import MicroBatchLoss, scored_inputs
 from padfree.tasks.reading import TrainingData, of_store, text_settings
-from padfree.tasks.row_loss import RowLoss, scored_inputs
 from padfree.tasks.task import Models, Task
 
 # Data
@@ -138,7 +138,7 @@ def kto_loss(
     return losses, slopes, settings.beta * logratios, margin > 0
 
 
-class KTORowLoss:
+class KTOMicroBatchLoss:
     """The loss of the answers of a pack. Under context parallelism a rank holds some tokens of an answer.
 
     It returns its share of the answer's loss, with the gradient of the whole loss for the tokens that it holds.
@@ -197,11 +197,11 @@ class AnswerMeasure:
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")
     keeps_groups: ClassVar[bool] = False
 
-    def __init__(self, row_loss: RowLoss) -> None:
-        self.row_loss = row_loss
+    def __init__(self, micro_batch_loss: MicroBatchLoss) -> None:
+        self.micro_batch_loss = micro_batch_loss
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        shares = self.row_loss(model, batch).pair_statistics
+        shares = self.micro_batch_loss(model, batch).pair_statistics
         assert shares is not None
         return torch.stack([shares[name] for name in ("count", *self.names)], 1)
 
@@ -228,13 +228,13 @@ class KTO(Task):
         found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, SCHEMA, progress=progress)
         return of_store(found)
 
-    def row_loss(
+    def micro_batch_loss(
         self, settings: KTOSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> RowLoss:
-        return KTORowLoss(settings, temperature=temperature, memory=memory)
+    ) -> MicroBatchLoss:
+        return KTOMicroBatchLoss(settings, temperature=temperature, memory=memory)
 
-    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
-        return AnswerMeasure(row_loss)
+    def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
+        return AnswerMeasure(micro_batch_loss)
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
         return self.evaluation(samples, models, loss)(), {}

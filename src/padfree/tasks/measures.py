@@ -13,13 +13,13 @@ from padfree.batch import IGNORE, LocalBatch
 from padfree.head import matches, score
 from padfree.losses import segment_sum
 from padfree.model import hidden_states, lm_head_of
-from padfree.tasks.row_loss import RowLoss, pairs_of
+from padfree.tasks.micro_batch_loss import MicroBatchLoss, pairs_of
 
 LARGEST_EXPONENT = 709.0
 """exp of more is more than a float can hold."""
 
 
-class RowMeasure(Protocol):
+class PackMeasure(Protocol):
     """Sums of each sample of a row, or this context rank's share of them."""
 
     names: ClassVar[tuple[str, ...]]
@@ -59,11 +59,11 @@ class PairMeasure:
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True
 
-    def __init__(self, row_loss: RowLoss) -> None:
-        self.row_loss = row_loss
+    def __init__(self, micro_batch_loss: MicroBatchLoss) -> None:
+        self.micro_batch_loss = micro_batch_loss
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        output = self.row_loss(model, batch)
+        output = self.micro_batch_loss(model, batch)
         assert output.pair_statistics is not None
         shares = output.pair_statistics
         values = torch.stack([shares[name] for name in ("count", "pair_loss", "accuracy", "margin")], 1)

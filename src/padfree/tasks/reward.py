@@ -23,10 +23,10 @@ from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, reward_model_loss
 from padfree.model import hidden_states
-from padfree.model.scalar import scalar_head_of, scalar_scores
-from padfree.tasks.measures import PairMeasure, RowMeasure
+from padfree.model.scalar_head import scalar_head_of, scalar_scores
+from padfree.tasks.measures import PackMeasure, PairMeasure
+from padfree.tasks.micro_batch_loss import MicroBatchLoss, pairs_of
 from padfree.tasks.reading import TrainingData, of_store, text_settings
-from padfree.tasks.row_loss import RowLoss, pairs_of
 from padfree.tasks.task import Task
 
 
@@ -36,7 +36,7 @@ def row_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     return torch.where(batch.labels != IGNORE, scores, 0.0)
 
 
-class RewardRowLoss:
+class RewardMicroBatchLoss:
     """The Bradley-Terry loss of pairs of answers."""
 
     keeps_groups: ClassVar[bool] = True
@@ -66,18 +66,18 @@ class RewardModel(Task):
         settings = SFTDataSettings(**text_settings(config.data, day))
         return of_store(load_pairs(list(config.data.path), tokenizer, settings, progress=progress, margins=True))
 
-    def row_loss(
+    def micro_batch_loss(
         self,
         settings: RewardModelSettings,
         *,
         temperature: float,
         memory: Memory,
         teacher: PreTrainedModel | None = None,
-    ) -> RowLoss:
-        return RewardRowLoss(settings)
+    ) -> MicroBatchLoss:
+        return RewardMicroBatchLoss(settings)
 
-    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
-        return PairMeasure(row_loss)
+    def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
+        return PairMeasure(micro_batch_loss)
 
 
 TASK = RewardModel()

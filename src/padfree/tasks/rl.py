@@ -24,10 +24,10 @@ from padfree.head.budget import Memory
 from padfree.losses import needs_old_logprobs
 from padfree.rollout import read_prompts
 from padfree.rollout.environment import load_episode
-from padfree.tasks.advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
-from padfree.tasks.measures import RowMeasure
+from padfree.tasks.batch_advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
+from padfree.tasks.measures import PackMeasure
+from padfree.tasks.micro_batch_loss import MicroBatchLoss, TokenMicroBatchLoss
 from padfree.tasks.reading import TrainingData, text_settings
-from padfree.tasks.row_loss import RowLoss, TokenRowLoss
 from padfree.tasks.task import Models, Task
 
 
@@ -47,8 +47,8 @@ class RL(Task):
                 load_reward(config.rollout.reward)
             if import_reward and config.rollout.has_episodes:
                 load_episode(config.rollout)
-            room = config.rollout.max_new_tokens
-            prompts = read_prompts(list(data.path), tokenizer, settings, max_new_tokens=room)
+            max_new_tokens = config.rollout.max_new_tokens
+            prompts = read_prompts(list(data.path), tokenizer, settings, max_new_tokens=max_new_tokens)
             return TrainingData(
                 samples=prompts.prompts,
                 report=prompts.report,
@@ -64,12 +64,12 @@ class RL(Task):
             given_ids=True,
         )
 
-    def row_loss(
+    def micro_batch_loss(
         self, settings: PolicySettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> RowLoss:
-        return TokenRowLoss(settings, temperature=temperature, memory=memory)
+    ) -> MicroBatchLoss:
+        return TokenMicroBatchLoss(settings, temperature=temperature, memory=memory)
 
-    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+    def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
         raise AssertionError("policies are measured by their responses")
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:

@@ -12,9 +12,9 @@ from padfree.config.loss_settings import SFTSettings
 from padfree.data import SFTDataSettings, load_sft
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
-from padfree.tasks.measures import RowMeasure, TokenMeasure
+from padfree.tasks.measures import PackMeasure, TokenMeasure
+from padfree.tasks.micro_batch_loss import MicroBatchLoss, TokenMicroBatchLoss
 from padfree.tasks.reading import TrainingData, of_store, text_settings
-from padfree.tasks.row_loss import RowLoss, TokenRowLoss
 from padfree.tasks.task import Task
 
 
@@ -31,12 +31,12 @@ class SFT(Task):
         settings = SFTDataSettings(loss_on=config.data.loss_on, **text_settings(config.data, day))
         return of_store(load_sft(list(config.data.path), tokenizer, settings, progress=progress))
 
-    def row_loss(
+    def micro_batch_loss(
         self, settings: SFTSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> RowLoss:
-        return TokenRowLoss(settings, temperature=temperature, memory=memory)
+    ) -> MicroBatchLoss:
+        return TokenMicroBatchLoss(settings, temperature=temperature, memory=memory)
 
-    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+    def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
         return TokenMeasure(temperature)
 
 

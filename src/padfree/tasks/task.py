@@ -25,9 +25,9 @@ from padfree.batch import Sample, with_arrays
 from padfree.config import Config, LossConfig
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
-from padfree.tasks.measures import RowMeasure
+from padfree.tasks.measures import PackMeasure
+from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.tasks.reading import TrainingData
-from padfree.tasks.row_loss import RowLoss
 
 Logprobs = Callable[[Sequence[Sample]], list[NDArray[np.float32]]]
 """[n] for each sample, on every rank: entry j belongs to token j, 0 where it is not scored. A collective."""
@@ -59,13 +59,13 @@ class Task(ABC):
         """The data of `config.data`, tokenised."""
 
     @abstractmethod
-    def row_loss(
+    def micro_batch_loss(
         self, settings: Any, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> RowLoss:
+    ) -> MicroBatchLoss:
         """What is minimised; `settings` are the `TaskSettings` of this task."""
 
     @abstractmethod
-    def measure(self, row_loss: RowLoss, temperature: float) -> RowMeasure:
+    def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
         """What is measured on held-out samples."""
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:

@@ -168,7 +168,7 @@ def rl_config(folder: Path, sizes: Sizes) -> Config:
             "batch": {"samples": sizes.responses, "max_tokens": 8192},
             "rollout": {
                 "reward": "number_after_hashes",
-                "group": sizes.group,
+                "samples_per_prompt": sizes.group,
                 "max_new_tokens": sizes.max_new_tokens,
             },
             "loss": {"kind": "clip", "advantage": "grpo"},

@@ -25,7 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.engines.servers.api import (
+from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.server_api import (
     Completion,
     Drawing,
     FailedError,
@@ -34,10 +36,8 @@ from padfree.rollout.engines.servers.api import (
     ServerApi,
     checked_tokens,
 )
-from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
-from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.start import make_server_sampler
-from padfree.rollout.noise import GREEDY
+from padfree.rollout.sampling_rng import GREEDY
 
 LONGEST_LINE = 1 << 28
 """Bytes."""
@@ -75,7 +75,7 @@ class LineServer(ServerApi):
         found = await self.call(
             "complete",
             tokens=request.tokens.tolist(),
-            room=request.room,
+            max_new_tokens=request.max_new_tokens,
             seed=request.key,
             temperature=0.0 if request.key == GREEDY else drawing.temperature,
             stops=list(drawing.stops),
@@ -103,14 +103,14 @@ class LineServer(ServerApi):
     async def workers(self) -> int:
         return 1
 
-    async def join(self, told: Mapping[str, Any]) -> None:
-        await self.call("join", told=dict(told))
+    async def join(self, transfer_info: Mapping[str, Any]) -> None:
+        await self.call("join", transfer_info=dict(transfer_info))
 
     async def begin(self) -> None:
         pass  # buckets are loaded as they come
 
     async def bucket(self, form: BucketForm) -> None:
-        await self.call("bucket", form=form.told)
+        await self.call("bucket", form=form.transfer_info)
 
     async def finish(self, version: int) -> None:
         await self.call("finish", version=str(version))
@@ -189,8 +189,8 @@ class LineService:
     async def answer_resume(self) -> None:
         self._running.set()
 
-    async def answer_join(self, told: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._receiver.join, told, 1)
+    async def answer_join(self, transfer_info: dict[str, Any]) -> None:
+        await asyncio.to_thread(self._receiver.join, transfer_info, 1)
 
     async def answer_bucket(self, form: dict[str, Any]) -> None:
         async with self._compute:
@@ -220,23 +220,23 @@ class LineService:
         return found
 
     async def answer_complete(
-        self, tokens: list[int], room: int, seed: int, temperature: float, stops: list[int], version: str
+        self, tokens: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int], version: str
     ) -> dict[str, Any]:
         await self._running.wait()
         found: tuple[list[int], list[float], str] = [], [], "length"
         own = self.version
         if own == version:
-            found = await self._draw(tokens, room, seed, temperature, stops)
+            found = await self._draw(tokens, max_new_tokens, seed, temperature, stops)
         return dict(zip(("tokens", "logprobs", "reason"), found, strict=True)) | {"version": own}
 
     async def _draw(
-        self, prompt: list[int], room: int, seed: int, temperature: float, stops: list[int]
+        self, prompt: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int]
     ) -> tuple[list[int], list[float], str]:
         """Tokens, log-probabilities, and why they end."""
         generator, pauses = torch.Generator().manual_seed(seed), self._pauses
         tokens: list[int] = []
         logprobs: list[float] = []
-        while len(tokens) < room:
+        while len(tokens) < max_new_tokens:
             logits = await self._logits([*prompt, *tokens])
             if self._pauses != pauses:
                 return tokens, logprobs, "cut"

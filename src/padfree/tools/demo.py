@@ -46,10 +46,10 @@ from typing import TYPE_CHECKING, Any
 from padfree.config import Config, config_from_dict
 from padfree.data.rewards import hashed_number, number_after_hashes
 from padfree.errors import UserError, need
-from padfree.record.files import METRICS
+from padfree.record.file_names import METRICS
 from padfree.record.run_folder import check_not_in_use
 from padfree.testing.arithmetic import Sizes, rl_config, sft_config, write_model, write_rows, write_task
-from padfree.tools.talk.find import find_model
+from padfree.tools.talk.find_model import find_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -307,16 +307,16 @@ def make_plan(demo: Demo) -> Found:
 
     from padfree.model.structure import skeleton
     from padfree.tools import planner
-    from padfree.train.settle import device_memory, settle
+    from padfree.train.resolve_auto import device_memory, resolve_auto
 
     here, config = torch.device("cpu"), sft_config(demo.folder, demo.sizes)
     model, page = skeleton(config.model.path), demo.folder / "plan.html"
-    config = settle(config, model, processes=1, device_type=here.type, memory=device_memory(here)).config
+    config = resolve_auto(config, model, processes=1, device_type=here.type, memory=device_memory(here)).config
     with demo.bar(None) as bar:
         bar(0, "tokenising and planning")
         needed = planner.DeviceMemory(config, model)
         time_model = planner.choose_time_model(config, needed.model.config, None)
-        shape = planner.Shape(ranks=1, max_tokens=config.batch.max_tokens)
+        shape = planner.PlanShape(ranks=1, max_tokens=config.batch.max_tokens)
         plan = planner.make_plan(planner.load_steps(config), shape, time_model, need=needed)
         planner.write_page(plan, page, title="Plan of the demo's fine-tuning")
     summary = plan.summary()
@@ -504,7 +504,11 @@ class RealDemo:
 
     def rl(self, model: str) -> Config:
         sizes = self.sizes
-        rollout = {"group": sizes.group, "max_new_tokens": sizes.max_new_tokens, "batch": sizes.responses}
+        rollout = {
+            "samples_per_prompt": sizes.group,
+            "max_new_tokens": sizes.max_new_tokens,
+            "max_concurrent": sizes.responses,
+        }
         return self.config(
             model,
             "rl",

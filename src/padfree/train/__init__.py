@@ -24,19 +24,19 @@ signals        SIGTERM and SIGINT
 from padfree.optim.optimizer import make_optimizer
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.train.engine import Engine, LossSettings, StepReport
-from padfree.train.finite import NonFiniteError
-from padfree.train.loop import Loop, RunResult
+from padfree.train.finite_checks import NonFiniteError
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
+from padfree.train.trainer import RunResult, Trainer
 
 __all__ = [
     "Engine",
-    "Loop",
     "LossSettings",
     "NonFiniteError",
     "RunResult",
     "Scorer",
     "StepReport",
+    "Trainer",
     "make_optimizer",
     "parallelize",
     "train",

@@ -1,7 +1,7 @@
 """Where the time of a rollout batch went: `seconds/...` of the metrics.
 
     collector                                   reference       scorer           engine
-    |weight_exchange|waiting|sampling|rewards|  |reference|     |old_logprobs|   |update|   |update|
+    |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|   |update|   |update|
     '------------ one call of it ------------'
 
 All but `update` stand in the line of the batch's first update; every line has the `update` of its own. A function that
@@ -28,7 +28,7 @@ PARTS = (
     "teacher",
     "critic",
     "update",
-    "weight_exchange",
+    "weight_sync",
     "waiting",
 )
 

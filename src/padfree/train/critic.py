@@ -23,8 +23,8 @@ from padfree.config import CriticConfig
 from padfree.errors import UserError
 from padfree.losses import gae, token_rewards, whiten
 from padfree.train.engine import Engine
-from padfree.train.finite import NonFiniteError
-from padfree.train.scalar import ScalarScorer
+from padfree.train.finite_checks import NonFiniteError
+from padfree.train.value_loss import ScalarScorer
 
 
 class Critic:
@@ -80,7 +80,9 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
     given = torch.from_numpy(np.concatenate(values)).double()
     longest = max(lengths)
     earned = token_rewards(rewards, mask, index, max_length=longest)
-    advantages, returns = gae(earned, given, mask, index, gamma=settings.gamma, lam=settings.lam, max_length=longest)
+    advantages, returns = gae(
+        earned, given, mask, index, gamma=settings.gamma, gae_lambda=settings.gae_lambda, max_length=longest
+    )
     if settings.whiten:
         advantages = whiten(advantages, mask)
     pieces = [torch.split(array.float(), lengths) for array in (advantages, returns)]

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from padfree.batch import Sample
 from padfree.config import Config, DataConfig
-from padfree.data.chat import RenderedSample
+from padfree.data.chat_renderer import RenderedSample
 from padfree.data.conversation import Conversation
+from padfree.data.data_settings import SFTDataSettings
 from padfree.data.fields import resolve
 from padfree.data.formats import SFT_SCHEMA
 from padfree.data.records import labelled
-from padfree.data.settings import SFTDataSettings
 from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
 from padfree.errors import UserError
@@ -35,7 +35,7 @@ from padfree.tasks.reading import TrainingData, text_settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ShownPart:
     """Neighbouring tokens that are all trained, or all not."""
 
     text: str
@@ -59,7 +59,7 @@ class ShownSample:
     """One sample, or one prompt that responses are sampled for."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[ShownPart, ...]
     messages: tuple[ShownMessage, ...] = ()
     facts: Mapping[str, Any]  # what else the sample carries: its reward, how long a response may be
 
@@ -132,7 +132,7 @@ def _number(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
 def _sample(config: Config, sample: Sample | Prompt, tokenizer: Any, place: str) -> ShownSample:
     if isinstance(sample, Prompt):
         mask = np.zeros(len(sample.tokens), np.bool_)
-        facts: dict[str, Any] = {"response": f"at most {sample.room} tokens, written by the model"}
+        facts: dict[str, Any] = {"response": f"at most {sample.max_new_tokens} tokens, written by the model"}
         return ShownSample(name=sample.uid, parts=_parts(sample.tokens, mask, tokenizer), facts=facts)
     facts = {
         name: value
@@ -147,7 +147,7 @@ def _sample(config: Config, sample: Sample | Prompt, tokenizer: Any, place: str)
     )
 
 
-def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any) -> tuple[Part, ...]:
+def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any) -> tuple[ShownPart, ...]:
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     if tokenizer is None:
         texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in pairwise(borders)]
@@ -156,7 +156,7 @@ def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer:
         whole = [_decoded(tokenizer, tokens[:border]) for border in borders]
         texts = [after[len(before) :] for before, after in pairwise(whole)]
     return tuple(
-        Part(text=text, trained=bool(mask[a]), num_tokens=b - a)
+        ShownPart(text=text, trained=bool(mask[a]), num_tokens=b - a)
         for text, (a, b) in zip(texts, pairwise(borders), strict=True)
         if b > a
     )

@@ -18,8 +18,8 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from padfree.attention import BACKENDS
-from padfree.collector import paused_collector
 from padfree.config import Config
+from padfree.garbage_collection import paused_collector
 
 HEAD = ("triton", "triton.tools.tensor_descriptor")
 COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")

@@ -8,7 +8,7 @@
               -> sums over ranks, gradient norm -> clip -> optimizer, which does nothing if a number is not finite
       finish  -> the numbers on the host
 
-How the samples are divided changes the order of additions and nothing else. What is computed on a row is a `RowLoss`.
+How the samples are divided changes the order of additions and nothing else. `MicroBatchLoss` computes its loss.
 
 On a GPU only `finish` waits for the device: the host can prepare and begin the next step while this one runs. Whether
 loss and gradient norm are finite is therefore a flag on the device. If they are not, the optimizer changes nothing in
@@ -43,18 +43,18 @@ from padfree.losses import (
     segment_sum,
     token_weights,
 )
-from padfree.optim.masters import computing
+from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer import Optimizer
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
-from padfree.rollout.collect.travel import whole
+from padfree.rollout.collect.sample_exchange import whole
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of
-from padfree.tasks.row_loss import RowLoss
-from padfree.train.busy_clock import BusyClock
-from padfree.train.finite import NonFiniteError, weights_line
+from padfree.tasks.micro_batch_loss import MicroBatchLoss
+from padfree.train.finite_checks import NonFiniteError, weights_line
 from padfree.train.microbatch import MicroBatch
+from padfree.train.rank_imbalance_timer import RankImbalanceTimer
 from padfree.train.router_balance import RouterBalance
 from padfree.train.scorer import Scorer
 
@@ -64,13 +64,13 @@ class LossSettings:
     """The loss, and how its tokens are weighed."""
 
     loss: TaskSettings | ValueSettings
-    weights: WeightMode = "token-mean"
-    constant: float | None = None  # the divisor of weights "constant"
+    aggregation: WeightMode = "token-mean"
+    constant: float | None = None  # the divisor of aggregation "constant"
     groups_are_rows: bool = False  # samples of one `group` are one row of the data, and weigh as one sample
     sources: tuple[str, ...] = ()  # of a mixture: the loss of each is reported
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # or "low": at most about 1 GiB for the head, some of it computed twice
-    router: float = 0.0  # coefficient of the load-balancing loss of experts
+    load_balancing: float = 0.0  # coefficient of the load-balancing loss of experts
     router_bias: float = 0.0  # what the bias for choosing experts moves in a step
 
 
@@ -89,7 +89,7 @@ class StepReport:
     votes: int  # ranks whose `vote` was true when the step began
     source_losses: Mapping[str, float] = field(default_factory=dict)  # by source: weighted means over its tokens
     num_rows: int | None = None  # of the data, where several samples may be of one; None: not known
-    busy_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
+    compute_seconds: tuple[float, ...] = ()  # of each data rank's layers going forward; empty where it is not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,22 +121,22 @@ class Engine:
         scorer: Scorer,
         optimizer: Optimizer,
         settings: LossSettings,
-        row_loss: RowLoss | None = None,
+        micro_batch_loss: MicroBatchLoss | None = None,
     ) -> None:
-        """`row_loss` is what is minimised; without one it is the loss of the task that the settings name."""
+        """`micro_batch_loss` is what is minimised; without one it is the loss of the task that the settings name."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
-        if row_loss is None:
+        if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
-            row_loss = task_of(settings.loss.command).row_loss(
+            micro_batch_loss = task_of(settings.loss.command).micro_batch_loss(
                 settings.loss, temperature=scorer.temperature, memory=settings.head_memory
             )
-        self.row_loss: RowLoss = row_loss
+        self.micro_batch_loss: MicroBatchLoss = micro_batch_loss
         self.model, self.mesh, self.packer = scorer.model, scorer.mesh, scorer.packer
-        self.clock = BusyClock.of(scorer.model, scorer.mesh)
+        self.clock = RankImbalanceTimer.of(scorer.model, scorer.mesh)
         self.router: RouterBalance | None = None
-        if settings.router or settings.router_bias:
+        if settings.load_balancing or settings.router_bias:
             self.router = RouterBalance(
-                scorer.model, scorer.mesh, coefficient=settings.router, bias_rate=settings.router_bias
+                scorer.model, scorer.mesh, coefficient=settings.load_balancing, bias_rate=settings.router_bias
             )
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -155,12 +155,12 @@ class Engine:
 
     def prepare(self, samples: Sequence[Sample], *, whole: bool = True) -> PreparedStep:
         """The part of a step that needs no weights; without `whole`, rows are laid out when their turn comes."""
-        plan = self.packer.plan(samples, keep_groups=self.row_loss.keeps_groups)
+        plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         settings = self.settings
-        grouped = settings.weights == "group-mean"
+        grouped = settings.aggregation == "group-mean"
         groups = [sample.group for sample in samples]
         weights = token_weights(
-            settings.weights,
+            settings.aggregation,
             [sample.mask for sample in samples],
             groups=groups if grouped else None,
             constant=settings.constant,
@@ -216,20 +216,20 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
         sums = _Sums(zeros[0], {}, [], zeros[1:])
-        row_loss: Callable[..., LossOutput] = self.row_loss
+        micro_batch_loss: Callable[..., LossOutput] = self.micro_batch_loss
         if self.router is not None:
-            row_loss = partial(self.router.row_loss, self.row_loss)
-        with computing(self.model) as masters:
+            micro_batch_loss = partial(self.router.micro_batch_loss, self.micro_batch_loss)
+        with compute_copies(self.model) as master_weights:
             if self.router is not None:
                 self.router.begin(self.model, prepared.rows)
             for batch, indices in prepared.rows:
-                output = inside(self.model, row_loss, batch.local)
+                output = inside(self.model, micro_batch_loss, batch.local)
                 assert output.token_losses is not None
                 # On this thread: handing Python's lock to a thread of autograd's own costs the host more than the work.
                 with torch.autograd.set_multithreading_enabled(False):
                     output.loss.backward()  # type: ignore[no-untyped-call]
-                if masters is not None:
-                    masters.collect_gradients()
+                if master_weights is not None:
+                    master_weights.collect_gradients()
                 sums.loss += output.loss.detach()
                 sums.statistics = merge_statistics(sums.statistics, output.statistics)
                 sums.token_losses.append(output.token_losses)
@@ -310,7 +310,7 @@ class PendingStep:
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
             plan=plan,
             votes=int(votes),
-            busy_seconds=() if self._marks is None else self._seconds(self._marks),
+            compute_seconds=() if self._marks is None else self._seconds(self._marks),
         )
 
     def _num_rows(self) -> int | None:

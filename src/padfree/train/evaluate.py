@@ -26,21 +26,21 @@ from transformers import PreTrainedModel
 from padfree.batch import Sample
 from padfree.config import Config, EvalConfig
 from padfree.data import Reward, load_reward
-from padfree.optim.masters import computing
+from padfree.optim.master_weights import compute_copies
 from padfree.rollout import Prompt
-from padfree.rollout.collect.collector import Collector, Outcome
+from padfree.rollout.collect.collector import Collector, EpisodeOutcome
 from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.noise import GREEDY, response_keys
+from padfree.rollout.sampling_rng import GREEDY, response_keys
 from padfree.sharding.parallelize import inside
-from padfree.tasks.measures import RowMeasure
+from padfree.tasks.measures import PackMeasure
 from padfree.tasks.reading import TrainingData
 from padfree.tasks.task import Models, task_of
 from padfree.train.determinism import random_state, restore_random_state
 from padfree.train.engine import Engine
-from padfree.train.finite import check_metrics
-from padfree.train.rl.reference_model import Reference
+from padfree.train.finite_checks import check_metrics
+from padfree.train.rl.reference_model import ReferenceModel
 from padfree.train.scorer import Scorer
-from padfree.train.updates import OnActivity
+from padfree.train.step_pipeline import OnActivity
 
 Evaluate = Callable[[int], dict[str, float]]
 """Metrics of the present weights, the same on every rank; called with the number of steps made. A collective."""
@@ -58,7 +58,7 @@ class HeldOut:
     def __init__(
         self,
         scorer: Scorer,
-        measure: RowMeasure,
+        measure: PackMeasure,
         samples: Sequence[Sample],
         on_activity: OnActivity | None = None,
         *,
@@ -76,8 +76,8 @@ class HeldOut:
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
         with undisturbed(scorer.model):
             samples = self.prepare()
-        with undisturbed(scorer.model), computing(scorer.model):
-            packs, total = scorer.packer.packs(samples, self._plan), len(self._plan.rows_of(mesh.data.rank))
+        with undisturbed(scorer.model), compute_copies(scorer.model):
+            packs, total = scorer.packer.packs(samples, self._plan), len(self._plan.packs_of(mesh.data.rank))
             for done, (batch, indices) in enumerate(packs):
                 if self.on_activity is not None:
                     self.on_activity("evaluating", done, total)
@@ -123,9 +123,9 @@ class SampledResponses:
     ) -> None:
         """`reward` replaces that of the run."""
         self.writer, self.engine, self.settings, self.on_activity = writer, engine, settings, on_activity
-        self.groups = [RolloutGroup(prompt=prompt, size=settings.draws) for prompt in prompts]
+        self.groups = [RolloutGroup(prompt=prompt, size=settings.samples_per_prompt) for prompt in prompts]
         self.reward = reward
-        number = len(prompts) * settings.draws
+        number = len(prompts) * settings.samples_per_prompt
         self._keys = (
             np.full(number, GREEDY, np.int64)
             if settings.greedy
@@ -137,22 +137,22 @@ class SampledResponses:
         if self.on_activity is not None:
             self.on_activity("evaluating", 0, 0)
             shown["on_sampling"] = partial(self.on_activity, "evaluating")
-        with undisturbed(self.engine.model), computing(self.engine.model):
+        with undisturbed(self.engine.model), compute_copies(self.engine.model):
             written = self.writer.evaluate(
                 self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward, **shown
             )
-        draws = self.settings.draws
+        samples_per_prompt = self.settings.samples_per_prompt
         rows: dict[str, list[float]] = {}
         for number, group in enumerate(self.groups):
-            own = written[number * draws : (number + 1) * draws]
+            own = written[number * samples_per_prompt : (number + 1) * samples_per_prompt]
             sums = rows.setdefault(group.prompt.source, [0.0] * 6)
             for index, value in enumerate(self._sums(own)):
                 sums[index] += value
         return by_source(rows, self._metrics)
 
-    def _sums(self, written: Sequence[Outcome]) -> list[float]:
+    def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
         """Of one prompt: 1, then sums over its responses, and whether any of them is right."""
-        right = [one.reward >= self.settings.passes for one in written]
+        right = [one.reward >= self.settings.pass_threshold for one in written]
         return [
             1.0,
             sum(one.reward for one in written),
@@ -164,11 +164,14 @@ class SampledResponses:
 
     def _metrics(self, sums: Sequence[float]) -> dict[str, float]:
         prompts, reward, right, any_right, tokens, cut = sums
-        draws = self.settings.draws
-        found = {"reward": reward / (prompts * draws), "pass@1": right / (prompts * draws)}
-        if draws > 1:
+        samples_per_prompt = self.settings.samples_per_prompt
+        found = {"reward": reward / (prompts * samples_per_prompt), "pass@1": right / (prompts * samples_per_prompt)}
+        if samples_per_prompt > 1:
             found["pass@k"] = any_right / prompts
-        return found | {"response_length": tokens / (prompts * draws), "response_cut": cut / (prompts * draws)}
+        return found | {
+            "response_length": tokens / (prompts * samples_per_prompt),
+            "response_cut": cut / (prompts * samples_per_prompt),
+        }
 
 
 # Which of them
@@ -179,7 +182,7 @@ def make_evaluation(
     engine: Engine,
     held_out: TrainingData | None,
     writer: Collector | None,
-    reference: Reference | None = None,
+    reference: ReferenceModel | None = None,
     on_activity: OnActivity | None = None,
 ) -> Evaluate | None:
     """What `[eval]` asks for; None: nothing. Metrics that are not finite are refused."""
@@ -200,7 +203,7 @@ def _measure(
     engine: Engine,
     held_out: TrainingData | None,
     writer: Collector | None,
-    reference: Reference | None,
+    reference: ReferenceModel | None,
     on_activity: OnActivity | None,
 ) -> Evaluate | None:
     if held_out is None:
@@ -213,7 +216,7 @@ def _measure(
     rows = [sample for sample in samples if isinstance(sample, Sample)]
     task, scorer = task_of(config.loss.command), engine.scorer
     models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
-    measure = task.measure(engine.row_loss, scorer.temperature)
+    measure = task.measure(engine.micro_batch_loss, scorer.temperature)
     return HeldOut(scorer, measure, rows, on_activity, prepare=task.evaluation(rows, models, config.loss))
 
 

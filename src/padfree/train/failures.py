@@ -10,7 +10,7 @@ import torch
 from padfree.config import Config
 from padfree.distributed import PeerLostError
 from padfree.errors import UserError, system_error
-from padfree.train.finite import NonFiniteError
+from padfree.train.finite_checks import NonFiniteError
 
 
 @contextmanager

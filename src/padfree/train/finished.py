@@ -16,18 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import latest_in
-from padfree.checkpoint.files import CheckpointError
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config
 from padfree.errors import UserError
-from padfree.record.files import CHECKPOINTS, EVALUATION, EVENTS, MODEL
+from padfree.record.file_names import CHECKPOINTS, EVALUATION, EVENTS, MODEL
 from padfree.rollout.collect.queue_state import KEY as QUEUE
 from padfree.tasks.reading import TrainingData
+from padfree.train.global_batch import KEY as ROLLOUTS
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
 from padfree.train.training_data import make_batcher
-from padfree.train.update_batch import KEY as ROLLOUTS
 
 OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
 """Beginnings of the settings that decide what is done after the last step."""

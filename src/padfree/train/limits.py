@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 from padfree.data import StoredSamples
 from padfree.errors import UserError
 from padfree.tasks.reading import Samples
-from padfree.train.rows import lengths_of
+from padfree.train.data_rows import lengths_of
 
 TABLE_MARGIN = 8
 """A table of positions may have a few rows more than the config says (OPT: two)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class ModelLimits:
     """What a model can be given: token ids below `vocabulary`, samples of up to `positions` tokens (None: any)."""
 
     vocabulary: int
@@ -32,7 +32,7 @@ class Limits:
     trained_positions: int | None  # max_position_embeddings; rotary models go on beyond it
 
     @staticmethod
-    def of(model: PreTrainedModel) -> Limits:
+    def of(model: PreTrainedModel) -> ModelLimits:
         """Read off the modules: an embedding or a buffer with a row a position is a table that ends."""
         embeddings = model.get_input_embeddings()
         vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
@@ -45,9 +45,9 @@ class Limits:
             rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
             ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
             positions = trained if ends else None
-        return Limits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
+        return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
-    def within(self, other: Limits) -> Limits:
+    def within(self, other: ModelLimits) -> ModelLimits:
         """What both models can be given."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
@@ -57,7 +57,7 @@ class Limits:
 
 def check_fits(
     samples: Samples,
-    limits: Limits,
+    limits: ModelLimits,
     *,
     place: Callable[[int], Any],
     setting: str,

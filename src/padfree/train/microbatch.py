@@ -28,14 +28,14 @@ from padfree.errors import UserError
 from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
-from padfree.rollout.collect.travel import arrived
+from padfree.rollout.collect.sample_exchange import arrived
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowSettings:
+class PackSettings:
     """How a row is divided over the context ranks, and whether its samples share prefixes."""
 
     layout: LayoutKind = "balanced"
@@ -62,13 +62,13 @@ class MicroBatch:
         return self.local.num_labels
 
 
-class LazyRows(Sequence[tuple[MicroBatch, Indices]]):
+class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
     """Micro-batches that are laid out when they are first read: each while the device computes the one before."""
 
     def __init__(
         self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
     ) -> None:
-        """`slots`: as `StepPlan.rows_of` gives them."""
+        """`slots`: as `StepPlan.packs_of` gives them."""
         self._slots, self._lay_out = slots, lay_out
         self._rows: list[tuple[MicroBatch, Indices]] = []
 
@@ -100,7 +100,7 @@ class Packer:
         mesh: Mesh,
         *,
         max_tokens: int,
-        rows: RowSettings,
+        rows: PackSettings,
         overlong: PackOverlong,
         cost: CostModel,
         unshared_reason: str | None,
@@ -126,7 +126,7 @@ class Packer:
             contexts=tuple(self.mesh.contexts) or (1,),
         )
 
-    def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyRows:
+    def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyPacks:
         """This rank's packs of a plan, all of which are kept."""
         here = arrived(samples, plan.micro_batches)
 
@@ -135,14 +135,14 @@ class Packer:
                 here, indices, self.mesh, self.rows, weights=weights, prefixes=plan.prefixes, width=width
             )
 
-        return LazyRows(plan.rows_of(self.mesh.data.rank), laid_out)
+        return LazyPacks(plan.packs_of(self.mesh.data.rank), laid_out)
 
     def packs(
-        self, samples: Sequence[Sample], plan: StepPlan, rows: RowSettings | None = None
+        self, samples: Sequence[Sample], plan: StepPlan, rows: PackSettings | None = None
     ) -> Iterator[tuple[MicroBatch, Indices]]:
         """The same one after the other, none of which is kept; with other `rows` than those of training."""
         here = arrived(samples, plan.micro_batches)
-        for indices, width in plan.rows_of(self.mesh.data.rank):
+        for indices, width in plan.packs_of(self.mesh.data.rank):
             rows = rows or self.rows
             yield make_micro_batch(here, indices, self.mesh, rows, prefixes=plan.prefixes, width=width), indices
 
@@ -180,7 +180,7 @@ def make_micro_batch(
     samples: Sequence[Sample],
     indices: NDArray[np.int64],
     mesh: Mesh,
-    settings: RowSettings,
+    settings: PackSettings,
     *,
     weights: Sequence[Floats] | None = None,
     prefixes: PrefixTree | None = None,

@@ -24,7 +24,7 @@ from padfree.data import StoredSamples
 from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
 from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.train.rl.reference_model import Reference
+from padfree.train.rl.reference_model import ReferenceModel
 
 NAME = "logprobs"
 SCORED_AT_A_TIME = 1024
@@ -48,7 +48,7 @@ class ReferencedSamples(Sequence[Sample]):
 
 
 def with_reference(
-    samples: StoredSamples, reference: Reference, fingerprint: str, config: Config, mesh: Mesh
+    samples: StoredSamples, reference: ReferenceModel, fingerprint: str, config: Config, mesh: Mesh
 ) -> ReferencedSamples:
     """The same samples with what the reference, whose weights have this fingerprint, thinks of them.
 
@@ -78,6 +78,6 @@ def with_reference(
     return ReferencedSamples(samples, open_array(cache / key, NAME, shape))
 
 
-def _scored(samples: StoredSamples, reference: Reference) -> Iterator[NDArray[np.float32]]:
+def _scored(samples: StoredSamples, reference: ReferenceModel) -> Iterator[NDArray[np.float32]]:
     for first in range(0, len(samples), SCORED_AT_A_TIME):
         yield from reference.logprobs([samples[i] for i in range(first, min(first + SCORED_AT_A_TIME, len(samples)))])

@@ -27,17 +27,17 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
 from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.checkpoint.checkpoint_files import CheckpointError, hash_of
 from padfree.checkpoint.checkpointer import latest_in
-from padfree.checkpoint.files import CheckpointError, hash_of
 from padfree.checkpoint.manifest import read_manifest
 from padfree.config import Config, config_from_dict
 from padfree.config.loss import TASKS
 from padfree.config.setting import Resume, resume_rules
 from padfree.data import StoredSamples
 from padfree.errors import UserError
-from padfree.record.files import CHECKPOINTS
+from padfree.record.file_names import CHECKPOINTS
 from padfree.rollout import Prompt
-from padfree.train.update_batch import KEY as ROLLOUTS
+from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
 """Where the record is among what a checkpoint keeps."""
@@ -132,15 +132,15 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
 def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
     """Refuse ranks that have other settings, another model or other data than the first. Every rank calls it."""
     own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    for rank, other in enumerate(told):
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    for rank, other in enumerate(gathered):
         for part, setting, what in (
             ("settings", "run", "settings"),
             ("model", "model.path", "a config"),
             ("data", "data.path", "data"),
         ):
-            if other[part] != told[0][part]:
+            if other[part] != gathered[0][part]:
                 raise UserError(
                     setting,
                     f"rank {rank} has {what} unlike those of rank 0",

@@ -2,7 +2,7 @@
 
     f_e   choices of expert e / N              N: real tokens of the global batch, times the layers with experts
     p_e   sum of its probabilities / N         pads and fillers count nothing
-    L     loss.router · E · Σ_e f_e · p_e      as transformers defines it for one batch
+    L     loss.load_balancing · E · Σ_e f_e · p_e      as transformers defines it for one batch
 
 L is no sum over micro-batches: it is a product of two means over the whole batch. Choices have no gradient, so with f
 of the whole batch known, what is left is a sum, and the gradients of micro-batches and ranks add up to that of L.
@@ -30,7 +30,7 @@ from padfree.losses import LossOutput
 from padfree.model import hidden_states
 from padfree.model.routers import RouterRecorder, routers_of
 from padfree.sharding.parallelize import inside
-from padfree.tasks.row_loss import RowLoss
+from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.train.microbatch import MicroBatch
 
 
@@ -46,7 +46,9 @@ class RouterBalance:
             raise UserError(f"loss.{setting}", f"{value}, but {name} has no routers that are alike", "leave it out")
         if bias_rate and not all(router.bias for router in self.routers):
             raise UserError(
-                "loss.router_bias", f"{bias_rate}, but the routers of {name} have no bias", "use loss.router=0.001"
+                "loss.router_bias",
+                f"{bias_rate}, but the routers of {name} have no bias",
+                "use loss.load_balancing=0.001",
             )
         self.recorder = RouterRecorder(self.routers)
         self._counts: Tensor | None = None  # [R, E] of the global batch
@@ -65,7 +67,7 @@ class RouterBalance:
             self.recorder.record(False)
             self._counts = self._summed()
 
-    def row_loss(self, inner: RowLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+    def micro_batch_loss(self, inner: MicroBatchLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """The loss of a row and its part of the routers' loss; called by `inside`."""
         self.recorder.clear()
         self.recorder.record(True)  # until `end`: a layer that is computed again must do what it did

@@ -22,47 +22,47 @@ from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.checkpoint.manifest import base_tensors
 from padfree.config import Config
 from padfree.data import RolloutDataSettings, StoredSamples
-from padfree.data.chat import chat_renderer
+from padfree.data.chat_renderer import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh, raise_together
 from padfree.packing.context_sizes import context_sizes
-from padfree.record.files import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, JOURNAL, MODEL, ROWS
+from padfree.record.file_names import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, MODEL, RESPONSE_LOG, ROWS
 from padfree.record.run_folder import held_run_folder, writing
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.collect.collector import Collector, OnSampling
-from padfree.rollout.engines import make_ahead_sampler, make_sampler
-from padfree.rollout.journal import Journal
+from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.begin import begin_run, refusal
-from padfree.train.decide import Decided, check_free, decide, planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
-from padfree.train.loop import AFTER_SIGNAL, OnNote, RunResult
 from padfree.train.precomputed import ReferencedSamples, with_reference
+from padfree.train.preflight import Preflight, check_free, planned_steps, preflight
+from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
-from padfree.train.rl.reference_model import Reference
+from padfree.train.rl.reference_model import ReferenceModel
 from padfree.train.rl.sampled_batches import SampledBatches
-from padfree.train.row_sharing import copied_keys
-from padfree.train.settle import settle_on
 from padfree.train.setup import (
     build_critic,
     build_engine,
-    build_judge,
     build_reference,
+    build_reward_model,
     build_teacher_scorer,
     export,
     export_critic,
     export_dtype,
 )
+from padfree.train.shared_turns import copied_keys
+from padfree.train.start_run import begin_run, refusal
+from padfree.train.step_pipeline import OnActivity, OnStep
+from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
 from padfree.train.training_data import longest_of, make_batcher
-from padfree.train.updates import OnActivity, OnStep
 
 
 def train(
@@ -94,17 +94,19 @@ def train(
         with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
             # Nothing is written before all is decided. What can be refused at once is: reading data may take long.
             raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
-            decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-            finished = _finished(config, mesh, decided)
+            preflight_result = preflight(
+                config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
+            )
+            finished = _finished(config, mesh, preflight_result)
             if finished is not None:
                 return RunResult(step=finished, stopped=False, checkpoint=None, was_finished=True)
-            needs = partial(check_disk, model=decided.model)
+            needs = partial(check_disk, model=preflight_result.model)
             raise_together(refusal(needs, config) if mesh.loss.rank == 0 else None)
             with held_run_folder(config), nullcontext(signals) if signals is not None else StopSignals() as listening:
                 return _train(
                     config,
                     mesh,
-                    decided,
+                    preflight_result,
                     imports,
                     on_step=on_step,
                     on_note=on_note,
@@ -114,18 +116,18 @@ def train(
                 )
 
 
-def _finished(config: Config, mesh: Mesh, decided: Decided) -> int | None:
+def _finished(config: Config, mesh: Mesh, preflight_result: Preflight) -> int | None:
     """`finished_step`, as the first rank sees it."""
-    told: list[int | None] = [None] * mesh.loss.size
-    found = finished_step(config, decided.source) if mesh.loss.rank == 0 else None
-    dist.all_gather_object(told, found, group=mesh.loss.group)
-    return told[0]
+    gathered: list[int | None] = [None] * mesh.loss.size
+    found = finished_step(config, preflight_result.source) if mesh.loss.rank == 0 else None
+    dist.all_gather_object(gathered, found, group=mesh.loss.group)
+    return gathered[0]
 
 
 def _train(
     config: Config,
     mesh: Mesh,
-    decided: Decided,
+    preflight_result: Preflight,
     imports: EarlyImports,
     *,
     on_step: OnStep | None,
@@ -134,11 +136,11 @@ def _train(
     doing: OnActivity,
     signals: StopSignals,
 ) -> RunResult:
-    tokenizer, source = decided.tokenizer, decided.source
-    settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
-    config = settled.config
+    tokenizer, source = preflight_result.tokenizer, preflight_result.source
+    resolved = resolve_auto_on(config, mesh, **_memory_facts(config, preflight_result, mesh.loss.size))
+    config = resolved.config
     if on_note is not None:
-        for line in (*decided.notes, *settled.lines()):
+        for line in (*preflight_result.notes, *resolved.lines()):
             on_note(line)
     imports.wait()
     doing("loading the model", 0, 0)
@@ -148,13 +150,13 @@ def _train(
         critic_dtype = export_dtype(config, config.critic.path)
     doing("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
-    journal = None
+    response_log = None
     if config.rollout.source is not None and not config.rollout.has_episodes:  # episodes are played again
-        journal = Journal(Path(config.run.folder) / JOURNAL, mesh.loss.rank)
-    collector = _collector(config, mesh, engine, tokenizer, source, journal=journal, on_sampling=on_sampling)
+        response_log = ResponseLog(Path(config.run.folder) / RESPONSE_LOG, mesh.loss.rank)
+    collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
-            config, engine, decided.held_out, collector, _pair_reference(config, reference), doing
+            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), doing
         )
         samples: Samples = source.samples
         if config.reference.precompute:
@@ -174,14 +176,14 @@ def _train(
             on_activity=doing,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
-            journal=journal,
+            response_log=response_log,
             signals=signals,
             planned_steps=planned_steps(config, source),
         )
-        for line in decided.notes:
+        for line in preflight_result.notes:
             loop.events.write("note", step=loop.step, text=line)
-        if settled.reasons:
-            loop.events.write("settled", step=loop.step, **settled.fields())
+        if resolved.reasons:
+            loop.events.write("resolved_auto", step=loop.step, **resolved.fields())
         if mesh.loss.rank == 0:
             with writing(loop.folder):
                 source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or cut
@@ -218,27 +220,31 @@ def evaluate(
     ):
         mesh = mesh_of(config, device)
         doing("reading model and data", 0, 0)
-        decided = decide(config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising)
-        settled = settle_on(config, mesh, **_memory_facts(config, decided, mesh.loss.size))
+        preflight_result = preflight(
+            config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
+        )
+        resolved = resolve_auto_on(config, mesh, **_memory_facts(config, preflight_result, mesh.loss.size))
         if on_note is not None:
-            for line in (*decided.source.notes, *settled.lines()):
+            for line in (*preflight_result.source.notes, *resolved.lines()):
                 on_note(line)
         doing("loading the model", 0, 0)
-        engine = build_engine(settled.config, mesh, decided.tokenizer)
-        collector = _collector(settled.config, mesh, engine, decided.tokenizer, decided.source)
+        engine = build_engine(resolved.config, mesh, preflight_result.tokenizer)
+        collector = _collector(resolved.config, mesh, engine, preflight_result.tokenizer, preflight_result.source)
         with nullcontext() if collector is None else closing(collector):
-            reference = _pair_reference(settled.config, build_reference(settled.config, mesh, engine))
-            measure = make_evaluation(settled.config, engine, decided.held_out, collector, reference, on_activity)
+            reference = _pair_reference(resolved.config, build_reference(resolved.config, mesh, engine))
+            measure = make_evaluation(
+                resolved.config, engine, preflight_result.held_out, collector, reference, on_activity
+            )
             assert measure is not None
             return measure(0)
 
 
-def _pair_reference(config: Config, reference: Reference | None) -> Reference | None:
+def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
     """What held-out answers are compared with; policies are evaluated without one."""
     return reference if config.loss.task.has_reference else None
 
 
-def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Reference | None) -> ReferencedSamples:
+def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
     """The samples with the log-probabilities of the reference, which is not needed from then on."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
@@ -257,7 +263,7 @@ def _collector(
     chat = None
     if config.rollout.has_episodes:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data)), day=source.day)
-    made = make_ahead_sampler if config.rollout.staleness else make_sampler
+    made = make_async_sampler if config.rollout.staleness else make_sampler
     sampler: Any = made(config, mesh, engine.model, tokenizer, engine.scorer.logprobs)
     try:
         return Collector(
@@ -268,7 +274,7 @@ def _collector(
             prompts,
             vocabulary=vocabulary_of(engine.model),
             chat=chat,
-            reward_model=build_judge(config, mesh),
+            reward_model=build_reward_model(config, mesh),
             **options,
         )
     except BaseException:
@@ -291,16 +297,16 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
     )
 
 
-def _memory_facts(config: Config, decided: Decided, processes: int) -> dict[str, Any]:
+def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Of the data, for the memory estimate.
 
     Tokens of the longest prompt; or of a device in the micro-batch with the longest sample, and keys that are copied.
     """
-    samples = decided.source.samples
+    samples = preflight_result.source.samples
     longest = longest_of(samples)
     if config.rollout.source is not None:
         return {"prompt_tokens": longest}
     return {
         "longest": -(-longest // config.parallel.most_context(processes)),
-        "copied_keys": copied_keys(config, samples, decided.model),
+        "copied_keys": copied_keys(config, samples, preflight_result.model),
     }

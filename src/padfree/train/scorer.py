@@ -28,13 +28,13 @@ from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
-from padfree.optim.masters import computing
+from padfree.optim.master_weights import compute_copies
 from padfree.packing import CostModel
 from padfree.sharding.parallelize import inside
-from padfree.train.finite import check_scores
-from padfree.train.microbatch import MicroBatch, Packer, RowSettings
+from padfree.train.finite_checks import check_scores
+from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
-RowScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
+PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
 """[T/cp] numbers of this rank's tokens, exactly 0 where there is no label; or [e] of its entries."""
 
 
@@ -47,7 +47,7 @@ class Scorer:
         mesh: Mesh,
         *,
         max_tokens: int,
-        rows: RowSettings | None = None,
+        rows: PackSettings | None = None,
         temperature: float = 1.0,
         overlong: PackOverlong = "error",
         cost: CostModel | None = None,
@@ -60,7 +60,7 @@ class Scorer:
         self.packer = Packer(
             mesh,
             max_tokens=max_tokens,
-            rows=rows or RowSettings(),
+            rows=rows or PackSettings(),
             overlong=overlong,
             cost=cost or CostModel.from_config(model.config),
             unshared_reason=sharing_obstacle(model),
@@ -75,13 +75,13 @@ class Scorer:
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
         return self._of_tokens(samples, scores, "log-probability")
 
-    def _of_tokens(self, samples: Sequence[Sample], scores: RowScores, what: str) -> list[NDArray[np.float32]]:
+    def _of_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank, of what `scores` gives for the entries of a row; `what` they are."""
         training = self.model.training
         self.model.train(False)  # a model's own dropout would make a noise of the ratio
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
-        with computing(self.model):
+        with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples)):
                 if batch.local.entries is not None:
                     # Every context rank has entries of its own, and the sum over ranks puts them together.

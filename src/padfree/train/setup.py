@@ -23,21 +23,21 @@ from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.model.export import export_adapters, export_model
-from padfree.model.files import base_dtype
 from padfree.model.load import load_model, opened_together
-from padfree.model.scalar import WEIGHT, use_pad_token
+from padfree.model.model_files import base_dtype
+from padfree.model.scalar_head import WEIGHT, use_pad_token
 from padfree.optim.optimizer import make_optimizer
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks import task_of
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.microbatch import RowSettings
-from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
+from padfree.train.microbatch import PackSettings
+from padfree.train.resolve_auto import resolve_auto_on
+from padfree.train.rl.reference_model import AdapterReference, ModelReference, ReferenceModel
 from padfree.train.rl.reward_model import ModelReward
-from padfree.train.scalar import ScalarScorer, ValueRowLoss
 from padfree.train.scorer import Scorer
-from padfree.train.settle import settle_on
 from padfree.train.training_data import open_tokenizer
+from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 
 
 def check_placement(config: Config, device_type: str) -> None:
@@ -65,7 +65,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
     The config of a reward model learns from the tokenizer which token is padding.
     """
     check_placement(config, mesh.device.type)
-    config = settle_on(config, mesh).config
+    config = resolve_auto_on(config, mesh).config
     model = _load(
         config,
         mesh,
@@ -84,29 +84,29 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
     mixed = len(config.data.sources) > 1
     settings = LossSettings(
         loss=config.loss.settings(),
-        weights=config.loss.weights,
+        aggregation=config.loss.aggregation,
         constant=config.loss.constant,
         groups_are_rows=groups_are_rows,
         sources=tuple(source.label for source in config.data.sources) if groups_are_rows and mixed else (),
         max_grad_norm=config.optimizer.max_grad_norm,
         head_memory=config.parallel.head_bytes,
-        router=config.loss.router,
+        load_balancing=config.loss.load_balancing,
         router_bias=config.loss.router_bias,
     )
-    row_loss = task_of(config.loss.command).row_loss(
+    micro_batch_loss = task_of(config.loss.command).micro_batch_loss(
         settings.loss,
         temperature=config.loss.temperature,
         memory=config.parallel.head_bytes,
         teacher=build_teacher(config, mesh) if config.loss.task.has_teacher else None,
     )
-    return Engine(_scorer(config, mesh, model, config.loss.head), optimizer, settings, row_loss)
+    return Engine(_scorer(config, mesh, model, config.loss.head), optimizer, settings, micro_batch_loss)
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
     """The value model of `loss.advantage` "gae", trained beside the policy; None for any other."""
     if config.loss.advantage != "gae":
         return None
-    config = settle_on(config, mesh).config
+    config = resolve_auto_on(config, mesh).config
     try:
         model = _load(
             config,
@@ -124,23 +124,23 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
     optimizer = make_optimizer(model, config.optimizer.with_lr(config.critic.lr))
     settings = LossSettings(
         loss=config.critic.value_settings(),
-        weights=config.loss.weights,
+        aggregation=config.loss.aggregation,
         constant=config.loss.constant,
         max_grad_norm=config.critic.max_grad_norm,
     )
     scorer = _scorer(config, mesh, model, "scalar", "critic.path")
-    engine = Engine(scorer, optimizer, settings, ValueRowLoss(config.critic.value_settings()))
+    engine = Engine(scorer, optimizer, settings, ValueMicroBatchLoss(config.critic.value_settings()))
     return Critic(engine, config.critic)
 
 
-def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
+def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     """The reward model that `rollout.reward` names: frozen, sharded like the trained one; None for a function."""
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:
         return None
-    config = settle_on(config, mesh).config
+    config = resolve_auto_on(config, mesh).config
     try:
-        check_judge(path, opened_together(path, trust_remote_code=code)[1])
+        check_reward_model(path, opened_together(path, trust_remote_code=code)[1])
         model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
     except UserError as error:  # the same on every rank
         raise error.at("rollout.reward", "model") from None
@@ -150,7 +150,7 @@ def build_judge(config: Config, mesh: Mesh) -> ModelReward | None:
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config)
 
 
-def check_judge(path: str, files: Mapping[str, Path] | None) -> None:
+def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:
     """Refuse a model without a trained scalar head."""
     if files is None or WEIGHT not in files:
         raise UserError(
@@ -172,11 +172,11 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
     """What scores rollouts for `loss.advantage` "teacher"; None for any other."""
     if config.loss.advantage != "teacher":
         return None
-    config = settle_on(config, mesh).config
+    config = resolve_auto_on(config, mesh).config
     return _scorer(config, mesh, build_teacher(config, mesh), setting="teacher.path")
 
 
-def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> Reference | None:
+def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> ReferenceModel | None:
     """The model that the KL term compares with, if the settings name one; `engine` is the one it is for.
 
     Without `engine` it always is a model of its own, and what it can take from the trained one is not looked at yet.
@@ -184,7 +184,7 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
     path, every = config.reference.path, config.reference.refresh
     if path is None:
         return None
-    config = settle_on(config, mesh).config
+    config = resolve_auto_on(config, mesh).config
     if engine is not None and config.lora.rank and _place(path) == _place(config.model.path):
         return AdapterReference(engine.scorer, every)
     offload = config.reference.offload and mesh.device.type != "cpu"
@@ -283,7 +283,7 @@ def _scorer(
         model,
         mesh,
         max_tokens=config.batch.max_tokens,
-        rows=RowSettings(
+        rows=PackSettings(
             layout=config.parallel.layout,
             method=config.parallel.method,
             share_prefixes=config.batch.share_prefixes,

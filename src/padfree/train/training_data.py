@@ -29,16 +29,16 @@ from padfree.data import (
     labelled,
     of_source,
 )
-from padfree.data.chat import chat_renderer
+from padfree.data.chat_renderer import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.errors import UserError, shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.tasks import task_of
-from padfree.tasks.advantages import check_signal
+from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.rows import Group, Rows, epoch_parts, in_rows, row_counts, row_starts
+from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, row_counts, row_starts
 
 Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
@@ -225,7 +225,7 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
     assert batch.samples is not None
     largest = max(groups, key=len)
     if len(largest) > batch.samples:
-        assert isinstance(largest[0], Sample), "batch.samples is a multiple of rollout.group"
+        assert isinstance(largest[0], Sample), "batch.samples is a multiple of rollout.samples_per_prompt"
         raise UserError(
             "batch.samples",
             f"{batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}",
@@ -255,7 +255,7 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
     grouped: dict[str | int | None, list[Sample]] = {}
     for sample in samples:
         if isinstance(sample, Prompt):
-            alone.append(RolloutGroup(prompt=sample, size=config.rollout.group))
+            alone.append(RolloutGroup(prompt=sample, size=config.rollout.samples_per_prompt))
         elif config.loss.advantage in UNGROUPED:
             alone.append((sample,))
         else:

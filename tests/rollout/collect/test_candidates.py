@@ -21,16 +21,21 @@ HERE = "tests.rollout.collect.test_candidates"
 
 
 def prompts(number: int) -> list[Prompt]:
-    return [Prompt(tokens=np.array([index]), room=4, row={}, uid=f"p{index}", source="p") for index in range(number)]
+    return [
+        Prompt(tokens=np.array([index]), max_new_tokens=4, row={}, uid=f"p{index}", source="p")
+        for index in range(number)
+    ]
 
 
 def candidates(batch: int = 1, *, own: int = 4, there: int = 40, **settings: Any) -> Candidates:
     found = prompts(there)
     groups = [RolloutGroup(prompt=prompt, size=2) for prompt in found[:own]]
-    return Candidates(batch, groups, RolloutConfig(group=2, filter="equal", **settings), SparePrompts(found, seed=3))
+    return Candidates(
+        batch, groups, RolloutConfig(samples_per_prompt=2, filter="equal", **settings), SparePrompts(found, seed=3)
+    )
 
 
-def settled(asked: Candidates, differs: Any) -> dict[int, bool]:
+def resolved(asked: Candidates, differs: Any) -> dict[int, bool]:
     signal: dict[int, bool] = {}
     new = asked.begin()
     while new:
@@ -45,9 +50,9 @@ def test_the_first_groups_that_differ_are_chosen_however_many_are_asked_for_at_o
         return int(prompt.uid[1:]) % 3 != 1
 
     plain = candidates()
-    expected = [plain.groups[index].prompt.uid for index in plain.chosen(settled(plain, differs))]
+    expected = [plain.groups[index].prompt.uid for index in plain.chosen(resolved(plain, differs))]
     asked = candidates(oversample=oversample)
-    signal = settled(asked, differs)
+    signal = resolved(asked, differs)
     found = [asked.groups[index].prompt.uid for index in asked.chosen(signal)]
     assert found == expected
     assert len(found) == 4
@@ -58,18 +63,18 @@ def test_the_first_groups_that_differ_are_chosen_however_many_are_asked_for_at_o
 
 def test_at_the_bound_the_batch_is_filled_up() -> None:
     asked = candidates(filter_bound=2.0)
-    signal = settled(asked, lambda prompt: prompt.uid == "p2")
+    signal = resolved(asked, lambda prompt: prompt.uid == "p2")
     assert asked.asked == 8
     assert asked.chosen(signal) == [0, 1, 2, 3]
     few = candidates(there=5)
-    assert len(few.chosen(settled(few, lambda prompt: False))) == 4
+    assert len(few.chosen(resolved(few, lambda prompt: False))) == 4
     assert few.asked == 5, "there are no more prompts"
 
 
 def test_spare_prompts_are_others_and_follow_from_seed_and_batch() -> None:
     def spare(batch: int) -> list[str]:
         asked = candidates(batch)
-        settled(asked, lambda prompt: False)
+        resolved(asked, lambda prompt: False)
         return [group.prompt.uid for group in asked.groups[4:]]
 
     assert spare(1) == spare(1) != spare(2)
@@ -79,7 +84,7 @@ def test_spare_prompts_are_others_and_follow_from_seed_and_batch() -> None:
 
 def test_without_a_filter_the_groups_are_those_of_the_batch() -> None:
     groups = [RolloutGroup(prompt=prompt, size=2) for prompt in prompts(3)]
-    asked = Candidates(1, groups, RolloutConfig(group=2), SparePrompts(prompts(9), seed=0))
+    asked = Candidates(1, groups, RolloutConfig(samples_per_prompt=2), SparePrompts(prompts(9), seed=0))
     assert asked.begin() == range(3)
     assert asked.more({0: False, 1: False, 2: False}) == range(0)
     assert asked.chosen({0: False, 1: False, 2: False}) == [0, 1, 2]

@@ -24,16 +24,16 @@ from tests.refused import refused
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.test_run import fake_of
 from tests.rollout.vllm.vllm_cases import serving
-from tests.train.loop_cases import TIMES
+from tests.train.trainer_cases import TIMES
 
 HERE = "tests.rollout.collect.test_combinations"
 FUNCTION = "tests.rollout.environment.rewards:sometimes_raises"
-STEPS, GROUP, GROUPS, ROOM = 3, 3, 4, 8
+STEPS, GROUP, GROUPS, MAX_NEW_TOKENS = 3, 3, 4, 8
 REWARDS = ("function", "processes", "model")
 COMBINATIONS = list(
     itertools.product(("in_process", "server"), ("response", "episode"), (0, 1), REWARDS, (False, True))
 )
-BY_RESUMING = ("responses_from_journal",)
+BY_RESUMING = ("responses_from_log",)
 
 
 async def two_turns(prompt: Prompt, policy: Policy) -> Trajectory:
@@ -51,8 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy, a reward model and prompts."""
     place = tmp_path_factory.mktemp("combinations")
     policy = save_with_tokenizer(place / "policy", writes_back=True, num_hidden_layers=1)
-    judge: Any = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
-    judge.save_pretrained(place / "judge")
+    reward_model: Any = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    reward_model.save_pretrained(place / "judge")
     AutoTokenizer.from_pretrained(policy).save_pretrained(place / "judge")
     rows = [{"prompt": f"{a}+{'1' * b}", "answer": str(a + 1)} for a in range(4) for b in range(1, 4)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,9 +77,9 @@ def make_config(
         "oversample": 1.5,
         "overlong_buffer": 5 if overlong else 0,
         "staleness": staleness,
-        "group": GROUP,
-        "max_new_tokens": ROOM,
-        "batch": 6,
+        "samples_per_prompt": GROUP,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "max_concurrent": 6,
     }
     if episode == "episode":
         rollout["environment"] = f"{HERE}:two_turns"

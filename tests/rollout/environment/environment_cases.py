@@ -11,11 +11,11 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from padfree.data import Reward
-from padfree.data.chat import ChatRenderer
+from padfree.data.chat_renderer import ChatRenderer
 from padfree.rollout import Prompt, Response, SamplingRequest
-from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
 from padfree.rollout.environment.play import Play, Played
-from padfree.rollout.environment.policy import Episode, Words
+from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 
 LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
@@ -46,9 +46,9 @@ def tokenizer(template: str | None = None) -> Any:
     return fast
 
 
-def words(template: str | None = None) -> Words:
+def chat_tokenizer(template: str | None = None) -> ChatTokenizer:
     made = tokenizer(template)
-    return Words(made, None if template is None else ChatRenderer(made), len(VOCABULARY))
+    return ChatTokenizer(made, None if template is None else ChatRenderer(made), len(VOCABULARY))
 
 
 def ids(text: str) -> list[int]:
@@ -62,10 +62,10 @@ def text(tokens: Sequence[int]) -> str:
     return "".join("$" if token == EOS else letters[int(token)] for token in tokens)
 
 
-def prompt(question: str, *, room: int = 60, **row: Any) -> Prompt:
+def prompt(question: str, *, max_new_tokens: int = 60, **row: Any) -> Prompt:
     return Prompt(
         tokens=np.array(ids(question)),
-        room=room,
+        max_new_tokens=max_new_tokens,
         row={"prompt": question, **row},
         uid=f"rows.jsonl:{question}",
         source="rows.jsonl",
@@ -92,7 +92,7 @@ class Scripted:
 
     def _response(self, context: str, request: SamplingRequest) -> Response:
         said = self.script(context, request.key) if callable(self.script) else self.script[context]
-        tokens = np.array(ids(said), np.int64)[: request.room]
+        tokens = np.array(ids(said), np.int64)[: request.max_new_tokens]
         return Response(
             tokens=tokens,
             logprobs=(-(np.arange(len(tokens)) + 1) / 8).astype(np.float32),
@@ -118,9 +118,11 @@ def play(
     **settings: Any,
 ) -> list[Played]:
     """Play an episode for each prompt on one rank."""
-    judge = None if reward is None else Judge(Reward("tests:reward", reward))
+    reward_workers = None if reward is None else RewardWorkers(Reward("tests:reward", reward))
     chosen = {"name": "tests:episode", "most": 8, "timeout": 60.0, "skips": False, **settings}
-    runner = EpisodeRunner(episode, sampler or Scripted(script), words(template), judge, RunnerSettings(**chosen))
+    runner = EpisodeRunner(
+        episode, sampler or Scripted(script), chat_tokenizer(template), reward_workers, RunnerSettings(**chosen)
+    )
     try:
         plays = [
             Play(number=number, prompt=one, key=100 + number if keys is None else keys[number])

@@ -26,7 +26,7 @@ from padfree.train.run import train
 from tests.ranks import run_ranks
 from tests.rollout.environment.rewards import digits
 from tests.rollout.vllm.vllm_cases import Remembering, serving
-from tests.train.loop_cases import TIMES
+from tests.train.trainer_cases import TIMES
 
 HERE = "tests.rollout.environment.test_ahead"
 BY_CHANCE = ("version_age", "version_age_max", "queue_finished", "queue_unfinished", "groups_dropped")
@@ -55,8 +55,8 @@ class KeySampler:
     def _answer(self, number: int, request: SamplingRequest, on_response: OnResponse) -> None:
         version = self._version
         time.sleep(0.002)
-        drawn = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.room)
-        logprobs = np.full(request.room, -np.log(self._vocabulary), np.float32)
+        drawn = np.random.default_rng(request.key & 0xFFFFFFFF).integers(1, self._vocabulary, request.max_new_tokens)
+        logprobs = np.full(request.max_new_tokens, -np.log(self._vocabulary), np.float32)
         on_response(number, Response(tokens=drawn, logprobs=logprobs, ended=False, version=version))
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Response]:
@@ -109,9 +109,9 @@ def make_config(folder: Path, model_path: Path, *, steps: int = 4, **rollout: An
             "rollout": {
                 "environment": f"{HERE}:two_turns",
                 "engine": f"{HERE}:key_sampler",
-                "group": 3,
+                "samples_per_prompt": 3,
                 "max_new_tokens": 12,
-                "batch": 4,
+                "max_concurrent": 4,
                 "staleness": 2,
                 **rollout,
             },

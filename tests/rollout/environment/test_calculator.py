@@ -21,7 +21,7 @@ def right(answer: str, row: dict[str, str]) -> float:
 
 
 def test_ids_masks_and_logprobs_equal_what_is_written_by_hand() -> None:
-    (played,) = play(episode, SCRIPT, prompt(QUESTION, room=60), reward=right)
+    (played,) = play(episode, SCRIPT, prompt(QUESTION, max_new_tokens=60), reward=right)
     (leaf,) = played.leaves
     turns = [
         (QUESTION, 0),
@@ -41,7 +41,7 @@ def test_ids_masks_and_logprobs_equal_what_is_written_by_hand() -> None:
 
 
 def test_small_enough_to_write_every_number() -> None:
-    (played,) = play(episode, {"2?": "<<1/4=$", "2?<<1/4=$0.25>>": "x"}, prompt("2?", room=15), reward=right)
+    (played,) = play(episode, {"2?": "<<1/4=$", "2?<<1/4=$0.25>>": "x"}, prompt("2?", max_new_tokens=15), reward=right)
     (leaf,) = played.leaves
     v = VOCABULARY
     assert leaf.tokens.tolist() == [
@@ -64,7 +64,7 @@ def test_with_a_chat_template_the_answer_is_a_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "room", "calls"),
+    ("said", "max_new_tokens", "calls"),
     [
         ("#### 3$", 60, 0),  # no question
         ("<<1+1=", 6, 0),  # cut before its turn ends
@@ -73,10 +73,12 @@ def test_with_a_chat_template_the_answer_is_a_message() -> None:
         ("<<import=$", 400, 16),  # asks for what is no arithmetic, again and again
     ],
 )
-def test_ends(said: str, room: int, calls: int) -> None:
-    (played,) = play(episode, lambda context, key: said, prompt("1?", room=room), reward=lambda answer, row: 0.0)
+def test_ends(said: str, max_new_tokens: int, calls: int) -> None:
+    (played,) = play(
+        episode, lambda context, key: said, prompt("1?", max_new_tokens=max_new_tokens), reward=lambda answer, row: 0.0
+    )
     (leaf,) = played.leaves
-    assert len(leaf.tokens) <= 2 + room
+    assert len(leaf.tokens) <= 2 + max_new_tokens
     assert played.metrics["calls"] == calls
     assert played.metrics["wrong_calls"] == (calls if "import" in said else 0)
     assert leaf.sampled[2:].any()

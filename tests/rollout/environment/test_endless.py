@@ -21,8 +21,8 @@ from padfree.data import Reward
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.agent import agent_episode
-from padfree.rollout.environment.judge import Judge
-from padfree.rollout.within import DaemonPool, call_within
+from padfree.rollout.environment.reward_workers import RewardWorkers
+from padfree.rollout.time_limit import DaemonPool, call_within
 from tests.rollout.environment.environment_cases import CHAT, play, prompt
 
 LIMIT = 0.7
@@ -222,7 +222,7 @@ LINE = r"^reward: mine:late took more than 0.3 s \(rollout.episode_timeout\) for
 def test_a_reward_that_does_not_return_ends_in_a_line(which: str) -> None:
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(ValueError, match=LINE):
-        Judge(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
+        RewardWorkers(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -233,7 +233,7 @@ def test_the_same_in_another_thread(which: str) -> None:
 
     def run() -> None:
         try:
-            Judge(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
+            RewardWorkers(Reward("mine:late", LATE[which])).within(0.3, "", {}, "rows.jsonl:p")
         except ValueError as error:
             found.append(str(error))
 
@@ -261,7 +261,7 @@ def test_a_reward_may_set_alarms_of_its_own() -> None:
             signal.signal(signal.SIGALRM, before)
         return 1.0
 
-    assert Judge(Reward("mine:grades", grades)).within(0.3, "", {}, "p") == 0.25
+    assert RewardWorkers(Reward("mine:grades", grades)).within(0.3, "", {}, "p") == 0.25
 
 
 def test_an_alarm_that_was_set_before_still_rings() -> None:
@@ -303,7 +303,7 @@ def test_what_a_function_raises_is_raised_either_way() -> None:
 def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
     """One that is full of rewards that never return ends when the run does."""
     code = (
-        "import time\nfrom padfree.rollout.within import DaemonPool\npool = DaemonPool(2, 'reward')\n"
+        "import time\nfrom padfree.rollout.time_limit import DaemonPool\npool = DaemonPool(2, 'reward')\n"
         "for _ in range(5): pool.submit(time.sleep, 6000)\npool.close()\nprint('ended')"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
@@ -330,33 +330,33 @@ def test_a_pool_calls_all_that_it_is_given() -> None:
 # Rewards in processes
 
 
-def judged(name: str, *texts: str, seconds: float = 30.0) -> list[Any]:
+def rewarded(name: str, *texts: str, seconds: float = 30.0) -> list[Any]:
     async def run() -> list[Any]:
-        judge = Judge(SimpleNamespace(name=name), processes=1)  # type: ignore[arg-type]
+        reward_workers = RewardWorkers(SimpleNamespace(name=name), processes=1)  # type: ignore[arg-type]
         found: list[Any] = []
         try:
             for text in texts:
                 try:
                     async with asyncio.timeout(seconds):
-                        found.append(await judge(text, {"answer": "1"}, "a"))
+                        found.append(await reward_workers(text, {"answer": "1"}, "a"))
                 except (ValueError, TimeoutError) as error:
                     found.append(f"{type(error).__name__} {error}")
         finally:
-            await judge.close()
+            await reward_workers.close()
         return found
 
     return asyncio.run(run())
 
 
 def test_a_reward_that_reads_its_input_does_not_read_the_questions() -> None:
-    assert judged(f"{HERE}:reads_input", "12", "1") == [0.25, 0.125]
+    assert rewarded(f"{HERE}:reads_input", "12", "1") == [0.25, 0.125]
 
 
 def test_a_module_that_cannot_be_imported_in_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "late_rewards.py").write_text("raise OSError('no licence')\n")
-    first, second = judged("late_rewards:reward", "1", "2")
+    first, second = rewarded("late_rewards:reward", "1", "2")
     assert first == second
     assert re.match(r"UserError reward: .*importing late_rewards raised OSError: no licence; correct the module", first)
 
@@ -365,7 +365,7 @@ def test_a_module_that_hangs_when_it_is_imported(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "hanging_rewards.py").write_text("import time\ntime.sleep(600)\n")
-    assert judged("hanging_rewards:reward", "1", seconds=1.0) == ["TimeoutError "]
+    assert rewarded("hanging_rewards:reward", "1", seconds=1.0) == ["TimeoutError "]
 
 
 # Programs
@@ -396,7 +396,7 @@ def test_programs_that_do_not_end_as_they_should(which: str) -> None:
     (played,) = play(
         agent_episode([sys.executable, "-c", call + code]),
         lambda *_: "x$",
-        prompt("q", room=200, long="r" * 300_000),
+        prompt("q", max_new_tokens=200, long="r" * 300_000),
         template=CHAT,
         reward=lambda answer, row: float(answer == "done\n"),
         timeout=1.5 if failure == "took more than" else 30.0,

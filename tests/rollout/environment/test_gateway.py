@@ -66,7 +66,7 @@ def test_an_unchanged_program_is_the_environment() -> None:
     """Two turns with its own calculator: ids go on, only what is new is encoded, and its output is judged."""
     script = {"[u]2 and 3?[a]": "so 2+3=$", "[u]2 and 3?[a]so 2+3=$[u]5[a]": "#### 5$"}
     episode = agent_episode([sys.executable, AGENT, "{prompt}"])
-    task = prompt("2 and 3?", room=80)
+    task = prompt("2 and 3?", max_new_tokens=80)
     (played,) = play(episode, script, task, template=CHAT, reward=lambda answer, row: float(answer == "#### 5\n"))
     assert shown(played) == [
         ("[u]2 and 3?[a]so 2+3=$[u]5[a]#### 5$", "." * 14 + "1" * 8 + "." * 7 + "1" * 7),
@@ -80,7 +80,7 @@ def test_ids_that_were_sampled_are_kept_where_text_would_be_encoded_otherwise() 
     question = "[u]q[a]"
     script = {question: "<eos>1+1=$", question + "<eos>1+1=$[u]2[a]": "x$"}
     episode = agent_episode([sys.executable, AGENT, "{prompt}"])
-    (played,) = play(episode, script, prompt("q", room=80), template=CHAT, reward=lambda answer, row: 0.0)
+    (played,) = play(episode, script, prompt("q", max_new_tokens=80), template=CHAT, reward=lambda answer, row: 0.0)
     assert played.leaves[0].tokens.tolist() == ids(question + "<eos>1+1=$[u]2[a]x$")
     assert "cuts" not in played.counts
 
@@ -89,7 +89,7 @@ def test_a_template_that_leaves_thoughts_out_cuts_the_trajectory() -> None:
     """Each sample is what the model saw: the thought is in the first one, and not in the second one's prompt."""
     script = {"[u]2 and 3?[a]": "hm!2+3=$", "[u]2 and 3?[a]2+3=$[u]5[a]": "#### 5$"}
     episode = agent_episode([sys.executable, AGENT, "{prompt}"])
-    task = prompt("2 and 3?", room=80)
+    task = prompt("2 and 3?", max_new_tokens=80)
     (played,) = play(episode, script, task, template=THINKING, reward=lambda answer, row: 1.0)
     assert shown(played) == [
         ("[u]2 and 3?[a]hm!2+3=$", "." * 14 + "1" * 8),

@@ -18,7 +18,7 @@ from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.call_fields import FOLLOWED, MESSAGE_KEYS, METADATA, NEUTRAL, OVERRIDDEN
 from padfree.rollout.environment.calls import Calls
-from padfree.rollout.environment.listener import Limits
+from padfree.rollout.environment.listener import ListenerLimits
 from padfree.rollout.environment.runner import Played
 from tests.refused import refused
 from tests.rollout.environment.environment_cases import CHAT, WHOLE, Scripted, play, prompt
@@ -45,7 +45,12 @@ def attacked(attack: Callable[[str], Any], *, skips: bool = False, template: str
         return policy.trajectory(1.0)
 
     (played,) = play(
-        episode, None, prompt("q", room=2000), template=template, sampler=Scripted(lambda *_: "x$"), skips=skips
+        episode,
+        None,
+        prompt("q", max_new_tokens=2000),
+        template=template,
+        sampler=Scripted(lambda *_: "x$"),
+        skips=skips,
     )
     return found[0], played
 
@@ -187,7 +192,7 @@ def test_calls_that_wait_are_broken_off_when_their_episode_ends() -> None:
 
 # Limits
 
-TIGHT = Limits(
+TIGHT = ListenerLimits(
     head_seconds=0.5,
     body_seconds=0.5,
     idle_seconds=0.5,
@@ -200,7 +205,7 @@ TIGHT = Limits(
 
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("padfree.rollout.environment.listener.Limits", lambda: TIGHT)
+    monkeypatch.setattr("padfree.rollout.environment.listener.ListenerLimits", lambda: TIGHT)
 
 
 def _opened(url: str, raw: bytes = b"") -> socket.socket:

@@ -14,7 +14,7 @@ import pytest
 
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.noise import GREEDY, turn_key
+from padfree.rollout.sampling_rng import GREEDY, turn_key
 from tests.refused import refused
 from tests.rollout.environment.environment_cases import Scripted, ids, play, prompt, text
 
@@ -150,15 +150,15 @@ def test_what_a_policy_says_of_itself() -> None:
         assert policy.add("x")
         assert policy.add(ids("yz"))
         seen["tokens"], seen["mask"] = text(policy.tokens.tolist()), policy.loss_mask.tolist()
-        seen["text"], seen["room"] = policy.text, policy.room
+        seen["text"], seen["max_new_tokens"] = policy.text, policy.max_new_tokens
         assert not policy.add("too long")
-        seen["full"] = policy.room, (await policy.generate()).tokens.tolist(), policy.branch().room
+        seen["full"] = policy.max_new_tokens, (await policy.generate()).tokens.tolist(), policy.branch().max_new_tokens
         return policy.trajectory(0.0)
 
-    play(episode, {"p": "ab$"}, prompt("p", room=8))
+    play(episode, {"p": "ab$"}, prompt("p", max_new_tokens=8))
     assert seen["turn"] == ("ab", True, ids("ab$"))
     assert (seen["tokens"], seen["mask"]) == ("pab$xyz", [False, True, True, True, False, False, False])
-    assert (seen["text"], seen["room"]) == ("ab<eos>xyz", 2)
+    assert (seen["text"], seen["max_new_tokens"]) == ("ab<eos>xyz", 2)
     assert seen["full"] == (0, [], 0)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.engines.servers.api import Drawing
-from padfree.rollout.engines.servers.canary import Canary, Scores
+from padfree.rollout.engines.servers.canary import Canary, CanaryScores
+from padfree.rollout.engines.servers.server_api import Drawing
 from padfree.rollout.engines.servers.start import check_servers
-from padfree.rollout.engines.servers.weight_sync import FilesWay
+from padfree.rollout.engines.servers.weight_sync import FilesTransport
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.test_http import Answers, OtherTokenizer, check, served_of
@@ -62,7 +62,7 @@ def response(vocabulary: int = 50, **changes: Any) -> Attempt:
         fake.version = "4"
         for name, value in changes.items():
             setattr(fake, name, value)
-        request = SamplingRequest(tokens=np.array([3, 4, 5]), room=6, key=5)
+        request = SamplingRequest(tokens=np.array([3, 4, 5]), max_new_tokens=6, key=5)
         drawing = Drawing(temperature=1.0, stops=(0,), vocabulary=vocabulary)
         with serving(fake) as (url,):
             asyncio.run(VllmServer(url, 20.0).respond(request, drawing, model="policy", version=4, salt="run"))
@@ -74,9 +74,9 @@ def exchange(server: float, trainer: float, *, drawn: float = 0.0, limit: float 
     """A server is scored after an exchange of weights."""
 
     def attempt(folder: Path) -> None:
-        theirs = Scores(given=np.full(9, server), drawn=np.full(4, drawn))
-        ours = Scores(given=np.full(9, trainer), drawn=np.zeros(4))
-        Canary(limit, VllmServer).judge("http://127.0.0.1:8000", theirs, ours, 1)
+        theirs = CanaryScores(given=np.full(9, server), drawn=np.full(4, drawn))
+        ours = CanaryScores(given=np.full(9, trainer), drawn=np.zeros(4))
+        Canary(limit, VllmServer).reward_workers("http://127.0.0.1:8000", theirs, ours, 1)
 
     return attempt
 
@@ -84,7 +84,7 @@ def exchange(server: float, trainer: float, *, drawn: float = 0.0, limit: float 
 def files(name: str) -> Attempt:
     def attempt(folder: Path) -> None:
         (folder / "file").write_text("")
-        FilesWay(folder / name).prepare([])
+        FilesTransport(folder / name).prepare([])
 
     return attempt
 

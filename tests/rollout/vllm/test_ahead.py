@@ -25,8 +25,8 @@ from padfree.rollout.collect.queue_state import Stored
 from padfree.rollout.engines.servers import weight_sync
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment.play import Played
-from padfree.rollout.journal import _records
-from padfree.rollout.noise import response_keys
+from padfree.rollout.response_log import _records
+from padfree.rollout.sampling_rng import response_keys
 from padfree.train.engine import Engine
 from padfree.train.run import train
 from tests.ranks import run_ranks
@@ -73,7 +73,7 @@ def test_every_token_is_of_the_version_it_says(model_folder: Path, tmp_path: Pat
     plain = fake_of(model_folder)
     fake = Holding(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
     with serving(fake) as (url,):
-        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, batch=5, steps=4))
+        train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=2, max_concurrent=5, steps=4))
     found = lines(tmp_path / "run")
     assert sorted(taken) == [1, 2, 3, 4]
     assert [line["samples"] for line in found] == [SAMPLES] * 4
@@ -203,7 +203,7 @@ def journaled(folder: Path) -> set[tuple[int, int]]:
     """Batch and number of all responses that the journal of a run has."""
     return {
         (record["batch"], row["number"])
-        for path in (folder / "journal").glob("*.jsonl")
+        for path in (folder / "response_log").glob("*.jsonl")
         for _, record in _records(path)
         for row in record["responses"]
     }

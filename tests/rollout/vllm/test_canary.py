@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from padfree.rollout.engines.servers.canary import DRAWN, LENGTH, Canary, Scores, canary_sequences
+from padfree.rollout.engines.servers.canary import DRAWN, LENGTH, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.testing.tokenizers import tiny_tokenizer
 from tests.rollout.rollout_cases import letters_tokenizer
@@ -13,8 +13,8 @@ from tests.rollout.rollout_cases import letters_tokenizer
 NUM = 240
 
 
-def scores(values: np.ndarray, drawn: float = -1.0) -> Scores:
-    return Scores(given=values, drawn=np.full(8, drawn))
+def scores(values: np.ndarray, drawn: float = -1.0) -> CanaryScores:
+    return CanaryScores(given=values, drawn=np.full(8, drawn))
 
 
 def drawn_values(seed: int, scale: float = 1.0) -> np.ndarray:
@@ -28,7 +28,7 @@ NEW_ROUNDING = drawn_values(3, 0.002)  # and what of it does not
 
 
 def test_the_same_numbers_pass_and_are_told() -> None:
-    found = Canary(0.1, VllmServer).judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
+    found = Canary(0.1, VllmServer).reward_workers("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
     assert found["canary_difference"] == pytest.approx(np.abs(ROUNDING).mean())
     assert found["canary_largest"] == pytest.approx(np.abs(ROUNDING).max())
     assert "canary_followed" not in found, "there is no exchange before"
@@ -37,36 +37,38 @@ def test_the_same_numbers_pass_and_are_told() -> None:
 def test_other_weights_are_refused() -> None:
     line = r"http://a was given policy version 3, but its log-probabilities differ from the trainer's by 0.373 a token"
     with pytest.raises(ValueError, match=line) as caught:
-        Canary(0.002, VllmServer).judge("http://a", scores(TRAINER + 0.373), scores(TRAINER), 3)
+        Canary(0.002, VllmServer).reward_workers("http://a", scores(TRAINER + 0.373), scores(TRAINER), 3)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="differ from the trainer's by nan"):
-        Canary(0.002, VllmServer).judge("http://a", scores(TRAINER * np.nan), scores(TRAINER), 3)
+        Canary(0.002, VllmServer).reward_workers("http://a", scores(TRAINER * np.nan), scores(TRAINER), 3)
 
 
 def test_drawn_tokens_at_another_temperature_are_refused() -> None:
     with pytest.raises(ValueError, match=r"drawn tokens differ by 0.5 .* start it with --logprobs-mode processed"):
-        Canary(0.1, VllmServer).judge("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
+        Canary(0.1, VllmServer).reward_workers("http://a", scores(TRAINER, -1.0), scores(TRAINER, -1.5), 3)
 
 
 def test_a_server_that_keeps_old_weights_is_refused_below_the_limit() -> None:
     small = drawn_values(4, 0.002)
     canary = Canary(0.1, VllmServer)
-    canary.judge("http://a", scores(TRAINER + small), scores(TRAINER), 3)
-    found = canary.judge("http://a", scores(TRAINER + STEP + small + NEW_ROUNDING), scores(TRAINER + STEP), 4)
+    canary.reward_workers("http://a", scores(TRAINER + small), scores(TRAINER), 3)
+    found = canary.reward_workers("http://a", scores(TRAINER + STEP + small + NEW_ROUNDING), scores(TRAINER + STEP), 4)
     assert found["canary_followed"] == pytest.approx(1.0, abs=0.2)
     with pytest.raises(
         ValueError, match=r"version 5, but its log-probabilities changed by -?\d+% of what the trainer's did"
     ):
-        canary.judge("http://a", scores(TRAINER + STEP + small), scores(TRAINER + 2 * STEP), 5)
+        canary.reward_workers("http://a", scores(TRAINER + STEP + small), scores(TRAINER + 2 * STEP), 5)
 
 
 def test_a_change_that_is_lost_in_rounding_proves_nothing() -> None:
     canary = Canary(0.1, VllmServer)
-    canary.judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
+    canary.reward_workers("http://a", scores(TRAINER + ROUNDING), scores(TRAINER), 3)
     tiny = STEP / 100
-    found = canary.judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)
+    found = canary.reward_workers("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)
     assert "canary_followed" not in found
-    assert "canary_followed" not in canary.judge("http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4)
+    assert "canary_followed" not in canary.reward_workers(
+        "http://a", scores(TRAINER + ROUNDING), scores(TRAINER + tiny), 4
+    )
 
 
 def test_sequences_are_text_where_the_tokenizer_can_make_it() -> None:
@@ -83,6 +85,6 @@ def test_sequences_are_text_where_the_tokenizer_can_make_it() -> None:
 
 
 def test_scores_of_rows() -> None:
-    found = Scores.of([[1, 2, 3, 4], [5, 6]], 1)
+    found = CanaryScores.of([[1, 2, 3, 4], [5, 6]], 1)
     assert found.given.tolist() == [1, 2, 3, 5]
     assert found.drawn.tolist() == [4, 6]

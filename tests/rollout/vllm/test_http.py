@@ -11,15 +11,15 @@ import pytest
 
 from padfree.config import ModelConfig
 from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.engines.servers.api import Drawing, RestartedError, ServedModel, ServerLostError
 from padfree.rollout.engines.servers.canary import TEXT
+from padfree.rollout.engines.servers.server_api import Drawing, RestartedError, ServedModel, ServerLostError
 from padfree.rollout.engines.servers.start import check_servers
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 
 DRAWING = Drawing(temperature=0.7, stops=(0,), vocabulary=50)
-REQUEST = SamplingRequest(tokens=np.array([3, 4, 5]), room=6, key=-77)
+REQUEST = SamplingRequest(tokens=np.array([3, 4, 5]), max_new_tokens=6, key=-77)
 
 
 def complete(url: str, *, timeout: float = 5.0, request: SamplingRequest = REQUEST) -> Response:
@@ -39,7 +39,7 @@ def test_a_response_and_what_is_asked_for() -> None:
     fake = given()
     with serving(fake) as (url,):
         first, again = complete(url), complete(url)
-        other = complete(url, request=SamplingRequest(tokens=REQUEST.tokens, room=6, key=5))
+        other = complete(url, request=SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5))
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist(), "the key is the seed"
     assert first.version == 4
     assert first.tokens.dtype == np.int64
@@ -71,7 +71,7 @@ def test_a_response_and_what_is_asked_for() -> None:
     ],
 )
 def test_what_another_server_can_make_good(fault: str, line: str) -> None:
-    request = SamplingRequest(tokens=REQUEST.tokens, room=6, key=5)
+    request = SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5)
     with serving(given(fault=fault)) as (url,), pytest.raises(ServerLostError, match=line) as caught:
         assert not complete(url, request=request).ended
     assert str(caught.value).startswith(f"rollout.servers: {url} ")
@@ -154,7 +154,7 @@ def test_what_only_the_user_can_cure() -> None:
         asyncio.run(VllmServer(url, 5.0).respond(REQUEST, drawing, model="policy", version=4, salt="run"))
     line = r"ends responses at token \d+, .*; start it with --generation-config vllm"
     with serving(given(stops=tuple(range(1, 50)))) as (url,), pytest.raises(ValueError, match=line):
-        complete(url, request=SamplingRequest(tokens=REQUEST.tokens, room=6, key=5))
+        complete(url, request=SamplingRequest(tokens=REQUEST.tokens, max_new_tokens=6, key=5))
     with serving(given(max_model_len=8)) as (url,), pytest.raises(ValueError, match=r"refused /v1/completions \(400"):
         complete(url)
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
-from padfree.rollout.engines.servers.api import Drawing, RestartedError, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.pool import Ask, Gate, Pool, Probe
+from padfree.rollout.engines.servers.server_api import Drawing, RestartedError, ServerApi, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
 from tests.waiting import wait_until
 
 DRAWING = Drawing(temperature=1.0, stops=(0,), vocabulary=50)
-REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), room=3, key=1 + number) for number in range(40)]
+REQUESTS = [SamplingRequest(tokens=np.array([number % 50]), max_new_tokens=3, key=1 + number) for number in range(40)]
 
 
 async def probe(server: ServerApi) -> None:
@@ -60,13 +60,13 @@ def run(
     pool.reset(servers)
     if meanwhile is not None:
         threading.Thread(target=meanwhile, daemon=True).start()
-    told: dict[int, Response] = {}
+    transfer_info: dict[int, Response] = {}
     loop = LoopThread("requests")
     try:
-        retried = loop.run(pool.ask_all(requests, ask, on_response or told.__setitem__))
+        retried = loop.run(pool.ask_all(requests, ask, on_response or transfer_info.__setitem__))
     finally:
         loop.close()
-    return Round(told, retried)
+    return Round(transfer_info, retried)
 
 
 def with_weights(number: int, *, seconds: float = 0.0) -> list[FakeVllm]:
@@ -265,7 +265,7 @@ def test_the_patience_of_standing_work_does_not_count_during_a_weight_sync() -> 
     """That has a limit of its own, and a server that loads weights answers nobody."""
     servers = [VllmServer(unused_url(), 20.0)]
     pool = Pool(servers, concurrency=2, timeout=0.5, probe_every=0.1, probe=probe)
-    told: list[int] = []
+    transfer_info: list[int] = []
     failing = True
 
     async def lost(server: ServerApi, request: SamplingRequest) -> Response:
@@ -277,35 +277,35 @@ def test_the_patience_of_standing_work_does_not_count_during_a_weight_sync() -> 
         nonlocal failing
         pool.gate.close()
         work = pool.stand(lost)
-        work.add(REQUESTS[:3], lambda place, response: told.append(place))
+        work.add(REQUESTS[:3], lambda place, response: transfer_info.append(place))
         await asyncio.sleep(1.8)
         assert work.error is None
         failing = False
         pool.reset(servers)
         pool.gate.open()
         deadline = time.monotonic() + 60.0
-        while len(told) < 3 and work.error is None and time.monotonic() < deadline:
+        while len(transfer_info) < 3 and work.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         assert work.error is None
         assert work.task is not None
         work.task.cancel()
 
     asyncio.run(play())
-    assert sorted(told) == [0, 1, 2]
+    assert sorted(transfer_info) == [0, 1, 2]
 
 
 def test_a_round_leaves_the_requests_of_standing_work_alone() -> None:
     """An evaluation may ask for responses while others are sampled ahead."""
     (fake,) = with_weights(1, seconds=0.02)
-    told: list[int] = []
+    transfer_info: list[int] = []
 
     async def play(url: str) -> None:
         servers = [VllmServer(url, 20.0)]
         pool = Pool(servers, concurrency=4, timeout=20.0, probe_every=0.1, probe=probe)
         work = pool.stand(ask)
-        work.add(REQUESTS[:20], lambda place, response: told.append(place))
+        work.add(REQUESTS[:20], lambda place, response: transfer_info.append(place))
         await pool.ask_all(REQUESTS[20:24], ask, lambda place, response: None)
-        while len(told) < 20 and work.error is None:
+        while len(transfer_info) < 20 and work.error is None:
             await asyncio.sleep(0.02)
         assert work.error is None
         assert work.retried == 0

@@ -27,12 +27,12 @@ from padfree.distributed import distributed, make_mesh
 from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.travel import whole
-from padfree.rollout.engines import make_ahead_sampler, make_sampler
-from padfree.rollout.engines.servers import launch, pool, start
+from padfree.rollout.collect.sample_exchange import whole
+from padfree.rollout.engines import make_async_sampler, make_sampler
+from padfree.rollout.engines.servers import pool, server_processes, start
 from padfree.rollout.engines.servers import sampler as sampler_module
-from padfree.rollout.engines.servers.api import LateError, RestartedError, VersionError
-from padfree.rollout.engines.servers.launch import Launched, Launcher
+from padfree.rollout.engines.servers.server_api import LateError, RestartedError, VersionError
+from padfree.rollout.engines.servers.server_processes import Launched, Launcher
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.testing.models import save_with_tokenizer
@@ -75,7 +75,7 @@ def make_config(
             "batch": {"samples": SAMPLES, "max_tokens": 80},
             "rollout": {
                 "reward": f"{HERE}:digits",
-                "group": GROUP,
+                "samples_per_prompt": GROUP,
                 "max_new_tokens": 6,
                 "engine": "vllm",
                 "timeout": 300.0,  # on a busy machine even a small server starts late
@@ -182,8 +182,8 @@ def test_weights_that_no_server_takes_end_the_run_after_the_timeout(model_folder
 class OtherSizes(FakeVllm):
     """A server of another model with the same vocabulary."""
 
-    def _take(self, told: dict[str, Any]) -> dict[str, Any]:
-        super()._take(told)
+    def _take(self, transfer_info: dict[str, Any]) -> dict[str, Any]:
+        super()._take(transfer_info)
         raise RuntimeError("the sizes of a layer are others")
 
 
@@ -219,7 +219,7 @@ def test_weights_are_given_again_to_a_server_that_comes_back(model_folder: Path,
 
     with serving(fake) as (url,):
         threading.Thread(target=restart, daemon=True).start()
-        train(make_config(tmp_path / "run", model_folder, servers=[url], batch=2, steps=2))
+        train(make_config(tmp_path / "run", model_folder, servers=[url], max_concurrent=2, steps=2))
     assert [line["samples"] for line in lines(tmp_path / "run")] == [SAMPLES] * 2
     assert fake.calls.count("/finish_weight_update") == 3
     drawn = Counter(body["seed"] for body in fake.completed if "stop_token_ids" in body)
@@ -255,12 +255,12 @@ def test_what_fails_across_an_exchange_of_weights_is_asked_for_again(
     monkeypatch.setattr(pool._State, "hang_up", lambda state: hung_up.append(state.server.url))
     monkeypatch.setattr(sampler_module, "PROBE_EVERY", 0.1)
     found: dict[int, Response] = {}
-    requests = [SamplingRequest(tokens=np.array([3, 4]), room=2, key=1 + number) for number in range(5)]
+    requests = [SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=2, key=1 + number) for number in range(5)]
     with serving(fake_of(model_folder)) as (url,), distributed(device="cpu"):
-        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, batch=2)
+        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, max_concurrent=2)
         mesh = make_mesh("cpu")
         engine = build_engine(config, mesh)
-        sampler: Any = make_ahead_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        sampler: Any = make_async_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
         try:
             sampler.update_weights(engine.model, 0)
             sampler.begin(requests, found.__setitem__)
@@ -306,13 +306,13 @@ def test_tokens_of_a_request_that_came_during_a_weight_sync_have_no_older_versio
     fake.under_way = threading.Event()
     found: dict[int, Response] = {}
     with serving(fake) as (url,), distributed(device="cpu"):
-        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, batch=1)
+        config = make_config(tmp_path / "run", model_folder, servers=[url], staleness=1, max_concurrent=1)
         mesh = make_mesh("cpu")
         engine = build_engine(config, mesh)
-        sampler: Any = make_ahead_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
+        sampler: Any = make_async_sampler(config, mesh, engine.model, load_tokenizer(config), engine.scorer.logprobs)
         try:
             sampler.update_weights(engine.model, 0)
-            sampler.begin([SamplingRequest(tokens=np.array([3, 4]), room=3, key=1)], found.__setitem__)
+            sampler.begin([SamplingRequest(tokens=np.array([3, 4]), max_new_tokens=3, key=1)], found.__setitem__)
             wait_until(lambda: fake.asked == 1)
             sampler.update_weights(engine.model, 1)
             assert fake.under_way.wait(60.0)
@@ -336,9 +336,9 @@ class RecordedLauncher(Launcher):
 
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "Launcher", RecordedLauncher)
-    monkeypatch.setattr(launch, "EVERY", 0.1)
-    monkeypatch.setattr(launch, "LONGEST_PAUSE", 0.5)
+    monkeypatch.setattr(server_processes, "Launcher", RecordedLauncher)
+    monkeypatch.setattr(server_processes, "EVERY", 0.1)
+    monkeypatch.setattr(server_processes, "LONGEST_PAUSE", 0.5)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
     RecordedLauncher.present = None
     yield
@@ -387,7 +387,10 @@ def test_one_of_two_servers_is_killed_again_and_again(
             os.kill(os.getpid(), signal.SIGTERM)  # which ends the run after this step
 
     with serving(fake_of(model_folder), fake_of(model_folder)) as urls:
-        train(make_config(tmp_path / "run", model_folder, launch=launch_of(urls), steps=4000, batch=4), on_step=on_step)
+        train(
+            make_config(tmp_path / "run", model_folder, launch=launch_of(urls), steps=4000, max_concurrent=4),
+            on_step=on_step,
+        )
     assert len(killed) == 2
     assert set(counted) == {(SAMPLES, SAMPLES // GROUP)}
     last = lines(tmp_path / "run")[-1]
@@ -472,7 +475,7 @@ def test_no_server_outlives_a_start_that_fails(
         def interrupt(*_: Any, **settings: Any) -> None:
             raise KeyboardInterrupt
 
-        for owner, name in ((start, "check_servers"), (Collector, "__init__"), (run_module, "Journal")):
+        for owner, name in ((start, "check_servers"), (Collector, "__init__"), (run_module, "ResponseLog")):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):

@@ -27,11 +27,11 @@ from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
 from padfree.model.export import whole_tensors
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.engines.servers import launch
-from padfree.rollout.engines.servers.api import ServerLostError
-from padfree.rollout.engines.servers.canary import DRAWN, LIMITS, Canary, Scores, canary_sequences
-from padfree.rollout.engines.servers.launch import Launcher, make_launcher
+from padfree.rollout.engines.servers import server_processes
+from padfree.rollout.engines.servers.canary import DRAWN, LIMITS, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.server_api import ServerLostError
+from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
 from padfree.rollout.engines.servers.start import check_servers, served_model
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
@@ -167,7 +167,7 @@ def make_config(folder: Path, run: Path, *, steps: int = 3, devices: int = 1, **
         "batch": {"samples": 32, "max_tokens": 2048},
         "rollout": {
             "reward": "tests.rollout.vllm.test_server:even_digits",
-            "group": 8,
+            "samples_per_prompt": 8,
             "max_new_tokens": 12,
             "engine": "vllm",
             "timeout": PATIENCE,
@@ -252,14 +252,14 @@ def test_the_canary_stops_a_run_on_a_server_with_a_stale_head(server: VllmServer
     train(make_config(folder, tmp_path / "run", steps=1, rollout=given))  # right once more
 
 
-def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> Scores:
+def trainer_scores(path: Path, rows: list[tuple[list[int], list[float]]]) -> CanaryScores:
     model: Any = AutoModelForCausalLM.from_pretrained(path).eval()
     found = []
     with torch.no_grad():
         for tokens, _ in rows:
             scores = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0].double(), -1)
             found.append([scores[place, token].item() for place, token in enumerate(tokens[1:])])
-    return Scores.of(found, DRAWN)
+    return CanaryScores.of(found, DRAWN)
 
 
 def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServer, folder: Path) -> None:
@@ -270,9 +270,11 @@ def test_the_canary_catches_vllms_own_reload_of_tied_embeddings(server: VllmServ
     shutil.copy(folder / "other" / "model.safetensors", folder / "served" / "model.safetensors")
     asyncio.run(server.call("POST", "/collective_rpc", {"method": "reload_weights"}))
     rows = asyncio.run(server.score(sequences, drawn=DRAWN, temperature=1.0, model=model, salt="reloaded"))
-    found = Scores.of([logprobs for _, logprobs in rows], DRAWN)
+    found = CanaryScores.of([logprobs for _, logprobs in rows], DRAWN)
     with pytest.raises(ValueError, match="its log-probabilities differ from the trainer's by") as caught:
-        Canary(LIMITS["float32"], VllmServer).judge(server.url, found, trainer_scores(folder / "other", rows), 1)
+        Canary(LIMITS["float32"], VllmServer).reward_workers(
+            server.url, found, trainer_scores(folder / "other", rows), 1
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -366,7 +368,7 @@ def ahead_config(server: VllmServer, folder: Path, run: Path, *, steps: int, sta
             "servers": [server.url],
             "staleness": staleness,
             "max_new_tokens": 40,
-            "batch": 8,
+            "max_concurrent": 8,
             "reward": "tests.rollout.vllm.test_server:gated",
         },
         checkpoint={"every": 1, "export": False},
@@ -434,7 +436,7 @@ def test_a_trainer_that_is_killed_again_and_again_goes_on(server: VllmServer, fo
             tmp_path / name,
             steps=steps,
             batch={"samples": samples, "max_tokens": 2048},
-            rollout={"servers": [server.url], "batch": CONNECTIONS},
+            rollout={"servers": [server.url], "max_concurrent": CONNECTIONS},
             optimizer={"eps": 1e-3},
             checkpoint={"every": 2, "export": True},
         )
@@ -537,7 +539,7 @@ def test_the_demos_task_is_learned_on_servers_of_the_run_while_one_is_killed(
 
     monkeypatch.setattr(VllmServer, "respond", recorded)
     monkeypatch.setattr(Collector, "take", counted)
-    monkeypatch.setattr(launch, "Launcher", RecordedLauncher)
+    monkeypatch.setattr(server_processes, "Launcher", RecordedLauncher)
     monkeypatch.setattr(RecordedLauncher, "present", None)
     threading.Thread(target=killer, daemon=True).start()
     started = make_config(folder, tmp_path, devices=2).rollout.launch

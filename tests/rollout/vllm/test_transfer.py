@@ -15,11 +15,11 @@ from padfree.config import LoraConfig
 from padfree.distributed import make_mesh
 from padfree.model.load import load_model
 from padfree.model.lora import add_adapters
-from padfree.rollout.engines.servers.api import ServerLostError
 from padfree.rollout.engines.servers.buckets import ALIGNMENT
+from padfree.rollout.engines.servers.server_api import ServerLostError
 from padfree.rollout.engines.servers.weight_sync import (
-    FilesWay,
-    GroupWay,
+    FilesTransport,
+    GroupTransport,
     WeightStream,
     each,
     form_of,
@@ -89,7 +89,7 @@ def test_a_model_arrives(way: str, tmp_path: Path) -> None:
     fake = FakeVllm(model=copy)
     with serving(fake) as (url,):
         server = VllmServer(url, 30.0)
-        chosen = GroupWay(CPU, 30.0) if way == "group" else FilesWay(tmp_path / "shared")
+        chosen = GroupTransport(CPU, 30.0) if way == "group" else FilesTransport(tmp_path / "shared")
         for _ in range(2):  # what was agreed on serves again
             asyncio.run(chosen.connect(server))
             for bucket in WeightStream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
@@ -98,7 +98,7 @@ def test_a_model_arrives(way: str, tmp_path: Path) -> None:
                 assert torch.equal(found, expected), name
             other_weights(trained)
     assert fake.calls.count("/init_weight_transfer_engine") == 1
-    if isinstance(chosen, FilesWay):
+    if isinstance(chosen, FilesTransport):
         assert len(list((tmp_path / "shared").iterdir())) == 1, "one bucket at a time"
         chosen.clear()
         assert list((tmp_path / "shared").iterdir()) == []
@@ -108,7 +108,7 @@ def test_a_server_that_goes_away_while_weights_travel() -> None:
     model = build("qwen3")
     (bucket, *_) = WeightStream(model, torch.float32).buckets(model, keep=True)
     fake = FakeVllm()
-    way = GroupWay(CPU, 5.0)
+    way = GroupTransport(CPU, 5.0)
     with serving(fake) as (url,):
         server = VllmServer(url, 5.0)
         asyncio.run(way.connect(server))
@@ -181,7 +181,7 @@ def test_several_servers_receive_at_the_same_time() -> None:
     fakes = [FakeVllm(model=build("qwen3")) for _ in range(2)]
     with serving(*fakes) as urls:
         servers = [VllmServer(url, 30.0) for url in urls]
-        way = GroupWay(CPU, 30.0)
+        way = GroupTransport(CPU, 30.0)
         assert asyncio.run(each(servers, way.connect)) == {}
         for bucket in WeightStream(trained, torch.float32).buckets(trained, keep=True, size=20_000):
             form = way.prepare(bucket)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from padfree.rollout.engines.servers.launch import WATCHDOG
+from padfree.rollout.engines.servers.server_processes import WATCHDOG
 from tests.waiting import wait_until
 
 SERVER = """

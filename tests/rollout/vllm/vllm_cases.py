@@ -121,8 +121,8 @@ class FakeVllm:
             self._resumed.set()
         return {}
 
-    def _join(self, told: dict[str, Any]) -> dict[str, Any]:
-        self._receiver.join(told, rank=1)
+    def _join(self, transfer_info: dict[str, Any]) -> dict[str, Any]:
+        self._receiver.join(transfer_info, rank=1)
         return {}
 
     def _start(self) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class FakeVllm:
         self._updating = True
         return {}
 
-    def _take(self, told: dict[str, Any]) -> dict[str, Any]:
-        arrived = dict(self._receiver.tensors(BucketForm(**told)))
+    def _take(self, transfer_info: dict[str, Any]) -> dict[str, Any]:
+        arrived = dict(self._receiver.tensors(BucketForm(**transfer_info)))
         if self.model is not None and not self.stale:
             targets = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             with torch.no_grad(), self._compute:

@@ -41,7 +41,7 @@ def failures(report: CheckReport) -> set[tuple[str, str]]:
     return {(row.check, row.quantity) for row in report.failed}
 
 
-def rows_of(report: CheckReport, check: str) -> list[CheckRow]:
+def packs_of(report: CheckReport, check: str) -> list[CheckRow]:
     found = [row for row in report.rows if row.check == check]
     assert found, f"{check} is none of {[row.check for row in report.rows]}"
     return found

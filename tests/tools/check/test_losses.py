@@ -38,7 +38,7 @@ def test_a_right_loss_passes(loss: CheckedLoss, folder: Path) -> None:
         "shared prefixes",
     }
     assert not report.skipped
-    loss_row, gradients = cases.rows_of(report, "packed")[:2]
+    loss_row, gradients = cases.packs_of(report, "packed")[:2]
     assert float(loss_row.where.partition(",")[0]) > 1e-3, "there is something to compare"
     assert gradients.difference < 1e-4
     assert {row.part for row in report.rows} >= {"layer 0", "layer 1"}
@@ -67,7 +67,7 @@ def test_mistakes_of_each_loss_are_found(folder: Path, monkeypatch: pytest.Monke
         planted.setattr("padfree.train.microbatch.at_ends", shifted)
         assert ("packed", "loss") in failed("reward")
     with monkeypatch.context() as planted:
-        planted.setattr("padfree.train.scalar.value_loss", unclipped)
+        planted.setattr("padfree.train.value_loss.value_loss", unclipped)
         assert ("packed", "loss") in failed("value")
     with monkeypatch.context() as planted:
         planted.setattr("padfree.losses.preference.softplus", torch.nn.functional.relu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from padfree.tools.planner.context import KINDS, context_balance, long_row
+from padfree.tools.planner.context import KINDS, context_balance, long_pack
 
 
 def test_one_long_document_over_two_ranks() -> None:
@@ -17,7 +17,7 @@ def test_one_long_document_over_two_ranks() -> None:
     mean = (first + second) / 2
     np.testing.assert_allclose(found.shares, [first / mean, second / mean])
     assert found.mean == found.worst == pytest.approx(second / mean)
-    assert found.key_rows == pytest.approx((512 + 1024) / 1024)
+    assert found.key_tokens == pytest.approx((512 + 1024) / 1024)
 
 
 def test_balanced_is_the_most_even() -> None:
@@ -33,6 +33,6 @@ def test_rows_that_are_no_multiple_of_the_ranks_get_a_pad() -> None:
 
 
 def test_long_row() -> None:
-    assert long_row(np.array([3, 9, 4, 2, 20]), 16).tolist() == [9, 3, 4]
-    assert long_row(np.array([30, 40]), 16).tolist() == [16]
-    assert long_row(np.array([1] * 5000 + [10]), 12).tolist() == [10, 1, 1]
+    assert long_pack(np.array([3, 9, 4, 2, 20]), 16).tolist() == [9, 3, 4]
+    assert long_pack(np.array([30, 40]), 16).tolist() == [16]
+    assert long_pack(np.array([1] * 5000 + [10]), 12).tolist() == [10, 1, 1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from padfree.packing import CostModel, plan_step
-from padfree.tools.planner.epoch import Shape, plan_epoch
+from padfree.tools.planner.epoch import PlanShape, plan_epoch
 from padfree.tools.planner.steps import sft_steps, spread
 from tests.tools.planner.cases import config_of, log_normal
 
@@ -15,7 +15,7 @@ COST = CostModel(linear=2.0, quadratic=0.01, constant=5.0)
 
 def test_numbers_against_brute_force() -> None:
     steps = sft_steps(log_normal(203, 600), config_of(batch={"samples": 20})).steps
-    shape = Shape(ranks=6, context=2, max_tokens=350)
+    shape = PlanShape(ranks=6, context=2, max_tokens=350)
     epoch = plan_epoch(steps, shape, COST, exact_steps=None)
     assert epoch.planned.tolist() == list(range(11))
     assert epoch.tokens.tolist() == [sum(step.tolist()) for step in steps]
@@ -40,7 +40,7 @@ def test_numbers_against_brute_force() -> None:
 
 def test_an_uneven_layout_delays_attention_only() -> None:
     steps = [np.array([100, 50]), np.array([80])]
-    shape = Shape(ranks=2, context=2, max_tokens=100)
+    shape = PlanShape(ranks=2, context=2, max_tokens=100)
     linear = plan_epoch(steps, shape, CostModel(linear=1.0))
     assert linear.time(1.5) == linear.time() == 115.0
     square = plan_epoch(steps, shape, CostModel(linear=0.0, quadratic=1.0))
@@ -48,7 +48,7 @@ def test_an_uneven_layout_delays_attention_only() -> None:
 
 
 def test_samples_longer_than_a_row_are_planned_alone() -> None:
-    epoch = plan_epoch([np.array([30, 5, 5]), np.array([25])], Shape(ranks=1, max_tokens=20), COST)
+    epoch = plan_epoch([np.array([30, 5, 5]), np.array([25])], PlanShape(ranks=1, max_tokens=20), COST)
     assert sorted(epoch.slot_tokens.tolist()) == [10, 25, 30]
     assert epoch.fill == pytest.approx((20 + 20 + 10) / 60)
 
@@ -58,7 +58,11 @@ def test_few_of_many_steps_tell_the_whole() -> None:
     steps = sft_steps(log_normal(100_000, 4096), config_of(batch={"samples": 512})).steps
     seen: list[tuple[int, int]] = []
     epoch = plan_epoch(
-        steps, Shape(ranks=8, max_tokens=8192), COST, exact_steps=8, progress=lambda done, all: seen.append((done, all))
+        steps,
+        PlanShape(ranks=8, max_tokens=8192),
+        COST,
+        exact_steps=8,
+        progress=lambda done, all: seen.append((done, all)),
     )
     assert len(steps) == 196
     assert len(epoch.plans) == 8
@@ -79,7 +83,7 @@ def test_spread() -> None:
 
 def test_rows_have_the_longest_sample_among_them() -> None:
     steps = sft_steps(log_normal(500, 900), config_of()).steps
-    epoch = plan_epoch(steps, Shape(ranks=2, max_tokens=1000), COST)
+    epoch = plan_epoch(steps, PlanShape(ranks=2, max_tokens=1000), COST)
     rows = epoch.rows(5)
     assert 4 <= len(rows) <= 5
     assert max(int(row.max()) for row in rows) == max(int(step.max()) for step in steps)
@@ -96,4 +100,4 @@ def test_rows_have_the_longest_sample_among_them() -> None:
 )
 def test_shapes_that_cannot_be(shape: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Shape(**shape)
+        PlanShape(**shape)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from padfree.packing import CostModel
-from padfree.tools.planner.epoch import Shape
+from padfree.tools.planner.epoch import PlanShape
 from padfree.tools.planner.run_plan import device_tokens, make_plan
 from padfree.tools.planner.steps import StepLengths, sft_steps
 from padfree.tools.planner.time_model import TimeModel
@@ -21,7 +21,7 @@ SECONDS = TimeModel(cost=COST, per_second=1000.0, source="measured somewhere")
 def test_the_summary_against_brute_force() -> None:
     lengths = log_normal(90, 300)
     data = sft_steps(lengths, config_of(batch={"samples": 16}, data={"shuffle": False}))
-    plan = make_plan(data, Shape(ranks=4, context=2, max_tokens=256), SECONDS, layout="headtail", exact_steps=None)
+    plan = make_plan(data, PlanShape(ranks=4, context=2, max_tokens=256), SECONDS, layout="headtail", exact_steps=None)
     found = plan.summary()
     assert (found["samples"], found["tokens"], found["overlong"]) == (90, int(lengths.sum()), 0)
     assert found["length"] == {
@@ -32,7 +32,7 @@ def test_the_summary_against_brute_force() -> None:
     }
     assert (found["steps"], found["steps_planned"], found["samples_per_step"]) == (6, 6, 15.0)
     assert found["tokens_per_step"] == pytest.approx(lengths.sum() / 6)
-    assert (found["data_ranks"], found["context"], found["row_tokens"]) == (2, 2, 512)
+    assert (found["data_ranks"], found["context"], found["pack_tokens"]) == (2, 2, 512)
 
     padded_tokens = 0
     for start in (*range(0, 80, 8), 80, 88):  # steps of 16 in rows of 8, and the last of 10
@@ -55,7 +55,7 @@ def test_the_summary_against_brute_force() -> None:
 def test_the_lines_say_what_was_found() -> None:
     steps = [np.array([40, 10, 10]), np.array([30, 5]), np.array([7])]
     data = StepLengths(lengths=np.concatenate(steps), steps=steps)
-    text = "\n".join(make_plan(data, Shape(ranks=2, max_tokens=32), SECONDS, exact_steps=2).lines())
+    text = "\n".join(make_plan(data, PlanShape(ranks=2, max_tokens=32), SECONDS, exact_steps=2).lines())
     assert "data        6 samples, 102 tokens; lengths 5 to 40, median 10, mean 17.0" in text
     assert "overlong    1 too long for the 32 tokens of a row; planned alone, but a run stops there" in text
     assert "layout      2 ranks = 2 data x 1 context\n" in text
@@ -63,14 +63,14 @@ def test_the_lines_say_what_was_found() -> None:
     assert "from 2 steps spread over the epoch; --exact-steps all plans every one" in text
     assert "(measured somewhere)" in text
     assert "context  " not in text  # one rank has nothing to share
-    whole = "\n".join(make_plan(data, Shape(ranks=2, max_tokens=64), SECONDS).lines())
+    whole = "\n".join(make_plan(data, PlanShape(ranks=2, max_tokens=64), SECONDS).lines())
     assert "overlong    none, all fit in the 64 tokens of a row" in whole
     assert "spread over" not in whole
 
 
 def test_time_without_seconds() -> None:
     data = StepLengths(lengths=np.array([10]), steps=[np.array([10])])
-    shape = Shape(ranks=1, max_tokens=16)
+    shape = PlanShape(ranks=1, max_tokens=16)
     flops = TimeModel(cost=CostModel(linear=1e12), per_second=None, source="FLOPs; x")
     assert "time        10 TFLOP a step (FLOPs; x)" in list(make_plan(data, shape, flops).lines())
     tokens = TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; x")
@@ -79,6 +79,6 @@ def test_time_without_seconds() -> None:
 
 def test_tokens_of_the_fullest_device() -> None:
     steps = [np.array([40, 10, 10]), np.array([30, 5])]
-    assert device_tokens(steps, Shape(ranks=1, max_tokens=50)) == 50  # the cap
-    assert device_tokens(steps, Shape(ranks=1, max_tokens=500)) == 60  # no step has more
-    assert device_tokens(steps, Shape(ranks=2, context=2, max_tokens=10)) == 20  # half of an overlong sample
+    assert device_tokens(steps, PlanShape(ranks=1, max_tokens=50)) == 50  # the cap
+    assert device_tokens(steps, PlanShape(ranks=1, max_tokens=500)) == 60  # no step has more
+    assert device_tokens(steps, PlanShape(ranks=2, context=2, max_tokens=10)) == 20  # half of an overlong sample

@@ -12,7 +12,7 @@ from padfree.cli.main import main
 from padfree.config import config_from_dict
 from padfree.packing import CostModel
 from padfree.testing.models import build, save_with_tokenizer
-from padfree.tools.planner import DeviceMemory, Shape, TimeModel
+from padfree.tools.planner import DeviceMemory, PlanShape, TimeModel
 from padfree.tools.planner.scaling import REACHED, Links, Scaling, plan_scaling
 from padfree.tools.planner.traffic import Placement, weights_traffic
 from tests.refused import refused
@@ -26,7 +26,7 @@ def scaled(seconds_a_token: float, *, samples: int = 512, length: int = 64, **ch
     config = config_from_dict(settings(**changes))
     return plan_scaling(
         [np.full(samples, length)] * 3,
-        Shape(ranks=ranks, max_tokens=64, context=config.parallel.context),
+        PlanShape(ranks=ranks, max_tokens=64, context=config.parallel.context),
         TimeModel(cost=CostModel(linear=seconds_a_token), per_second=1.0, source="a test"),
         config,
         hosts=ranks // 8,

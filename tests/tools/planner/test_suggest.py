@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from padfree.packing import CostModel
-from padfree.tools.planner.epoch import Shape
-from padfree.tools.planner.memory import GIBIBYTE, USABLE_FRACTION, DeviceMemory
+from padfree.tools.planner.epoch import PlanShape
+from padfree.tools.planner.memory_plan import GIBIBYTE, USABLE_FRACTION, DeviceMemory
 from padfree.tools.planner.suggest import suggest
 from tests.tools.planner.cases import config_of, log_normal
 
@@ -41,7 +41,7 @@ def steps_of(lengths: NDArray[np.int64], size: int = 64) -> list[NDArray[np.int6
 
 
 def test_most_tokens_is_the_last_that_fits() -> None:
-    need, shape = need_of(), Shape(ranks=4, max_tokens=1)
+    need, shape = need_of(), PlanShape(ranks=4, max_tokens=1)
     most = need.most_tokens(shape, MEMORY)
     assert most % 256 == 0
     assert need.estimate(replace(shape, max_tokens=most)).device <= USABLE_FRACTION * MEMORY
@@ -52,7 +52,7 @@ def test_most_tokens_is_the_last_that_fits() -> None:
 
 def test_adapters_are_put_in_once() -> None:
     pytest.importorskip("peft")
-    need, shape = need_of(lora={"rank": 4}), Shape(ranks=1, max_tokens=64)
+    need, shape = need_of(lora={"rank": 4}), PlanShape(ranks=1, max_tokens=64)
     first, second = need.estimate(shape), need.estimate(shape)
     assert first == second
     assert 0 < first.trained < first.parameters / 4
@@ -60,7 +60,7 @@ def test_adapters_are_put_in_once() -> None:
 
 def test_short_samples_need_no_context_ranks() -> None:
     need = need_of()
-    found = suggest(steps_of(log_normal(640, 300)), Shape(ranks=4, max_tokens=1), COST, need=need, memory=MEMORY)
+    found = suggest(steps_of(log_normal(640, 300)), PlanShape(ranks=4, max_tokens=1), COST, need=need, memory=MEMORY)
     assert (found.context, found.layout) == (1, None)
     assert found.max_tokens is not None
     # a step of 64 samples is small: one micro-batch a rank holds its part, and more would not be used
@@ -70,7 +70,7 @@ def test_short_samples_need_no_context_ranks() -> None:
 
 
 def test_the_smallest_context_that_holds_the_longest_sample() -> None:
-    need, shape = need_of(), Shape(ranks=8, max_tokens=1)
+    need, shape = need_of(), PlanShape(ranks=8, max_tokens=1)
     most = need.most_tokens(shape, MEMORY)
     longest = int(2.5 * most)
     lengths = np.append(log_normal(630, most // 2), [longest] * 10)
@@ -85,7 +85,7 @@ def test_the_smallest_context_that_holds_the_longest_sample() -> None:
 
 
 def test_large_steps_use_the_memory_there_is() -> None:
-    need, shape = need_of(), Shape(ranks=2, max_tokens=1)
+    need, shape = need_of(), PlanShape(ranks=2, max_tokens=1)
     lengths = log_normal(2000, 512)
     most = need.most_tokens(shape, MEMORY)
     assert lengths.sum() > 8 * most
@@ -100,13 +100,13 @@ def test_one_long_sample_a_step_is_worth_more_context_ranks() -> None:
     """A sample that costs as much as the rest of its step keeps all other data ranks waiting, unless they share it."""
     steps = [np.array([8192] + [64] * 64)] * 4
     quadratic = CostModel(linear=1.0, quadratic=1.0)
-    found = suggest(steps, Shape(ranks=4, max_tokens=1), quadratic, need=need_of(), memory=GIBIBYTE)
+    found = suggest(steps, PlanShape(ranks=4, max_tokens=1), quadratic, need=need_of(), memory=GIBIBYTE)
     assert found.context == 2
     assert any(reason.startswith("context 2 instead of 1: steps are ") for reason in found.reasons)
 
 
 def test_a_sample_that_no_context_holds() -> None:
-    need, shape = need_of(), Shape(ranks=2, max_tokens=1)
+    need, shape = need_of(), PlanShape(ranks=2, max_tokens=1)
     longest = 5 * need.most_tokens(shape, MEMORY)
     found = suggest([np.array([longest, 10])], shape, COST, need=need, memory=MEMORY)
     assert found.context == 2
@@ -116,10 +116,10 @@ def test_a_sample_that_no_context_holds() -> None:
 
 def test_weights_that_do_not_fit() -> None:
     need = need_of()
-    least = need.estimate(Shape(ranks=1, max_tokens=1)).device
-    found = suggest([np.array([10])], Shape(ranks=1, max_tokens=1), COST, need=need, memory=0.9 * least)
+    least = need.estimate(PlanShape(ranks=1, max_tokens=1)).device
+    found = suggest([np.array([10])], PlanShape(ranks=1, max_tokens=1), COST, need=need, memory=0.9 * least)
     assert found.max_tokens is found.context is found.layout is None
     assert found.overrides() == []
     assert found.reasons[0].startswith("nothing fits: ")
-    ranks = next(ranks for ranks in (2, 4, 8) if need.most_tokens(Shape(ranks=ranks, max_tokens=1), 0.9 * least))
+    ranks = next(ranks for ranks in (2, 4, 8) if need.most_tokens(PlanShape(ranks=ranks, max_tokens=1), 0.9 * least))
     assert found.reasons[1].startswith(f"with {ranks} ranks there would be room for about")

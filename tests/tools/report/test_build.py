@@ -35,7 +35,7 @@ def page_of(*folders: Path) -> str:
     return text[text.index("<header>") : text.index('<script type="application/json"')]
 
 
-def rows_of(html: str) -> list[list[str]]:
+def packs_of(html: str) -> list[list[str]]:
     rows = re.findall(r"<tr>(.*?)</tr>", html)
     cells = [re.findall(r'<t[dh] class="\w+">(.*?)</t[dh]>', row) for row in rows]
     return [[unescape(cell) for cell in row] for row in cells]
@@ -99,13 +99,13 @@ def test_the_page_of_a_timed_run_begins_with_its_times(tmp_path: Path) -> None:
         "Tokens per second of the sampler",
         "Loss",
     ]
-    assert ["time in sampling", "1 min 06 s"] in rows_of(html)
+    assert ["time in sampling", "1 min 06 s"] in packs_of(html)
     assert "Where the time went" not in page_of(write_sft_run(tmp_path / "sft", 3))
 
 
 def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
     html = page_of(write_rl_run(tmp_path / "first", 230))
-    rows = rows_of(html)
+    rows = packs_of(html)
     for row in (
         ["steps", "230 of 1,000"],
         ["state", "stopped: a number was not finite"],
@@ -131,7 +131,7 @@ def test_what_the_page_of_a_resumed_run_says(tmp_path: Path) -> None:
     assert html.count("skipped a.jsonl line ") == 100
     for step in (20, 30, 40):
         (tmp_path / "first" / "checkpoints" / f"step-{step:08d}").mkdir()
-    assert ["checkpoints", "4, the newest step-00000020, step-00000030, step-00000040"] in rows_of(
+    assert ["checkpoints", "4, the newest step-00000020, step-00000030, step-00000040"] in packs_of(
         page_of(tmp_path / "first")
     )
     assert "What could not be read" not in html
@@ -144,11 +144,11 @@ def test_settings_that_differ(tmp_path: Path) -> None:
         for name, lr, more in (("a", 1e-5, {}), ("b", 2e-5, {"lora": {"rank": 8}}))
     ]
     html = page_of(*folders)
-    rows = rows_of(html[html.index("Settings that differ") :])
+    rows = packs_of(html[html.index("Settings that differ") :])
     assert rows == [["setting", "a", "b"], ["optimizer.lr", "1e-05", "2e-05"], ["lora.rank", "–", "8"]]
     assert "No event is recorded" in html
     assert "Versions are not recorded" in html
-    assert ["state", "not recorded", "not recorded"] in rows_of(html)
+    assert ["state", "not recorded", "not recorded"] in packs_of(html)
 
 
 def test_states(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_states(tmp_path: Path) -> None:
         (["something"], "not recorded"),
     ):
         write_lines(folder / "events.jsonl", [{"kind": kind, "step": 0} for kind in kinds])
-        assert ["state", state] in rows_of(page_of(folder))
+        assert ["state", state] in packs_of(page_of(folder))
 
 
 def test_a_finished_run_without_evaluation_has_nothing_that_could_not_be_read(tmp_path: Path) -> None:
@@ -172,10 +172,10 @@ def test_a_finished_run_without_evaluation_has_nothing_that_could_not_be_read(tm
     write_lines(folder / "events.jsonl", [{"kind": "start", "step": 0}, {"kind": "end", "step": 3}])
     html = page_of(folder)
     assert "What could not be read" not in html
-    assert ["state", "finished"] in rows_of(html)
-    assert not [row for row in rows_of(html) if row[0] == "evaluations"]
+    assert ["state", "finished"] in packs_of(html)
+    assert not [row for row in packs_of(html) if row[0] == "evaluations"]
     write_lines(folder / "evaluation.jsonl", [{"step": 0, "eval/loss": 2.0}, {"step": 3, "eval/loss": 1.5}])
-    rows = rows_of(page_of(folder))
+    rows = packs_of(page_of(folder))
     assert ["evaluations", "2"] in rows
     assert ["eval/loss, last", "1.5"] in rows
 
@@ -228,7 +228,7 @@ def test_odd_events_and_rows_are_shown_as_they_are(tmp_path: Path) -> None:
     write_lines(folder / "events.jsonl", [{}, {"time": 5, "kind": ["x"], "step": None, "more": {"a": None}}])
     write_lines(folder / "rows.jsonl", [{}, {"action": 3, "reason": "<b>"}])
     html = page_of(folder)
-    assert ["5", "a", '["x"]', "–", 'more {"a": null}'] in rows_of(html)
+    assert ["5", "a", '["x"]', "–", 'more {"a": null}'] in packs_of(html)
     assert "3 – line –: &lt;b&gt;" in html
 
 
@@ -251,9 +251,9 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "new" / "metrics.jsonl").touch()
     html = page_of(tmp_path / "new")
     assert "There is no step to plot yet." in html
-    assert ["steps", "0"] in rows_of(html)
+    assert ["steps", "0"] in packs_of(html)
     both = page_of(tmp_path / "new", write_sft_run(tmp_path / "a", 1))
-    (last,) = [row for row in rows_of(both) if row[0] == "loss, last"]
+    (last,) = [row for row in packs_of(both) if row[0] == "loss, last"]
     assert last[1] == "–"
     assert float(last[2]) == pytest.approx(2.5, abs=0.2)
     assert both.count("<figure") == 4
@@ -262,7 +262,7 @@ def test_a_run_without_steps_has_a_page(tmp_path: Path) -> None:
 def test_a_run_of_constants_has_their_table(tmp_path: Path) -> None:
     write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": step, "fill": 1.0} for step in range(3)])
     html = page_of(tmp_path / "a")
-    assert ["fill", "1"] in rows_of(html)
+    assert ["fill", "1"] in packs_of(html)
     assert "no step to plot" not in html
     assert "<figure" not in html
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from padfree.config import LoraConfig
-from padfree.data.chat import ChatRenderer
+from padfree.data.chat_renderer import ChatRenderer
 from padfree.model.export import export_adapters
 from padfree.model.lora import add_adapters
 from padfree.testing.models import build

@@ -10,23 +10,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from padfree.tools.talk.find import find_model
+from padfree.tools.talk.find_model import find_model
 from padfree.tools.talk.speaker import Answer, Speaker, StopAnswer, open_speaker
 from tests.refused import refused
 from tests.tools.talk.talk_cases import save_adapters, save_model, tiny_speaker
 
 PROMPTS = ("Hello there!", "Two plus two?", "naïve café, 東京, 🙂", "x")
-ROOM = 24
+MAX_NEW_TOKENS = 24
 
 
 def ids_of(speaker: Speaker, *prompts: str) -> list[list[int]]:
     return [speaker.prompt(prompt) for prompt in prompts or PROMPTS]
 
 
-def greedy(model: Any, prompt: list[int], stops: tuple[int, ...], room: int = ROOM) -> list[int]:
+def greedy(model: Any, prompt: list[int], stops: tuple[int, ...], max_new_tokens: int = MAX_NEW_TOKENS) -> list[int]:
     """What transformers' own `generate` writes."""
     written = model.eval().generate(
-        torch.tensor([prompt]), max_new_tokens=room, do_sample=False, eos_token_id=list(stops), pad_token_id=0
+        torch.tensor([prompt]), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=list(stops), pad_token_id=0
     )
     return [int(token) for token in written[0, len(prompt) :]]
 
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, decodes: bool |
     model: Any = AutoModelForCausalLM.from_pretrained(save_model(tmp_path))
     speaker = tiny_speaker(decodes=decodes)
     prompts = ids_of(speaker)
-    answers = speaker.answer(prompts, max_new_tokens=ROOM)
+    answers = speaker.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
     expected = [greedy(model, prompt, speaker.stops) for prompt in prompts]
     assert [answer.tokens.tolist() for answer in answers] == expected
     for answer, ids in zip(answers, expected, strict=True):
@@ -53,9 +53,9 @@ def test_a_folder_of_adapters_answers_as_the_model_with_adapters(tmp_path: Path)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     speaker, plain = (open_speaker(find_model(str(path)), device="cpu") for path in (folder, base))
     prompts = ids_of(speaker)
-    found = [answer.tokens.tolist() for answer in speaker.answer(prompts, max_new_tokens=ROOM)]
+    found = [answer.tokens.tolist() for answer in speaker.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)]
     assert found == [greedy(model, prompt, speaker.stops) for prompt in prompts]
-    assert found != [answer.tokens.tolist() for answer in plain.answer(prompts, max_new_tokens=ROOM)]
+    assert found != [answer.tokens.tolist() for answer in plain.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)]
     other = save_model(tmp_path / "other", hidden_size=32)
     with pytest.raises(ValueError, match=r"do not fit .*; give the base that they were trained on with --base"):
         open_speaker(find_model(str(folder), base=str(other)), device="cpu")
@@ -68,19 +68,21 @@ def test_a_folder_of_adapters_answers_as_the_model_with_adapters(tmp_path: Path)
 def test_streamed_or_not_alone_or_not_the_same_is_drawn(decodes: bool | None) -> None:
     speaker = tiny_speaker(temperature=0.8, seed=5, decodes=decodes)
     prompts = ids_of(speaker)
-    together = speaker.answer(prompts, max_new_tokens=ROOM)
+    together = speaker.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
     pieces: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
-    streamed = speaker.answer(prompts, max_new_tokens=ROOM, on_text=lambda number, text: pieces[number].append(text))
+    streamed = speaker.answer(
+        prompts, max_new_tokens=MAX_NEW_TOKENS, on_text=lambda number, text: pieces[number].append(text)
+    )
     assert [texts_of(one) for one in streamed] == [texts_of(one) for one in together]
     for number, answer in enumerate(together):
         assert "".join(pieces[number]) == answer.text
         assert len(pieces[number]) > 1
-        (alone,) = speaker.answer([prompts[number]], max_new_tokens=ROOM, first=number)
+        (alone,) = speaker.answer([prompts[number]], max_new_tokens=MAX_NEW_TOKENS, first=number)
         assert texts_of(alone) == texts_of(answer)
         np.testing.assert_allclose(alone.logprobs, answer.logprobs, atol=1e-4)
-    other = tiny_speaker(temperature=0.8, seed=6, decodes=decodes).answer(prompts, max_new_tokens=ROOM)
+    other = tiny_speaker(temperature=0.8, seed=6, decodes=decodes).answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
     assert [texts_of(one) for one in other] != [texts_of(one) for one in together]
-    later = speaker.answer(prompts, max_new_tokens=ROOM, turn=1)
+    later = speaker.answer(prompts, max_new_tokens=MAX_NEW_TOKENS, turn=1)
     assert [texts_of(one) for one in later] != [texts_of(one) for one in together]
 
 
@@ -97,11 +99,11 @@ def test_an_answer_can_be_stopped() -> None:
         if len(seen) == 3:
             raise StopAnswer
 
-    (whole,) = speaker.answer(ids_of(speaker, "x"), max_new_tokens=ROOM)
-    (answer,) = speaker.answer(ids_of(speaker, "x"), max_new_tokens=ROOM, on_text=stop)
+    (whole,) = speaker.answer(ids_of(speaker, "x"), max_new_tokens=MAX_NEW_TOKENS)
+    (answer,) = speaker.answer(ids_of(speaker, "x"), max_new_tokens=MAX_NEW_TOKENS, on_text=stop)
     assert answer.end == "interrupted"
     assert answer.tokens.tolist() == whole.tokens[:3].tolist()
-    (again,) = speaker.answer(ids_of(speaker, "x"), max_new_tokens=ROOM)
+    (again,) = speaker.answer(ids_of(speaker, "x"), max_new_tokens=MAX_NEW_TOKENS)
     assert texts_of(again) == texts_of(whole)
 
 
@@ -109,22 +111,22 @@ def test_the_context_ends_an_answer_and_a_full_one_is_refused() -> None:
     speaker = tiny_speaker()
     assert speaker.context == 256
     prompt = [9] * 250
-    (answer,) = speaker.answer([prompt], max_new_tokens=ROOM)
+    (answer,) = speaker.answer([prompt], max_new_tokens=MAX_NEW_TOKENS)
     assert answer.end == "context" if len(answer.tokens) == 6 else answer.end == "stop"
     with refused("prompt"):
-        speaker.answer([[9] * 256], max_new_tokens=ROOM)
+        speaker.answer([[9] * 256], max_new_tokens=MAX_NEW_TOKENS)
 
 
 def test_wrong_inputs_are_one_line(tmp_path: Path) -> None:
     speaker = tiny_speaker()
-    for prompt, room, message in (
-        ([5, 10_000], ROOM, "prompt: token id 10000, but the vocabulary of the model has"),
-        ([], ROOM, "prompt: ''; give a text that has at least one token"),
+    for prompt, max_new_tokens, message in (
+        ([5, 10_000], MAX_NEW_TOKENS, "prompt: token id 10000, but the vocabulary of the model has"),
+        ([], MAX_NEW_TOKENS, "prompt: ''; give a text that has at least one token"),
         ([5], 0, "--max-new-tokens: 0; give 1 to 1,000,000"),
         ([5], 10**12, "--max-new-tokens: 1000000000000; give 1 to 1,000,000"),
     ):
         with pytest.raises(ValueError) as caught:
-            speaker.answer([prompt], max_new_tokens=room)
+            speaker.answer([prompt], max_new_tokens=max_new_tokens)
         assert message in str(caught.value)
     for temperature in (float("nan"), float("inf"), -1.0, 1e-30):
         with refused("--temperature"):
@@ -191,9 +193,9 @@ def test_streaming_on_a_gpu_draws_the_same(tmp_path: Path) -> None:
     cpu, gpu = (open_speaker(files, temperature=0.8, dtype="float32", device=device) for device in ("cpu", "cuda"))
     prompts = ids_of(cpu)
     pieces: list[str] = []
-    (streamed,) = gpu.answer(prompts[:1], max_new_tokens=ROOM, on_text=lambda _, text: pieces.append(text))
+    (streamed,) = gpu.answer(prompts[:1], max_new_tokens=MAX_NEW_TOKENS, on_text=lambda _, text: pieces.append(text))
     assert "".join(pieces) == streamed.text
-    expected = cpu.answer(prompts, max_new_tokens=ROOM)
-    found = gpu.answer(prompts, max_new_tokens=ROOM)
+    expected = cpu.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
+    found = gpu.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
     assert [texts_of(one) for one in found] == [texts_of(one) for one in expected]
     assert texts_of(streamed) == texts_of(expected[0])

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import Checkpointer
-from padfree.checkpoint.files import CheckpointError
 from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh, make_mesh
 from padfree.model.load import named_tensors
 from padfree.model.lora import is_adapter
 from padfree.train.engine import Engine
-from padfree.train.rl.reference_model import AdapterReference, ModelReference, Reference
+from padfree.train.rl.reference_model import AdapterReference, ModelReference, ReferenceModel
 from padfree.train.setup import build_engine, build_reference
 from tests.ranks import run_ranks
 from tests.refused import refused
@@ -49,14 +49,14 @@ def make_config(models: Path, *, reference: str = "first", refresh: int | None =
     return config_from_dict(values)
 
 
-def built(config: Config, mesh: Mesh) -> tuple[Engine, Reference]:
+def built(config: Config, mesh: Mesh) -> tuple[Engine, ReferenceModel]:
     engine = build_engine(config, mesh)
     reference = build_reference(config, mesh, engine)
     assert reference is not None
     return engine, reference
 
 
-def batches(engine: Engine, reference: Reference, number: int) -> None:
+def batches(engine: Engine, reference: ReferenceModel, number: int) -> None:
     for _ in range(number):
         engine.step(SAMPLES)
         reference.after_batch(engine.model)
@@ -125,7 +125,7 @@ def test_another_model_cannot_be_refreshed(mesh: Mesh, models: Path) -> None:
 # Checkpoints
 
 
-def save(folder: Path, engine: Engine, reference: Reference) -> Path:
+def save(folder: Path, engine: Engine, reference: ReferenceModel) -> Path:
     return Checkpointer(folder, keep_last=9).save(
         reference.batches,
         model=engine.model,
@@ -136,7 +136,7 @@ def save(folder: Path, engine: Engine, reference: Reference) -> Path:
     )
 
 
-def load(path: Path, engine: Engine, reference: Reference) -> None:
+def load(path: Path, engine: Engine, reference: ReferenceModel) -> None:
     extra, _ = Checkpointer(path.parent).load(
         path, model=engine.model, optimizer=engine.optimizer, reference=reference.tensors()
     )

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.layers.ops.triton_rms_norm import Configuration, programs, sum_of_partials
+from padfree.layers.ops.triton_rms_norm import LaunchConfiguration, programs, sum_of_partials
 
-FORWARD = Configuration(rows=32, warps=4, resident=4)
-BACKWARD = Configuration(rows=16, warps=4, stages=3, resident=4)
+FORWARD = LaunchConfiguration(rows=32, warps=4, resident=4)
+BACKWARD = LaunchConfiguration(rows=16, warps=4, stages=3, resident=4)
 
 
 def forward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, configuration: Configuration = FORWARD
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, configuration: LaunchConfiguration = FORWARD
 ) -> tuple[Tensor, Tensor]:
     """y [.., T, H, d], and 1 / rms [.., T, H] of each head."""
     x = x.contiguous()
@@ -53,7 +53,7 @@ def backward(
     sin: Tensor,
     *,
     weight_gradient: bool = True,
-    configuration: Configuration = BACKWARD,
+    configuration: LaunchConfiguration = BACKWARD,
 ) -> tuple[Tensor, Tensor]:
     """dx [.., T, H, d] and the weight's gradient [d], or nothing."""
     x = x.contiguous()
@@ -77,7 +77,7 @@ def backward(
     return dx, sum_of_partials(partial, weight) if weight_gradient else weight.new_empty(0)
 
 
-def _launch(x: Tensor, configuration: Configuration) -> dict[str, int]:
+def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
     half = x.shape[-1] // 2
     return {
         "HEADS": x.shape[-2],

@@ -27,7 +27,7 @@ SHARED_MEMORY = 96 << 10
 """Bytes of a program at most: what the smaller GPUs have."""
 
 
-class Configuration(NamedTuple):
+class LaunchConfiguration(NamedTuple):
     """How a kernel is cut up; found by measurement (`bench/rms_norm.py`)."""
 
     rows: int = 1  # that a program has in registers at a time
@@ -42,8 +42,8 @@ class Configuration(NamedTuple):
 
 
 class Choice(NamedTuple):
-    forward: Configuration
-    backward: Configuration
+    forward: LaunchConfiguration
+    backward: LaunchConfiguration
 
 
 def choose(width: int, itemsize: int = 2) -> Choice:
@@ -57,13 +57,13 @@ def choose(width: int, itemsize: int = 2) -> Choice:
         back *= 2
     ahead = 2 * 5 * triton.next_power_of_2(width) * itemsize <= SHARED_MEMORY
     return Choice(
-        forward=Configuration(warps=warps, resident=max(1, 28 // warps)),
-        backward=Configuration(warps=back, stages=3 if ahead else 1, resident=max(1, 8 // back)),
+        forward=LaunchConfiguration(warps=warps, resident=max(1, 28 // warps)),
+        backward=LaunchConfiguration(warps=back, stages=3 if ahead else 1, resident=max(1, 8 // back)),
     )
 
 
 def forward(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: Configuration | None = None
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [.., D], x + added [.., D] (or nothing), and 1 / rms [..] of each row."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
@@ -95,7 +95,7 @@ def backward(
     residual: Tensor | None,
     *,
     weight_gradient: bool = True,
-    configuration: Configuration | None = None,
+    configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dx [.., D] and the weight's gradient [D], or nothing."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
@@ -143,7 +143,7 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
     return [*dys[:2], last]
 
 
-def programs(num_rows: int, device: torch.device, configuration: Configuration) -> int:
+def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
     """How many are launched: as many as are resident, if there are as many rows."""
     held = 3  # in the interpreter
     if device.type == "cuda":
@@ -151,7 +151,7 @@ def programs(num_rows: int, device: torch.device, configuration: Configuration) 
     return max(1, min(-(-num_rows // configuration.rows), held))
 
 
-def _launch(width: int, configuration: Configuration) -> dict[str, int]:
+def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
     return {
         "D": width,
         "CHUNK": min(triton.next_power_of_2(width), configuration.chunk),

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 import padfree.layers.ops.matmul_epilogues  # noqa: F401 (the operators)
 from padfree.layers.ops.quack_support import is_whole
-from padfree.layers.passes.nodes import arguments, is_plain_add, replace
+from padfree.layers.passes.graph_nodes import arguments, is_plain_add, replace
 
 ATEN = torch.ops.aten
 RESHAPES = (ATEN.view.default, ATEN.reshape.default, ATEN.unsqueeze.default)

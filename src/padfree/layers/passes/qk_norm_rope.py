@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 import padfree.layers.ops.qk_norm_rope  # noqa: F401 (the operators)
-from padfree.layers.passes.nodes import example, is_call, only_user, replace_before_autograd, same_sizes
+from padfree.layers.passes.graph_nodes import example, is_call, only_user, replace_before_autograd, same_sizes
 from padfree.layers.passes.rms_norm import RMSNorm, match_rms_norm
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 import padfree.layers.ops.rms_norm  # noqa: F401 (the operators)
-from padfree.layers.passes.nodes import (
+from padfree.layers.passes.graph_nodes import (
     KERNEL_DTYPES,
     MATMULS,
     arguments,

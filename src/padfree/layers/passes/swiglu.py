@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 import padfree.layers.ops.swiglu  # noqa: F401 (the operators)
-from padfree.layers.passes.nodes import KERNEL_DTYPES, MATMULS
+from padfree.layers.passes.graph_nodes import KERNEL_DTYPES, MATMULS
 
 
 def swiglu_pass(graph: fx.Graph) -> int:

@@ -5,7 +5,7 @@
     custom                          the user's own, `loss.kind = "module:function"`
 
 An objective says what is done with a token's log-probability and advantage. Corrections, KL and entropy are the same
-for all of them and are added by `padfree.losses.policy`.
+for all of them and are added by `padfree.losses.policy_loss`.
 
 To add a kind: a file here with its function, and its settings in `padfree.config.loss` (a line of `LossConfig`).
 """

@@ -11,9 +11,9 @@ forward            one of the two ways in front of the module's own forward
 kinds              gated_delta, mamba2, mamba1, short_convolution, lightning, other: one file each
 """
 
-from padfree.model.mixers.find import find_mixers
+from padfree.model.mixers.find_mixers import find_mixers
 from padfree.model.mixers.forward import install, installed
-from padfree.model.mixers.kinds import KINDS, kind_of
 from padfree.model.mixers.mixer import Mixer, MixerKind
+from padfree.model.mixers.registry import KINDS, kind_of
 
 __all__ = ["KINDS", "Mixer", "MixerKind", "find_mixers", "install", "installed", "kind_of"]

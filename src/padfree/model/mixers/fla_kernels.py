@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from padfree.batch import Segments
-from padfree.model.files import one_line
+from padfree.model.model_files import one_line
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")

@@ -3,7 +3,7 @@
     layer                    mixer(hidden [1, T, D], attn_context=..., ...)
     packed_forward           whole segments of the row, on one rank each       padfree.cp over context ranks
                              the module's own forward on each of them          padfree.model.mixers.by_segment
-                             or on all at once                                 padfree.model.mixers.fast_way
+                             or on all at once                                 padfree.model.mixers.varlen_kernel
                              back to the places of the tokens
 
 Which of the two is settled before the first forward pass of the model on a device. A compiled layer sees the code of
@@ -32,9 +32,9 @@ from padfree.cp import from_whole_segments, to_whole_segments
 from padfree.errors import UserError
 from padfree.model.interface import is_attached
 from padfree.model.mixers.by_segment import by_segment
-from padfree.model.mixers.fast_way import FastWay, own_kernels_are_right, settled_way
 from padfree.model.mixers.mixer import Mixer, qualified_name
 from padfree.model.mixers.own_forward import reference_forward
+from padfree.model.mixers.varlen_kernel import VarlenKernel, own_kernels_are_right, settled_way
 from padfree.model.outputs import base_of
 
 STATE = "_padfree_mixer"
@@ -50,7 +50,7 @@ class MixerState:
     config: PreTrainedConfig  # of the model, which says whether it is attached
     parameters: tuple[str, ...]  # of its own forward, in order, without **kwargs
     order: Tensor | None = None  # [T] the probe's: place i of the row holds token order[i]
-    fast: FastWay | None = None
+    fast: VarlenKernel | None = None
     own_kernels: bool = False  # segment by segment: with the kernels that transformers finds, and not its plain PyTorch
 
 
@@ -102,7 +102,7 @@ def settle_ways(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = kwargs.get("inputs_embeds") if given is None else given
     if not isinstance(given, Tensor) or model.__dict__.get(SETTLED) == given.device:
         return
-    ways: dict[type[nn.Module], tuple[FastWay | None, bool]] = {}
+    ways: dict[type[nn.Module], tuple[VarlenKernel | None, bool]] = {}
     for module in model.modules():
         state = module.__dict__.get(STATE)
         if isinstance(state, MixerState):
@@ -176,7 +176,7 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
-def _moved(fast: FastWay, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
+def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
     """The fast way over context ranks: on the whole segments that this rank gets."""
     row, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None

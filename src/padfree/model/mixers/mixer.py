@@ -1,7 +1,7 @@
 """What is known of a mixer, and the kinds there are.
 
 A mixer is what a layer does along the sequence besides softmax attention: a recurrence, a convolution, a shift. Its
-module is found on the small copy of the probe (`padfree.model.mixers.find`) by what it does, not by its name. The kind
+module is found on the small copy of the probe (`padfree.model.mixers.find_mixers`) by what it does. The kind
 is read from its parameters and says what it costs; a mixer of no known kind is run segment by segment like any other.
 """
 

@@ -7,5 +7,5 @@ candidates     which groups a batch asks for and is trained on (`rollout.filter`
 travel         samples whose tokens stay on the rank that wrote them
 queue_state    what a checkpoint holds of batches ahead
 metrics        the numbers of a batch
-response_log   a few responses of each batch, and failures, in the run folder
+response_examples  a few responses of each batch, and failures, in the run folder
 """

@@ -19,8 +19,8 @@ import numpy as np
 
 from padfree.config.rollout import RolloutConfig
 from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.sampling_rng import response_keys
 
 _SPARE = 1 << 40  # no batch has such a number: spare prompts are not in the order of anybody's draws
 
@@ -72,7 +72,7 @@ class Candidates:
         begin = self.asked
         self.asked = min(begin + wanted, self._wanted + len(self._spare))
         for prompt in self._spare[len(self.groups) - self._wanted : self.asked - self._wanted]:
-            self._append(RolloutGroup(prompt=prompt, size=self._settings.group))
+            self._append(RolloutGroup(prompt=prompt, size=self._settings.samples_per_prompt))
         return range(begin, self.asked)
 
     def _append(self, group: RolloutGroup) -> None:

@@ -40,26 +40,26 @@ from padfree.batch import Sample
 from padfree.config import Config
 from padfree.config.functions import model_of
 from padfree.data import Reward, load_reward
-from padfree.data.chat import ChatRenderer
+from padfree.data.chat_renderer import ChatRenderer
 from padfree.distributed import Mesh, gather_objects
 from padfree.errors import UserError
-from padfree.record.files import FAILURES, ROLLOUTS
+from padfree.record.file_names import FAILURES, ROLLOUTS
 from padfree.rollout.base import Response, Sampler
 from padfree.rollout.collect.candidates import Candidates, SparePrompts
 from padfree.rollout.collect.group import RolloutGroup, written_groups
-from padfree.rollout.collect.metrics import batch_metrics, queue_metrics
 from padfree.rollout.collect.queue_state import Stored, dropped_reason, queue_state, stored_in
-from padfree.rollout.collect.response_log import ResponseLog, log_line
-from padfree.rollout.collect.responses import ResponseWriter
-from padfree.rollout.collect.travel import LeafFacts, facts_of, stand_ins, travelling
-from padfree.rollout.environment.choose import environment_name, load_episode
-from padfree.rollout.environment.judge import Judge, JudgedLater
+from padfree.rollout.collect.response_examples import ResponseExamples, log_line
+from padfree.rollout.collect.response_writer import ResponseWriter
+from padfree.rollout.collect.rollout_metrics import batch_metrics, queue_metrics
+from padfree.rollout.collect.sample_exchange import LeafFacts, facts_of, stand_ins, travelling
+from padfree.rollout.environment.episode_policy import ChatTokenizer
+from padfree.rollout.environment.load_environment import environment_name, load_episode
 from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.policy import Words
+from padfree.rollout.environment.reward_workers import RewardsLater, RewardWorkers
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
-from padfree.rollout.journal import Journal
-from padfree.rollout.noise import response_keys
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.response_log import ResponseLog
+from padfree.rollout.sampling_rng import response_keys
 
 OnSampling = Callable[[int, int], None]
 """Called with the number of this rank's responses that are finished, and of those it has asked for."""
@@ -74,7 +74,7 @@ POLL = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class EpisodeOutcome:
     """What every rank knows of an episode."""
 
     rewards: tuple[float, ...]
@@ -115,48 +115,48 @@ class Collector:
         vocabulary: int,
         chat: ChatRenderer | None = None,
         reward_model: RewardModel | None = None,
-        journal: Journal | None = None,
+        response_log: ResponseLog | None = None,
         on_sampling: OnSampling | None = None,
     ) -> None:
-        """`sampler`: a `Sampler`; an `AheadSampler` for `rollout.staleness`. `prompts`: all, for `rollout.filter`.
+        """`sampler`: a `Sampler`; an `AsyncSampler` for `rollout.staleness`. `prompts`: all, for `rollout.filter`.
 
         `vocabulary`: rows of the model's embedding matrix; other token ids of environments are refused. `chat` renders
-        what they say. `journal` keeps responses until a checkpoint has them.
+        what they say. `response_log` keeps responses until a checkpoint has them.
         """
         settings = config.rollout
         self.config, self.mesh, self.sampler = config, mesh, sampler
-        self.words = Words(tokenizer, chat, vocabulary)
-        self.journal = None if settings.has_episodes else journal  # episodes are played again
+        self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
+        self.response_log = None if settings.has_episodes else response_log  # episodes are played again
         self.timings: dict[str, float] = {}  # seconds of the last batch besides sampling, by what they were spent on
         self._reward_model, self._on_sampling = reward_model, on_sampling
-        self._writer = _make_writer(config, sampler, self.words)
-        self._ahead = settings.staleness > 0
+        self._writer = _make_writer(config, sampler, self.chat_tokenizer)
+        self._async = settings.staleness > 0
         self.oldest = settings.staleness * config.loss.epochs * config.loss.mini_batches  # optimizer steps
         self._spare = SparePrompts(prompts, config.run.seed)
         self._batches: dict[int, Queued] = {}
         self._restored: dict[tuple[int, int], Played | Response] = {}
         self._change = threading.Condition()
         self._failure: str | None = None  # of what does not run in the main thread
-        self._dropped = self._from_journal = 0  # groups, responses
+        self._dropped = self._from_response_log = 0  # groups, responses
         self._batch_metrics: dict[str, float] = {}
         folder, first = Path(config.run.folder), mesh.loss.rank == 0
-        self._log = ResponseLog(folder / ROLLOUTS) if first else None
-        self._failures = ResponseLog(folder / FAILURES) if first else None
+        self._log = ResponseExamples(folder / ROLLOUTS) if first else None
+        self._failures = ResponseExamples(folder / FAILURES) if first else None
 
     def collect(
         self, trained: PreTrainedModel, groups: Sequence[RolloutGroup], *, batch: int, version: int
     ) -> list[Sample]:
         """The samples of global batch number `batch`, written by `trained` after `version` optimizer steps."""
-        self.exchange(trained, version)
+        self.sync_weights(trained, version)
         self.put(groups, batch=batch, version=version)
         return self.take(batch, version=version)
 
-    def exchange(self, trained: PreTrainedModel, version: int) -> None:
+    def sync_weights(self, trained: PreTrainedModel, version: int) -> None:
         """Let the weights of `trained` write from now on."""
         begin = time.perf_counter()
         self.sampler.update_weights(trained, version)
-        rest = {"sampling": 0.0} if self._ahead else {"rewards": 0.0, "waiting": 0.0}
-        self.timings = {"weight_exchange": time.perf_counter() - begin, **rest}
+        rest = {"sampling": 0.0} if self._async else {"rewards": 0.0, "waiting": 0.0}
+        self.timings = {"weight_sync": time.perf_counter() - begin, **rest}
 
     def put(self, groups: Sequence[RolloutGroup], *, batch: int, version: int) -> None:
         """Ask for the episodes of a batch that will be trained after `version` optimizer steps."""
@@ -166,7 +166,7 @@ class Collector:
 
     def look(self) -> None:
         """Ask for what replaces groups with equal rewards in batches whose turn has not come."""
-        if self.config.rollout.filter == "none" or not self._ahead or self._reward_model is not None:
+        if self.config.rollout.filter == "none" or not self._async or self._reward_model is not None:
             return
         with self._change:
             own = {batch: None if queued.missing else _outcomes(queued) for batch, queued in self._batches.items()}
@@ -181,7 +181,7 @@ class Collector:
         begin = time.perf_counter()
         queued = self._batches[batch]
         while True:
-            error = self._wait(queued) if self._ahead else self._play(queued)
+            error = self._wait(queued) if self._async else self._play(queued)
             try:
                 outcomes = self._complete(queued, error)
             except UserError as wrong:
@@ -196,11 +196,11 @@ class Collector:
                 break
             self._ask(queued, asked)
         del self._batches[batch]
-        if self.journal is not None:
-            self.journal.sync()
+        if self.response_log is not None:
+            self.response_log.sync()
         groups, owners, num_failed = self._written(queued, signal, outcomes)
-        waiting = self._waiting_groups() if self._ahead else None
-        if self._ahead:
+        waiting = self._waiting_groups() if self._async else None
+        if self._async:
             self.timings["waiting"] = time.perf_counter() - begin - self.timings.get("rewards", 0.0)
         samples = [sample for group in groups for sample in group.samples(self.config.rollout)]
         if self.mesh.loss.size > 1:
@@ -208,13 +208,13 @@ class Collector:
         self._batch_metrics = {
             **queued.candidates.metrics(signal),
             **batch_metrics(groups, samples, self.config.rollout, failed=num_failed),
-            **({"responses_from_journal": float(self._from_journal)} if self._from_journal else {}),
+            **({"responses_from_log": float(self._from_response_log)} if self._from_response_log else {}),
         }
         if waiting is not None:
             self._batch_metrics |= queue_metrics(
                 groups, version, self.oldest, waiting=waiting, dropped=self._dropped, sampler=self.sampler.metrics()
             )
-        self._dropped = self._from_journal = 0
+        self._dropped = self._from_response_log = 0
         if self._log is not None:
             self._log.write(batch, [self._line(group) for group in groups[:NUM_SHOWN]])
         return samples
@@ -228,7 +228,7 @@ class Collector:
         version: int,
         reward: Reward | None = None,
         on_sampling: OnSampling | None = None,
-    ) -> list[Outcome]:
+    ) -> list[EpisodeOutcome]:
         """One episode for each prompt of the groups, drawn with the noise of its key, in order. Not part of a batch.
 
         `reward` judges in the place of the run's own. An episode that fails has earned nothing.
@@ -244,8 +244,8 @@ class Collector:
             if on_sampling is not None:
                 on_sampling(done, len(plays))
 
-        judge = None if reward is None else Judge(reward)
-        error = self._play(queued, judge, Watcher(on_progress=on_progress))
+        reward_workers = None if reward is None else RewardWorkers(reward)
+        error = self._play(queued, reward_workers, Watcher(on_progress=on_progress))
         outcomes = self._complete(queued, error, model=reward is None)
         assert outcomes is not None
         return [outcomes[number] for number in range(len(prompts))]
@@ -280,9 +280,9 @@ class Collector:
                 queued.missing.add(number)
                 if one is not None:
                     queued.begun[number] = one
-        if self._ahead and plays:
+        if self._async and plays:
             self._writer.begin(plays, self._watcher(queued, plays))
-        elif not self._ahead:
+        elif not self._async:
             queued.plays += plays
 
     def _watcher(self, queued: Queued, plays: Sequence[Play]) -> Watcher:
@@ -296,8 +296,8 @@ class Collector:
             with self._change:  # a checkpoint has what the journal had before it
                 queued.begun |= dict(responses)
                 kept = [(number, prompts[number].tokens, one) for number, one in responses if len(one.tokens)]
-                if self.journal is not None and kept:
-                    self.journal.keep(queued.batch, kept)
+                if self.response_log is not None and kept:
+                    self.response_log.keep(queued.batch, kept)
 
         def on_played(played: Played) -> None:
             with self._change:
@@ -313,13 +313,15 @@ class Collector:
 
         return Watcher(on_progress=on_progress, on_responses=on_responses, on_played=on_played, on_failed=on_failed)
 
-    def _play(self, queued: Queued, judge: Judge | None = None, watch: Watcher | None = None) -> str | None:
+    def _play(
+        self, queued: Queued, reward_workers: RewardWorkers | None = None, watch: Watcher | None = None
+    ) -> str | None:
         """Play what was asked for, at once; what is wrong."""
         plays, queued.plays = queued.plays, []
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
         try:
-            for played in self._writer.play(plays, self._gathered, judge=judge, watch=watch):
+            for played in self._writer.play(plays, self._gathered, reward_workers=reward_workers, watch=watch):
                 queued.played[played.number] = played
         except UserError as error:
             return str(error)
@@ -327,7 +329,7 @@ class Collector:
             queued.missing.clear()
             queued.begun.clear()
         self._spent("rewards", self._writer.reward_seconds - seconds)
-        return None if self.journal is None else self.journal.failure
+        return None if self.response_log is None else self.response_log.failure
 
     def _wait(self, queued: Queued) -> str | None:
         """Until this rank's episodes are there, or something must be done about it; what is wrong.
@@ -346,11 +348,11 @@ class Collector:
     def _error(self) -> str | None:
         if self._failure is not None:
             return self._failure
-        if self.journal is not None and self.journal.failure is not None:
-            return self.journal.failure
+        if self.response_log is not None and self.response_log.failure is not None:
+            return self.response_log.failure
         return self._writer.blocked() or (None if self.sampler.failure is None else str(self.sampler.failure))
 
-    def _complete(self, queued: Queued, error: str | None, *, model: bool = True) -> dict[int, Outcome] | None:
+    def _complete(self, queued: Queued, error: str | None, *, model: bool = True) -> dict[int, EpisodeOutcome] | None:
         """What each episode of all ranks has earned, by number; None: some rank still waits for the sampler.
 
         An error of one rank is raised on all. `model`: whether the reward model judges.
@@ -365,19 +367,19 @@ class Collector:
         if self._reward_model is not None and model:
             self._spent("waiting", time.perf_counter() - begin)
             begin = time.perf_counter()
-            self._judge_by_model(self._reward_model, queued)
+            self._score_by_model(self._reward_model, queued)
             self._spent("rewards", time.perf_counter() - begin)
             begin = time.perf_counter()
         outcomes = _merged(self._gathered(_outcomes(queued)))
         self._spent("waiting", time.perf_counter() - begin)
         return outcomes
 
-    def _judge_by_model(self, judge: RewardModel, queued: Queued) -> None:
+    def _score_by_model(self, reward_workers: RewardModel, queued: Queued) -> None:
         """Rewards of this rank's leaves that have none yet."""
         prompts = {number: group.prompt for group in queued.candidates.groups for number in group.numbers}
         played = [one for one in queued.played.values() if len(one.rewards) < len(one.leaves)]
         asked = [(prompts[one.number], leaf.answer or leaf.text) for one in played for leaf in one.leaves]
-        rewards = iter(judge(asked))
+        rewards = iter(reward_workers(asked))
         skips, wrong = self.config.rollout.on_failure == "skip", None
         for one in played:
             found = [next(rewards) for _ in one.leaves]
@@ -395,7 +397,7 @@ class Collector:
                 raise UserError.of(message)
 
     def _written(
-        self, queued: Queued, signal: Mapping[int, bool], outcomes: Mapping[int, Outcome]
+        self, queued: Queued, signal: Mapping[int, bool], outcomes: Mapping[int, EpisodeOutcome]
     ) -> tuple[list[RolloutGroup], dict[int, int], tuple[int, int]]:
         """The groups that are trained, the ranks that played their episodes, how many episodes and groups have failed.
 
@@ -437,14 +439,14 @@ class Collector:
         played: dict[int, Played] = {}
         owners: dict[int, int] = {}
         num_leaves = 0
-        for rank, told in enumerate(self._gathered(facts)):
+        for rank, known in enumerate(self._gathered(facts)):
             for group in groups:
-                numbers = [number for number in group.numbers if number in told]
-                known = [about for number in numbers for about in told[number][0]]
+                numbers = [number for number in group.numbers if number in known]
+                known = [about for number in numbers for about in known[number][0]]
                 leaves = iter(stand_ins(known, group.prompt.tokens, num_leaves))
                 num_leaves += len(known)
                 for number in numbers:
-                    about, metrics, counts = told[number]
+                    about, metrics, counts = known[number]
                     own_leaves = tuple(next(leaves) for _ in about)
                     played[number] = Played(number=number, leaves=own_leaves, metrics=metrics, counts=counts)
                     owners[number] = rank
@@ -470,7 +472,7 @@ class Collector:
             self._failures.write(batch, lines)
 
     def _line(self, group: RolloutGroup) -> dict[str, Any]:
-        prompt = self.words.decode(group.prompt.tokens)
+        prompt = self.chat_tokenizer.decode(group.prompt.tokens)
         return log_line(group.prompt.uid, prompt, group.episodes[0], episodes=self.config.rollout.has_episodes)
 
     def _waiting_groups(self) -> tuple[int, int]:
@@ -500,14 +502,16 @@ class Collector:
         found: dict[int, Played | Response] = {}
         for number in group.numbers:
             one = self._restored.pop((queued.batch, number), None)
-            later = None if self.journal is None else self.journal.find(queued.batch, number, group.prompt.tokens)
-            if later is not None and not self._ahead and not later.is_whole(group.prompt.room):
+            later = (
+                None if self.response_log is None else self.response_log.find(queued.batch, number, group.prompt.tokens)
+            )
+            if later is not None and not self._async and not later.is_whole(group.prompt.max_new_tokens):
                 later = None  # not every sampler can go on with a part
             if later is not None and (
                 one is None or (isinstance(one, Response) and len(later.tokens) > len(one.tokens))
             ):
                 one = later
-                self._from_journal += 1
+                self._from_response_log += 1
             if one is not None:
                 found[number] = one
         if any((queued.version - _versions(one) > self.oldest).any() for one in found.values()):
@@ -517,7 +521,7 @@ class Collector:
 
     def state(self) -> dict[str, Any]:
         """For `extra` of a checkpoint, the same on every rank."""
-        if not self._ahead:
+        if not self._async:
             return {}
         own: list[Stored] = []
         with self._change:
@@ -538,25 +542,25 @@ class Collector:
         return dropped_reason(extra, environment_name(self.config.rollout), self.config.rollout.staleness)
 
 
-def _make_writer(config: Config, sampler: Sampler, words: Words) -> ResponseWriter | EpisodeRunner:
+def _make_writer(config: Config, sampler: Sampler, chat_tokenizer: ChatTokenizer) -> ResponseWriter | EpisodeRunner:
     """What plays episodes: of an environment, or of one turn."""
     settings = config.rollout
     runner = RunnerSettings(
         name=environment_name(settings),
-        most=settings.batch,
+        most=settings.max_concurrent,
         timeout=settings.episode_timeout,
         skips=settings.on_failure == "skip",
         temperature=config.loss.temperature,
     )
-    judge: Judge | None = None
+    reward_workers: RewardWorkers | None = None
     if model_of(settings.reward) is not None:
-        judge = JudgedLater(str(settings.reward))
+        reward_workers = RewardsLater(str(settings.reward))
     elif settings.reward is not None:
-        judge = Judge(load_reward(settings.reward), settings.reward_processes)
+        reward_workers = RewardWorkers(load_reward(settings.reward), settings.reward_processes)
     if settings.has_episodes:
-        return EpisodeRunner(load_episode(settings), sampler, words, judge, runner)
-    assert judge is not None
-    return ResponseWriter(sampler, words, judge, runner)
+        return EpisodeRunner(load_episode(settings), sampler, chat_tokenizer, reward_workers, runner)
+    assert reward_workers is not None
+    return ResponseWriter(sampler, chat_tokenizer, reward_workers, runner)
 
 
 def _owners(groups: Sequence[RolloutGroup], asked: range, world: int) -> list[list[int]]:
@@ -581,13 +585,14 @@ def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), world)]
 
 
-def _outcomes(queued: Queued) -> dict[int, Outcome]:
+def _outcomes(queued: Queued) -> dict[int, EpisodeOutcome]:
     return {
-        number: Outcome(one.rewards, one.failure, one.num_tokens, one.ended) for number, one in queued.played.items()
+        number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
+        for number, one in queued.played.items()
     }
 
 
-def _signal(candidates: Candidates, outcomes: Mapping[int, Outcome]) -> dict[int, bool]:
+def _signal(candidates: Candidates, outcomes: Mapping[int, EpisodeOutcome]) -> dict[int, bool]:
     """Of each group that was asked for, whether its rewards differ."""
     found = {}
     for index, group in enumerate(candidates.groups[: candidates.asked]):
@@ -599,5 +604,5 @@ def _versions(one: Played | Response) -> NDArray[np.int64]:
     return one.versions if isinstance(one, Played) else one.token_versions
 
 
-def _merged(parts: Iterable[Mapping[int, Outcome]]) -> dict[int, Outcome]:
+def _merged(parts: Iterable[Mapping[int, EpisodeOutcome]]) -> dict[int, EpisodeOutcome]:
     return {number: one for part in parts for number, one in part.items()}

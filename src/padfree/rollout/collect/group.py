@@ -55,7 +55,7 @@ class RolloutGroup(Sequence[Prompt]):
                         tokens=leaf.tokens,
                         loss_mask=leaf.sampled,
                         logprobs=leaf.logprobs,
-                        reward=leaf.reward - overlong_penalty(length, self.prompt.room, settings),
+                        reward=leaf.reward - overlong_penalty(length, self.prompt.max_new_tokens, settings),
                         raw_reward=leaf.reward,
                         uid=f"{self.name} response {index}{which}",
                         group=self.name,
@@ -77,12 +77,12 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
     return found
 
 
-def overlong_penalty(length: int, room: int, settings: RolloutConfig) -> float:
+def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
     """What a leaf of `length` tokens behind its prompt loses: nothing up to the buffer, then more with every token.
 
     room 8, buffer 4, penalty 1        length   1 2 3 4 5    6   7    8
                                        lost     0 0 0 0 0.25 0.5 0.75 1
     """
-    buffer = min(settings.overlong_buffer, room)
-    over = length - (room - buffer)
+    buffer = min(settings.overlong_buffer, max_new_tokens)
+    over = length - (max_new_tokens - buffer)
     return settings.overlong_penalty * over / buffer if buffer and over > 0 else 0.0

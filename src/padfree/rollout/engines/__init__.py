@@ -22,7 +22,7 @@ from padfree.config.functions import UserFunction, is_path
 from padfree.distributed import Mesh, PeerLostError
 from padfree.errors import UserError, shown_error
 from padfree.rollout.base import (
-    AheadSampler,
+    AsyncSampler,
     OnFinished,
     OnProgress,
     OnResponse,
@@ -40,7 +40,7 @@ USER_ENGINE = UserFunction(
     result="a Sampler",
 )
 METHODS = ("update_weights", "sample", "metrics", "close")
-AHEAD_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
+ASYNC_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
 
 
 def check_engine_name(name: str) -> None:
@@ -58,11 +58,11 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
     return found
 
 
-def make_ahead_sampler(
+def make_async_sampler(
     config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
-) -> AheadSampler:
+) -> AsyncSampler:
     """The same, for `rollout.staleness` above 0."""
-    found: AheadSampler = _made(AHEAD_METHODS, "AheadSampler", config, mesh, trained, tokenizer, score)
+    found: AsyncSampler = _made(ASYNC_METHODS, "AsyncSampler", config, mesh, trained, tokenizer, score)
     return found
 
 
@@ -83,8 +83,8 @@ def _made(methods: Sequence[str], kind: str, config: Config, *rest: Any) -> Any:
             f"return a padfree.rollout.base.{kind}{needed}",
             value=name,
         )
-    ahead = all(hasattr(sampler, method) for method in AHEAD_METHODS)
-    return (CheckedAheadSampler if ahead else CheckedSampler)(sampler, name)
+    ahead = all(hasattr(sampler, method) for method in ASYNC_METHODS)
+    return (CheckedAsyncSampler if ahead else CheckedSampler)(sampler, name)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ class CheckedSampler:
         self.sampler.close()
 
 
-class CheckedAheadSampler(CheckedSampler):
+class CheckedAsyncSampler(CheckedSampler):
     """The same for one that samples ahead. A wrong response is its `failure`."""
 
     _wrong: Exception | None = None

@@ -19,7 +19,10 @@ from typing import Any
 
 from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.engines.servers.api import (
+from padfree.rollout.engines.servers.buckets import BucketForm
+from padfree.rollout.engines.servers.http import HttpConnection, HttpServer
+from padfree.rollout.engines.servers.sampler import ServerSampler
+from padfree.rollout.engines.servers.server_api import (
     Completion,
     Drawing,
     IncompleteError,
@@ -27,11 +30,8 @@ from padfree.rollout.engines.servers.api import (
     ServerLostError,
     checked_tokens,
 )
-from padfree.rollout.engines.servers.buckets import BucketForm
-from padfree.rollout.engines.servers.http import Connection, HttpServer
-from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.start import make_server_sampler
-from padfree.rollout.noise import GREEDY
+from padfree.rollout.sampling_rng import GREEDY
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
 LORA = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -133,7 +133,7 @@ class VllmServer(HttpServer):
         async with self.connected(timeout) as connection:
             return await self._version(connection)
 
-    async def _version(self, connection: Connection) -> str | None:
+    async def _version(self, connection: HttpConnection) -> str | None:
         answer = await connection.call("GET", "/weight_info", cure=START)
         found = answer.get("weight_version")
         if not isinstance(found, str):
@@ -146,7 +146,7 @@ class VllmServer(HttpServer):
         body = {
             "model": model,
             "prompt": request.tokens.tolist(),
-            "max_tokens": request.room,
+            "max_tokens": request.max_new_tokens,
             "seed": request.key & _SEEDS,
             "stop_token_ids": list(drawing.stops),
             "cache_salt": f"{salt} {version}",
@@ -223,8 +223,8 @@ class VllmServer(HttpServer):
             raise self.lost(f"/get_world_size answered {answer} without world_size")
         return int(answer["world_size"])
 
-    async def join(self, told: Mapping[str, Any]) -> None:
-        await self.call("POST", "/init_weight_transfer_engine", {"init_info": dict(told)})
+    async def join(self, transfer_info: Mapping[str, Any]) -> None:
+        await self.call("POST", "/init_weight_transfer_engine", {"init_info": dict(transfer_info)})
 
     async def begin(self) -> None:
         try:
@@ -234,7 +234,7 @@ class VllmServer(HttpServer):
             await self.call("POST", "/start_weight_update")
 
     async def bucket(self, form: BucketForm) -> None:
-        await self.call("POST", "/update_weights", {"update_info": form.told})
+        await self.call("POST", "/update_weights", {"update_info": form.transfer_info})
 
     async def finish(self, version: int) -> None:
         await self.call("POST", "/finish_weight_update", {"weight_version": str(version)})

@@ -19,9 +19,9 @@ rehearse       an environment tried out without a model
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent
-from padfree.rollout.environment.choose import check_episode_rows, check_episode_settings, load_episode
+from padfree.rollout.environment.episode_policy import Policy, Turn
+from padfree.rollout.environment.load_environment import check_episode_rows, check_episode_settings, load_episode
 from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.policy import Policy, Turn
 from padfree.rollout.environment.rehearse import rehearse
 from padfree.rollout.environment.trajectory import Trajectory
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from padfree.rollout.environment.command import check_command, filled
-from padfree.rollout.environment.policy import Episode, Policy
+from padfree.rollout.environment.episode_policy import Episode, Policy
 from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.prompts import Prompt
 

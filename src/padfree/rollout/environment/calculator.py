@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from padfree.rollout.environment.policy import Policy
+from padfree.rollout.environment.episode_policy import Policy
 from padfree.rollout.environment.trajectory import Trajectory
 from padfree.rollout.prompts import Prompt
 

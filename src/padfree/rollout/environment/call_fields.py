@@ -268,7 +268,7 @@ def _content(message: Mapping[str, Any], where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def room_asked(body: Mapping[str, Any]) -> float:
+def max_tokens_asked(body: Mapping[str, Any]) -> float:
     """Tokens that a call asks for at most."""
     asked: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
     return math.inf if asked is None else asked

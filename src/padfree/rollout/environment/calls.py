@@ -26,9 +26,9 @@ from padfree.data.conversation import Message, read_conversation
 from padfree.data.records import check_encodable
 from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
-from padfree.rollout.environment.policy import Host, Turn
+from padfree.rollout.environment.episode_policy import Host, Turn
 from padfree.rollout.environment.trajectory import Branch, Tree
-from padfree.rollout.noise import turn_key
+from padfree.rollout.sampling_rng import turn_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,15 +55,15 @@ class Calls:
     """The calls of one episode."""
 
     def __init__(self, tree: Tree, host: Host) -> None:
-        self._tree, self._host, self._words = tree, host, host.words
+        self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer
         self._seen: list[_Seen] = []
         self._times: Counter[int] = Counter()
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
         """The context of a chat call."""
-        assert self._words.chat is not None
+        assert self._chat_tokenizer.chat is not None
         conversation = read_conversation(list(messages), "messages", tools=tools)
-        context = self._of_text(self._words.chat.prompt(conversation), conversation.messages, begun=True)
+        context = self._of_text(self._chat_tokenizer.chat.prompt(conversation), conversation.messages, begun=True)
         expected = self._expected(conversation.messages)
         if expected is not None and (context.seen is None or len(context.seen.ids) < len(expected.branch.ids)):
             self._tree.count("cuts")
@@ -84,12 +84,12 @@ class Calls:
             default=None,
         )
         new = () if found is None else tuple(ids[len(found.ids) :])
-        return Context(ids=ids, text=self._words.decode(ids), seen=found, new=new)
+        return Context(ids=ids, text=self._chat_tokenizer.decode(ids), seen=found, new=new)
 
-    def room(self, context: Context) -> int:
+    def max_new_tokens(self, context: Context) -> int:
         return self._tree.limit - len(context.ids)
 
-    async def respond(self, context: Context, room: int) -> Turn:
+    async def respond(self, context: Context, max_new_tokens: int) -> Turn:
         """What the policy writes to it."""
         branch = self._tree.begin(context.ids) if context.seen is None else self._tree.fork(context.seen)
         branch.add(context.new)
@@ -97,19 +97,21 @@ class Calls:
         mark = int.from_bytes(digest[:8], "little", signed=True)
         self._times[mark] += 1
         place = (mark, self._times[mark])
-        request = SamplingRequest(tokens=branch.tokens, room=room, key=turn_key(self._host.key, place))
+        request = SamplingRequest(
+            tokens=branch.tokens, max_new_tokens=max_new_tokens, key=turn_key(self._host.key, place)
+        )
         response = await self._host.respond(place, request)
         branch.write(response)
         self._tree.count("calls")
         self._seen.append(
             _Seen(
-                text=context.text + self._words.decode(response.tokens),
+                text=context.text + self._chat_tokenizer.decode(response.tokens),
                 branch=branch,
                 messages=context.messages,
             )
         )
         written = response.tokens[:-1] if response.ended else response.tokens
-        return Turn(tokens=response.tokens, text=self._words.decode(written), ended=response.ended)
+        return Turn(tokens=response.tokens, text=self._chat_tokenizer.decode(written), ended=response.ended)
 
     def _of_text(self, text: str, messages: Sequence[Message], *, begun: bool) -> Context:
         check_encodable(text, "messages" if begun else "prompt")
@@ -117,11 +119,11 @@ class Calls:
             (one for one in self._seen if text.startswith(one.text)), key=lambda one: len(one.text), default=None
         )
         if found is None:
-            ids = self._words.encode_prompt(text, begun=begun)
+            ids = self._chat_tokenizer.encode_prompt(text, begun=begun)
             if not ids:
                 raise UserError.of("the prompt has no tokens; give some text")
             return Context(ids=ids, text=text, messages=messages)
-        new = tuple(self._words.encode(text[len(found.text) :]))
+        new = tuple(self._chat_tokenizer.encode(text[len(found.text) :]))
         return Context(ids=[*found.branch.ids, *new], text=text, messages=messages, seen=found.branch, new=new)
 
     def _expected(self, messages: Sequence[Message]) -> _Seen | None:

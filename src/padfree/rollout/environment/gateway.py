@@ -25,12 +25,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from padfree.errors import UserError
-from padfree.rollout.environment.call_fields import CHAT, COMPLETIONS, check_fields, messages_of, parsed, room_asked
+from padfree.rollout.environment.call_fields import (
+    CHAT,
+    COMPLETIONS,
+    check_fields,
+    max_tokens_asked,
+    messages_of,
+    parsed,
+)
 from padfree.rollout.environment.calls import Calls, Context
-from padfree.rollout.environment.listener import Answer, CallError, Limits, Listener, Reply
-from padfree.rollout.environment.policy import Host, Turn, Words
+from padfree.rollout.environment.episode_policy import ChatTokenizer, Host, Turn
+from padfree.rollout.environment.listener import Answer, CallError, Listener, ListenerLimits, Reply
 from padfree.rollout.environment.trajectory import Tree
-from padfree.rollout.within import shown_safely
+from padfree.rollout.time_limit import shown_safely
 
 MODEL = "policy"
 ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
@@ -49,8 +56,10 @@ class _Served:
 class Gateway:
     """The server, begun with the first address that is asked for. All of it runs in the thread of the loop."""
 
-    def __init__(self, words: Words, temperature: float = 1.0, limits: Limits | None = None) -> None:
-        self._words, self._temperature = words, temperature
+    def __init__(
+        self, chat_tokenizer: ChatTokenizer, temperature: float = 1.0, limits: ListenerLimits | None = None
+    ) -> None:
+        self._chat_tokenizer, self._temperature = chat_tokenizer, temperature
         self._listener = Listener(self._admit, limits)
         self._port: int | None = None
         self._starting = asyncio.Lock()
@@ -138,13 +147,13 @@ class Gateway:
             context = self._chat(episode.calls, body) if chat else self._prompt(episode.calls, body)
         except UserError as error:  # of the chat template, of token ids, of text that is not Unicode
             raise CallError(400, str(error)) from None
-        room = episode.calls.room(context)
-        if room < 1:
+        max_new_tokens = episode.calls.max_new_tokens(context)
+        if max_new_tokens < 1:
             raise CallError(
                 400, "the context is longer than a sample of the run may be; shorten it", "context_length_exceeded"
             )
-        room = int(min(room, room_asked(body)))
-        turns = await asyncio.gather(*(episode.calls.respond(context, room) for _ in range(body.get("n", 1))))
+        max_new_tokens = int(min(max_new_tokens, max_tokens_asked(body)))
+        turns = await asyncio.gather(*(episode.calls.respond(context, max_new_tokens) for _ in range(body.get("n", 1))))
         answer = completion(context, turns, chat=chat, model=body.get("model", MODEL))
         if not body.get("stream"):
             return Reply(data=json.dumps(answer).encode())
@@ -152,7 +161,7 @@ class Gateway:
         return Reply(data=events(answer, usage=usage), kind="text/event-stream", last=True)
 
     def _chat(self, calls: Calls, body: Mapping[str, Any]) -> Context:
-        if self._words.chat is None:
+        if self._chat_tokenizer.chat is None:
             raise CallError(400, "the run has no chat template; ask for completions, or set data.prompt_format=chat")
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         return calls.of_messages(messages_of(body["messages"]), tools or None)
@@ -160,7 +169,7 @@ class Gateway:
     def _prompt(self, calls: Calls, body: Mapping[str, Any]) -> Context:
         prompt = body["prompt"]
         if isinstance(prompt, list):
-            prompt = self._words.checked(prompt, "prompt")
+            prompt = self._chat_tokenizer.checked(prompt, "prompt")
         return calls.of_prompt(prompt)
 
 

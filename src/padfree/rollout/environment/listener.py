@@ -5,9 +5,9 @@
     a program                       known                   60 s, 16 MiB  60 s to take it
 
 Any process of this machine can connect. Until a head names a path with a known key, its peer is a stranger: a head is
-all that is kept of it. There are at most `Limits.strangers` connections of strangers, and one more closes the oldest
+all that is kept of it. At most `ListenerLimits.strangers` connections of strangers are open; one more closes the oldest
 of them, so that a program which sends its head at once is served however many others wait in silence. The bodies of all
-requests together take at most `Limits.bodies` bytes; a request beyond that waits for its turn.
+requests together take at most `ListenerLimits.bodies` bytes; a request beyond that waits for its turn.
 
 The server knows nothing of what it serves: `Admit` decides by method and path, before a body is read.
 """
@@ -29,7 +29,7 @@ _PIECE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class ListenerLimits:
     """Bytes, seconds and connections."""
 
     head: int = 16 << 10
@@ -92,8 +92,8 @@ class _Head:
 class Listener:
     """The server. All of it runs on one event loop."""
 
-    def __init__(self, admit: Admit, limits: Limits | None = None) -> None:
-        self._admit, self._limits = admit, limits or Limits()
+    def __init__(self, admit: Admit, limits: ListenerLimits | None = None) -> None:
+        self._admit, self._limits = admit, limits or ListenerLimits()
         self._server: asyncio.Server | None = None
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
         self._idle: dict[asyncio.StreamWriter, None] = {}  # programs' connections without a request

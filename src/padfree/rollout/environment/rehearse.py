@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from padfree.data import load_reward
-from padfree.data.chat import ChatRenderer
+from padfree.data.chat_renderer import ChatRenderer
 from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
-from padfree.rollout.environment.judge import Judge
+from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
 from padfree.rollout.environment.play import Play
-from padfree.rollout.environment.policy import Episode, Words
+from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.environment.trajectory import Leaf
 from padfree.rollout.prompts import Prompt
@@ -31,20 +31,22 @@ def rehearse(
     *,
     row: Mapping[str, Any] | None = None,
     chat: bool = False,
-    room: int = 1000,
+    max_new_tokens: int = 1000,
     reward: str | None = None,
 ) -> tuple[Leaf, ...]:
     """The leaves of one episode, in which the policy writes these turns, one after the other, each to its end.
 
     `prompt` stands as it is; with `chat` what the environment replies goes through the tokenizer's chat template.
     """
-    words = Words(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
-    judge = None if reward is None else Judge(load_reward(reward))
+    chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
+    reward_workers = None if reward is None else RewardWorkers(load_reward(reward))
     settings = RunnerSettings(name="the episode", most=1, timeout=60.0, skips=False)
-    runner = EpisodeRunner(episode, _Turns(turns, words, tokenizer.eos_token_id), words, judge, settings)
+    runner = EpisodeRunner(
+        episode, _Turns(turns, chat_tokenizer, tokenizer.eos_token_id), chat_tokenizer, reward_workers, settings
+    )
     given = Prompt(
-        tokens=np.array(words.encode(prompt), np.int64),
-        room=room,
+        tokens=np.array(chat_tokenizer.encode(prompt), np.int64),
+        max_new_tokens=max_new_tokens,
         row={"prompt": prompt, **(row or {})},
         uid="rehearsal",
         source="rehearsal",
@@ -59,8 +61,8 @@ def rehearse(
 class _Turns:
     """A sampler that says what it was told to, with a log-probability of -1 for each token."""
 
-    def __init__(self, turns: Sequence[str], words: Words, eos: int) -> None:
-        self._turns, self._words, self._eos = list(turns), words, eos
+    def __init__(self, turns: Sequence[str], chat_tokenizer: ChatTokenizer, eos: int) -> None:
+        self._turns, self._chat_tokenizer, self._eos = list(turns), chat_tokenizer, eos
 
     def update_weights(self, trained: Any, version: int) -> None:
         raise AssertionError("there is no model")
@@ -77,7 +79,7 @@ class _Turns:
     def _response(self, request: SamplingRequest) -> Response:
         if not self._turns:
             raise UserError("turns", "the episode asks for more than were given", "give one for each call of generate")
-        ids = [*self._words.encode(self._turns.pop(0)), self._eos][: request.room]
+        ids = [*self._chat_tokenizer.encode(self._turns.pop(0)), self._eos][: request.max_new_tokens]
         tokens = np.array(ids, np.int64)
         logprobs = np.full(len(tokens), -1.0, np.float32)
         return Response(tokens=tokens, logprobs=logprobs, ended=ids[-1] == self._eos, version=0)

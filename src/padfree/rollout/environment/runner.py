@@ -26,14 +26,14 @@ import numpy as np
 from padfree.data.records import LARGEST, shown
 from padfree.errors import UserError, shown_error
 from padfree.rollout.base import Response, Sampler, SamplingRequest
+from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode, Policy
 from padfree.rollout.environment.gateway import Gateway
-from padfree.rollout.environment.judge import Judge
 from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.policy import Episode, Policy, Words
+from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.tokens import Place, Tell, TokenSource, blocked, failure_of, make_token_source
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
 from padfree.rollout.loop_thread import LoopThread
-from padfree.rollout.within import shown_safely
+from padfree.rollout.time_limit import shown_safely
 
 MOST_TURNS = 10_000
 """Requests for tokens of one episode."""
@@ -54,27 +54,44 @@ class RunnerSettings:
 
 
 class EpisodeRunner:
-    """Plays episodes with one sampler. `judge` gives rewards where episodes do not."""
+    """Plays episodes with one sampler. `reward_workers` gives rewards where episodes do not."""
 
     reward_seconds = 0.0  # rewards are computed beside other episodes
 
     def __init__(
-        self, episode: Episode, sampler: Sampler, words: Words, judge: Judge | None, settings: RunnerSettings
+        self,
+        episode: Episode,
+        sampler: Sampler,
+        chat_tokenizer: ChatTokenizer,
+        reward_workers: RewardWorkers | None,
+        settings: RunnerSettings,
     ) -> None:
-        self._episode, self._sampler, self.words, self._judge = episode, sampler, words, judge
+        self._episode, self._sampler, self.chat_tokenizer, self._reward_workers = (
+            episode,
+            sampler,
+            chat_tokenizer,
+            reward_workers,
+        )
         self._settings = settings
         self._thread = LoopThread("episodes")
-        self._room = asyncio.Semaphore(settings.most)  # of episodes that were begun
+        self._max_new_tokens = asyncio.Semaphore(settings.most)  # of episodes that were begun
         self._turn = asyncio.Lock()  # theirs, whose batch begins episodes
-        self._gateway = Gateway(words, settings.temperature)
+        self._gateway = Gateway(chat_tokenizer, settings.temperature)
 
     def play(
-        self, plays: Sequence[Play], tell: Tell, *, judge: Judge | None = None, watch: Watcher | None = None
+        self,
+        plays: Sequence[Play],
+        tell: Tell,
+        *,
+        reward_workers: RewardWorkers | None = None,
+        watch: Watcher | None = None,
     ) -> list[Played]:
         """In the order of the plays. Every rank calls it with its own; `tell` lets all know what one says."""
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
-        room = asyncio.Semaphore(self._settings.most)
-        playing = self._thread.submit(self._play_all(plays, source, judge or self._judge, room))
+        max_new_tokens = asyncio.Semaphore(self._settings.most)
+        playing = self._thread.submit(
+            self._play_all(plays, source, reward_workers or self._reward_workers, max_new_tokens)
+        )
         try:
             source.serve(playing, tell)
         except BaseException:
@@ -108,21 +125,21 @@ class EpisodeRunner:
 
     async def _end(self) -> None:
         self._gateway.close()
-        if self._judge is not None:
-            await self._judge.close()
+        if self._reward_workers is not None:
+            await self._reward_workers.close()
 
     async def _play_in_turn(
         self, plays: Sequence[Play], source: TokenSource, on_played: Callable[[Played], None]
     ) -> None:
         await self._turn.acquire()
-        await self._play_all(plays, source, self._judge, self._room, on_played, self._turn.release)
+        await self._play_all(plays, source, self._reward_workers, self._max_new_tokens, on_played, self._turn.release)
 
     async def _play_all(
         self,
         plays: Sequence[Play],
         source: TokenSource,
-        judge: Judge | None,
-        room: asyncio.Semaphore,
+        reward_workers: RewardWorkers | None,
+        max_new_tokens: asyncio.Semaphore,
         on_played: Callable[[Played], None] | None = None,
         on_begun: Callable[[], None] | None = None,
     ) -> list[Played]:
@@ -131,10 +148,10 @@ class EpisodeRunner:
         try:
             try:
                 for play in plays:
-                    await room.acquire()
+                    await max_new_tokens.acquire()
                     source.began(play.number)
-                    session = _Session(self, play, source, room.release)
-                    playing = self._play_one(session, judge, on_played)
+                    session = _Session(self, play, source, max_new_tokens.release)
+                    playing = self._play_one(session, reward_workers, on_played)
                     tasks.append(asyncio.create_task(playing, name=play.prompt.uid))
                     self._raise_failure(tasks)
             finally:
@@ -149,9 +166,9 @@ class EpisodeRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _play_one(
-        self, session: _Session, judge: Judge | None, on_played: Callable[[Played], None] | None
+        self, session: _Session, reward_workers: RewardWorkers | None, on_played: Callable[[Played], None] | None
     ) -> Played:
-        played = await session.play(self._episode, judge)
+        played = await session.play(self._episode, reward_workers)
         if on_played is not None:
             on_played(played)
         return played
@@ -167,14 +184,14 @@ class _Session:
 
     def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
         self._runner, self._play, self._source, self._free = runner, play, source, free
-        self.words, self.key = runner.words, play.key
+        self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self._tree = Tree(play.prompt)
         self._clock = asyncio.timeout(None)
         self._asking = self._turns = 0
         self._remaining = runner._settings.timeout
         self._left = False
 
-    async def play(self, episode: Episode, judge: Judge | None) -> Played:
+    async def play(self, episode: Episode, reward_workers: RewardWorkers | None) -> Played:
         settings, prompt = self._runner._settings, self._play.prompt
         failure: str | UserError | None = None
         leaves: tuple[Leaf, ...] = ()
@@ -186,7 +203,7 @@ class _Session:
                 self._leave()
                 trajectory = _checked(trajectory, self._tree, settings.name)
                 metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
-                leaves = await self._leaves(trajectory, judge)
+                leaves = await self._leaves(trajectory, reward_workers)
         except BaseException as error:  # an environment is code of its own
             task = asyncio.current_task()
             assert task is not None
@@ -213,32 +230,32 @@ class _Session:
         what = f"{self._runner._settings.name} {failure} for {self._play.prompt.uid!r}"
         return UserError("rollout.environment", what, "correct it, or set rollout.on_failure=skip")
 
-    async def _leaves(self, trajectory: Trajectory, judge: Judge | None) -> tuple[Leaf, ...]:
+    async def _leaves(self, trajectory: Trajectory, reward_workers: RewardWorkers | None) -> tuple[Leaf, ...]:
         branches = self._tree.leaves()
         texts = [self._text(branch.ids, branch.ended) for branch in branches]
         found: list[Awaitable[float | None]] = []
         for branch, text in zip(branches, texts, strict=True):
             own = trajectory.reward if branch.reward is None else branch.reward
-            found.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, judge))
+            found.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
         rewards = await asyncio.gather(*found)
         return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
 
-    async def _reward(self, own: Any, text: str, judge: Judge | None) -> float | None:
+    async def _reward(self, own: Any, text: str, reward_workers: RewardWorkers | None) -> float | None:
         prompt, name = self._play.prompt, self._runner._settings.name
         if own is None:
-            if judge is None:
+            if reward_workers is None:
                 raise UserError(
                     "rollout.reward",
                     f"none, and {name} gave {prompt.uid!r} none either",
                     "give one of them, as in policy.trajectory(reward=1.0)",
                 )
-            return await judge(text, prompt.row, prompt.uid)
-        if judge is not None:
+            return await reward_workers(text, prompt.row, prompt.uid)
+        if reward_workers is not None:
             raise UserError(
                 "rollout.reward",
                 f", but {name} gave {prompt.uid!r} a reward itself",
                 "leave one of them out",
-                value=judge.name,
+                value=reward_workers.name,
             )
         if not isinstance(own, (int, float, np.integer, np.floating, np.bool_)) or not -LARGEST < own < LARGEST:
             raise UserError(
@@ -250,7 +267,7 @@ class _Session:
         """Behind the prompt, where the branch has that, without the token that ended it."""
         prompt = self._play.prompt.tokens
         behind = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
-        return self.words.decode(ids[behind:-1] if ended else ids[behind:])
+        return self.chat_tokenizer.decode(ids[behind:-1] if ended else ids[behind:])
 
     # What policies ask for
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
 from padfree.errors import UserError
-from padfree.rollout.base import AheadSampler, Response, Sampler, SamplingRequest
+from padfree.rollout.base import AsyncSampler, Response, Sampler, SamplingRequest
 from padfree.rollout.loop_thread import LoopThread
 
 Place = tuple[int, ...]
@@ -145,7 +145,7 @@ class Rounds:
 class Streams:
     """Requests that a sampler takes at any time."""
 
-    def __init__(self, sampler: AheadSampler, thread: LoopThread, timeout: float) -> None:
+    def __init__(self, sampler: AsyncSampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
 
     def began(self, episode: int) -> None:
@@ -163,7 +163,7 @@ class Streams:
                 future.set_result(response)
 
         def arrived(_: int, response: Response) -> None:  # in a thread of the sampler
-            if response.is_whole(request.room):
+            if response.is_whole(request.max_new_tokens):
                 loop.call_soon_threadsafe(deliver, response)
 
         self._sampler.begin([request], arrived)
@@ -196,7 +196,7 @@ class Streams:
 
 def make_token_source(sampler: Sampler, thread: LoopThread, timeout: float) -> TokenSource:
     if hasattr(sampler, "begin"):
-        return Streams(cast(AheadSampler, sampler), thread, timeout)
+        return Streams(cast(AsyncSampler, sampler), thread, timeout)
     return Rounds(sampler, thread, timeout)
 
 

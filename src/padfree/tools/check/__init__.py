@@ -14,8 +14,8 @@ run             check_model: all of the above
 plain_losses    the losses of pairs, teachers, reward models and critics, one at a time
 """
 
-from padfree.tools.check.report import CheckReport, CheckRow, Skipped
-from padfree.tools.check.run import check_model
+from padfree.tools.check.check_model import check_model
+from padfree.tools.check.check_report import CheckReport, CheckRow, Skipped
 from padfree.tools.check.samples import chosen_samples, random_samples
 
 __all__ = ["CheckReport", "CheckRow", "Skipped", "check_model", "chosen_samples", "random_samples"]

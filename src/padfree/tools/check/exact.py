@@ -25,7 +25,7 @@ from padfree.batch import Sample
 from padfree.distributed import Mesh
 from padfree.model.load import named_tensors
 from padfree.sizes import ModelSizes
-from padfree.train.settle import device_memory
+from padfree.train.resolve_auto import device_memory
 
 USABLE = 0.7
 """Of the memory that is free, what the reference may take."""

@@ -29,11 +29,11 @@ from transformers import PreTrainedConfig
 
 from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
-from padfree.model.files import INDEX, PARTIAL
 from padfree.model.load import _from_config, _names_match, opened_together
+from padfree.model.model_files import INDEX, PARTIAL
 from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes
-from padfree.train.limits import Limits
+from padfree.train.limits import ModelLimits
 
 FEW_LAYERS = 4
 """How many are kept where nothing else is asked for, and where every kind of layer is among them."""
@@ -49,7 +49,7 @@ class ModelSource:
     num_layers: int
     total_layers: int
     random_weights: bool
-    limits: Limits
+    limits: ModelLimits
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def model_source(
     with torch.device("meta"):
         model = _from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # refused before anything is computed
-    limits = Limits.of(model)
+    limits = ModelLimits.of(model)
     total = int(config.num_hidden_layers)
     kept = total if full else min(total, layers or default_layers(config))
     short = config if kept == total else first_layers(config, kept)

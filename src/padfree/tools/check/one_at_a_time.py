@@ -27,7 +27,7 @@ from padfree.tools.check.padded import padded_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outcome:
+class CheckOutcome:
     """What one way of computing gives."""
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample: of every token but the first, which has 0
@@ -35,12 +35,12 @@ class Outcome:
     gradients: dict[str, Tensor]  # float32 or float64, on the CPU; a parameter that got none is not in it
 
 
-def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
+def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
     """With the attention that the model has been loaded with."""
     return _outcome(model, [[index] for index in range(len(samples))], samples)
 
 
-def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
+def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
     """Neighbours together, the shorter one padded behind, with HF's eager attention."""
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -49,7 +49,7 @@ def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> Outcome:
     return outcome
 
 
-def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: Sequence[Sample]) -> Outcome:
+def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: Sequence[Sample]) -> CheckOutcome:
     count = sum(sample.num_labels for sample in samples)
     logprobs = [np.zeros(len(sample), dtype=np.float32) for sample in samples]
     gradients: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
                 logprobs[index][1:] = row[: len(samples[index]) - 1]
     for hook in hooks:
         hook.remove()
-    return Outcome(
+    return CheckOutcome(
         logprobs=logprobs, loss=loss, gradients={name: gradient.cpu() for name, gradient in gradients.items()}
     )
 

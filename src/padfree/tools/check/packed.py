@@ -35,18 +35,18 @@ from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import clean_name, load_model
 from padfree.optim.optimizer import make_optimizer
-from padfree.optim.settings import OptimizerConfig
+from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
 from padfree.sharding.parallelize import inside, parallelize, transformations
-from padfree.tasks.distill import DistillationRowLoss
-from padfree.tasks.reward import RewardRowLoss
+from padfree.tasks.distill import DistillationMicroBatchLoss
+from padfree.tasks.reward import RewardMicroBatchLoss
 from padfree.tools.check.compare import Extent, extent
 from padfree.tools.check.model_source import ModelSource
 from padfree.tools.check.plain_losses import DPO, KTO, SCALAR, VALUE, CheckedLoss, make_teacher
 from padfree.train.engine import Engine, LossSettings, PreparedStep
-from padfree.train.microbatch import MicroBatch, RowSettings
-from padfree.train.scalar import ScalarScorer, ValueRowLoss
+from padfree.train.microbatch import MicroBatch, PackSettings
 from padfree.train.scorer import Scorer
+from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
 
 Logprobs = list[NDArray[np.float32]]
 
@@ -60,7 +60,7 @@ class Variation:
 
     name: str
     max_tokens: int  # of a row on one device
-    rows: RowSettings = field(default_factory=RowSettings)
+    rows: PackSettings = field(default_factory=PackSettings)
     reverse: bool = False
     may_be_refused: bool = False  # not every model, backend and number of ranks can do it
 
@@ -77,7 +77,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
             Variation(
                 name="shared prefixes",
                 max_tokens=total,
-                rows=RowSettings(share_prefixes=True),
+                rows=PackSettings(share_prefixes=True),
                 may_be_refused=True,
             )
         )
@@ -92,7 +92,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
             Variation(
                 name=f"{kind} {method}",
                 max_tokens=total,
-                rows=RowSettings(layout=kind, method=method),
+                rows=PackSettings(layout=kind, method=method),
                 may_be_refused=True,
             )
             for kind, method in kinds
@@ -220,12 +220,12 @@ def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) 
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()
-        return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardRowLoss(rewards))
+        return Engine(scorer, optimizer, LossSettings(loss=rewards), RewardMicroBatchLoss(rewards))
     if loss == "value":
-        return Engine(scorer, optimizer, LossSettings(loss=VALUE), ValueRowLoss(VALUE))
+        return Engine(scorer, optimizer, LossSettings(loss=VALUE), ValueMicroBatchLoss(VALUE))
     if teacher is not None:
         settings = DistillSettings()
-        return Engine(scorer, optimizer, LossSettings(loss=settings), DistillationRowLoss(settings, teacher))
+        return Engine(scorer, optimizer, LossSettings(loss=settings), DistillationMicroBatchLoss(settings, teacher))
     return Engine(scorer, optimizer, LossSettings(loss={"dpo": DPO, "kto": KTO}.get(loss, SFTSettings())))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from padfree.batch import IGNORE, Sample
 
 
-class PaddedRows(NamedTuple):
+class PaddedBatch(NamedTuple):
     """Each [B, L] int64; shorter samples have pads behind them."""
 
     input_ids: Tensor
@@ -31,7 +31,7 @@ class PaddedRows(NamedTuple):
 
 def padded_rows(
     samples: Sequence[Sample], device: torch.device | str = "cpu", *, length: int | None = None
-) -> PaddedRows:
+) -> PaddedBatch:
     """One row a sample, as long as the longest, or as `length` says."""
     shape = (len(samples), length or max(len(sample) for sample in samples))
     input_ids, attention_mask, scored = (np.zeros(shape, dtype=np.int64) for _ in range(3))
@@ -39,7 +39,7 @@ def padded_rows(
         input_ids[row, : len(sample)] = sample.tokens
         attention_mask[row, : len(sample)] = 1
         scored[row, : len(sample)] = sample.mask
-    return PaddedRows(*(torch.from_numpy(array).to(device) for array in (input_ids, attention_mask, scored)))
+    return PaddedBatch(*(torch.from_numpy(array).to(device) for array in (input_ids, attention_mask, scored)))
 
 
 def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> float:

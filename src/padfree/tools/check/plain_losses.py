@@ -31,7 +31,7 @@ from padfree.config.loss_settings import KTOSettings
 from padfree.losses import DPOSettings, ValueSettings
 from padfree.model.load import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
-from padfree.tools.check.one_at_a_time import Outcome, _take, one_at_a_time, padded_pairs
+from padfree.tools.check.one_at_a_time import CheckOutcome, _take, one_at_a_time, padded_pairs
 from padfree.tools.check.padded import padded_rows
 
 CheckedLoss = Literal["nll", "dpo", "kto", "distill", "reward", "value"]
@@ -86,7 +86,7 @@ def plain_loss(
     *,
     teacher: PreTrainedModel | None = None,
     padded: bool = False,
-) -> Outcome:
+) -> CheckOutcome:
     """Loss and gradients; `padded`: two samples in a call, with HF's eager attention."""
     if loss == "nll":
         return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
@@ -120,7 +120,7 @@ def plain_loss(
         hook.remove()
     for one, implementation in zip(models, own, strict=True):
         one.set_attn_implementation(implementation)
-    return Outcome(logprobs=[], loss=total, gradients={name: each.cpu() for name, each in gradients.items()})
+    return CheckOutcome(logprobs=[], loss=total, gradients={name: each.cpu() for name, each in gradients.items()})
 
 
 def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:

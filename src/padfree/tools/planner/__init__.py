@@ -15,9 +15,9 @@ calibrate    the cost model measured on this device
 """
 
 from padfree.tools.planner.calibrate import Calibration, calibrate
-from padfree.tools.planner.epoch import EpochPlan, Shape, plan_epoch
-from padfree.tools.planner.memory import DeviceMemory
-from padfree.tools.planner.page import write_page
+from padfree.tools.planner.epoch import EpochPlan, PlanShape, plan_epoch
+from padfree.tools.planner.memory_plan import DeviceMemory
+from padfree.tools.planner.plan_page import write_page
 from padfree.tools.planner.run_plan import RunPlan, make_plan
 from padfree.tools.planner.steps import StepLengths, load_steps
 from padfree.tools.planner.suggest import Suggestion, suggest
@@ -27,8 +27,8 @@ __all__ = [
     "Calibration",
     "DeviceMemory",
     "EpochPlan",
+    "PlanShape",
     "RunPlan",
-    "Shape",
     "StepLengths",
     "Suggestion",
     "TimeModel",

@@ -28,7 +28,7 @@ import torch
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.config.outputs import check_output
+from padfree.config.output_sections import check_output
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
 from padfree.estimate.cost_file import check_grows

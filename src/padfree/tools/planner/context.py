@@ -22,7 +22,7 @@ from padfree.cp import keys_read, make_layout, modelled_cost
 from padfree.tools.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
-BALANCE_ROWS = 32
+BALANCE_PACKS = 32
 """So many rows are laid out to tell how balanced they are."""
 
 
@@ -33,7 +33,7 @@ class ContextBalance:
     kind: LayoutKind
     mean: float  # of (slowest rank over the mean), over the rows
     worst: float
-    key_rows: float  # read by a rank, over the tokens it holds; the mean over ranks and rows
+    key_tokens: float  # read by a rank, over the tokens it holds; the mean over ranks and rows
     shares: NDArray[np.float64]  # [world] the ranks of the row with the longest document: cost over the mean
 
 
@@ -49,11 +49,11 @@ def context_balance(rows: Sequence[Lengths], world: int, kind: LayoutKind) -> Co
         if int(lengths.max()) > longest:
             longest, shares = int(lengths.max()), cost
     return ContextBalance(
-        kind=kind, mean=float(np.mean(ratios)), worst=max(ratios), key_rows=float(np.mean(reads)), shares=shares
+        kind=kind, mean=float(np.mean(ratios)), worst=max(ratios), key_tokens=float(np.mean(reads)), shares=shares
     )
 
 
-def long_row(lengths: Lengths, capacity: int) -> Lengths:
+def long_pack(lengths: Lengths, capacity: int) -> Lengths:
     """A row as a run might have it: the longest sample that fits, and others in their order while they fit."""
     fitting = lengths[lengths <= capacity]
     if not len(fitting):

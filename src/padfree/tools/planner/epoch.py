@@ -29,7 +29,7 @@ OnPlannedStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class PlanShape:
     """How many devices there are, how they share the work, and what one of them may hold."""
 
     ranks: int
@@ -57,7 +57,7 @@ class Shape:
         return self.ranks // self.replicate
 
     @property
-    def row_tokens(self) -> int:
+    def pack_tokens(self) -> int:
         """What the context ranks of one row hold together."""
         return self.max_tokens * self.context
 
@@ -66,7 +66,7 @@ class Shape:
 class EpochPlan:
     """One pass over the data: all steps as lengths, some of them planned."""
 
-    shape: Shape
+    shape: PlanShape
     cost: CostModel
     steps: Sequence[Lengths]
     planned: Lengths  # [P] which steps
@@ -85,8 +85,8 @@ class EpochPlan:
     @property
     def fill(self) -> float:
         """Tokens over what the planned micro-batches could hold."""
-        held = np.minimum(self.slot_tokens, self.shape.row_tokens)
-        return float(held.sum() / (held.size * self.shape.row_tokens))
+        held = np.minimum(self.slot_tokens, self.shape.pack_tokens)
+        return float(held.sum() / (held.size * self.shape.pack_tokens))
 
     @property
     def imbalances(self) -> list[float]:
@@ -144,7 +144,7 @@ class EpochPlan:
 
 def plan_epoch(
     steps: Sequence[Lengths],
-    shape: Shape,
+    shape: PlanShape,
     cost: CostModel,
     *,
     exact_steps: int | None = EXACT_STEPS,
@@ -162,7 +162,7 @@ def plan_epoch(
     for step in planned.tolist():
         plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes(step))
         plans.append(
-            plan(steps[step], ranks=shape.data_ranks, max_tokens=shape.row_tokens, cost=cost, overlong="alone")
+            plan(steps[step], ranks=shape.data_ranks, max_tokens=shape.pack_tokens, cost=cost, overlong="alone")
         )
         if progress is not None:
             progress(len(plans), len(planned))

@@ -14,13 +14,13 @@ import numpy as np
 
 from padfree.config.choices import LayoutKind
 from padfree.estimate.memory import MemoryEstimate
-from padfree.tools.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance, long_row
-from padfree.tools.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, Shape, plan_epoch
-from padfree.tools.planner.memory import GIBIBYTE, DeviceMemory
+from padfree.tools.planner.context import BALANCE_PACKS, KINDS, ContextBalance, context_balance, long_pack
+from padfree.tools.planner.epoch import EXACT_STEPS, EpochPlan, OnPlannedStep, PlanShape, plan_epoch
+from padfree.tools.planner.memory_plan import GIBIBYTE, DeviceMemory
 from padfree.tools.planner.padding import PADDED_ROWS, USUAL_ROWS, Padded, padded
 from padfree.tools.planner.steps import Lengths, StepLengths
 from padfree.tools.planner.time_model import TimeModel
-from padfree.train.rows import SourceShare
+from padfree.train.data_rows import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
 """For these numbers of context ranks a long row is laid out, whatever was asked for."""
@@ -47,7 +47,7 @@ class RunPlan:
     dtype: str | None  # that the estimate is for
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> PlanShape:
         return self.epoch.shape
 
     @property
@@ -96,8 +96,8 @@ class RunPlan:
             },
             "sharing": self.sharing,
             "longest_responses": self.longest_responses,
-            "row_tokens": shape.row_tokens,
-            "overlong": int(np.count_nonzero(self.lengths > shape.row_tokens)),
+            "pack_tokens": shape.pack_tokens,
+            "overlong": int(np.count_nonzero(self.lengths > shape.pack_tokens)),
             "over_budget": self.over_budget,
             "ranks": shape.ranks,
             "data_ranks": shape.data_ranks,
@@ -113,7 +113,8 @@ class RunPlan:
             "imbalance": epoch.imbalance,
             "imbalance_worst": max(epoch.imbalances),
             "context_balance": {
-                each.kind: {"mean": each.mean, "worst": each.worst, "key_rows": each.key_rows} for each in self.balances
+                each.kind: {"mean": each.mean, "worst": each.worst, "key_tokens": each.key_tokens}
+                for each in self.balances
             },
             "padded": [
                 {
@@ -160,7 +161,7 @@ class RunPlan:
                 f"sharing     {found['sharing']:.2f} times fewer tokens if {who} share prefixes: {computed:,} are "
                 f"computed (batch.share_prefixes); the plan below counts {counted}"
             )
-        limit = f"the {shape.row_tokens:,} tokens of a row"
+        limit = f"the {shape.pack_tokens:,} tokens of a row"
         if shape.context > 1:
             limit += f" ({shape.context} x {shape.max_tokens:,})"
         if found["overlong"]:
@@ -234,7 +235,7 @@ class RunPlan:
 
 def make_plan(
     data: StepLengths,
-    shape: Shape,
+    shape: PlanShape,
     time_model: TimeModel,
     *,
     layout: LayoutKind = "balanced",
@@ -246,7 +247,7 @@ def make_plan(
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
     )
-    rows = epoch.rows(BALANCE_ROWS)
+    rows = epoch.rows(BALANCE_PACKS)
     return RunPlan(
         lengths=data.lengths,
         over_budget=data.over_budget,
@@ -259,7 +260,7 @@ def make_plan(
         layout=layout,
         balances=[context_balance(rows, shape.context, kind) for kind in KINDS] if shape.context > 1 else [],
         others={
-            world: [context_balance([long_row(data.lengths, shape.max_tokens * world)], world, kind) for kind in KINDS]
+            world: [context_balance([long_pack(data.lengths, shape.max_tokens * world)], world, kind) for kind in KINDS]
             for world in OTHER_CONTEXTS
         },
         padded=[
@@ -273,10 +274,10 @@ def make_plan(
     )
 
 
-def device_tokens(steps: Sequence[Lengths], shape: Shape) -> int:
+def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """At most of a micro-batch on one device: the cap, or its part of a longer sample, or of all that a step has."""
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
-    return -(-max(longest, min(shape.row_tokens, largest)) // shape.context)
+    return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)
 
 
 def _size(count: float) -> str:

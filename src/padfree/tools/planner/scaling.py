@@ -27,8 +27,8 @@ from padfree.config import Config
 from padfree.errors import UserError
 from padfree.packing import StepPlan, plan_step
 from padfree.sizes import ModelSizes
-from padfree.tools.planner.epoch import Shape
-from padfree.tools.planner.memory import DeviceMemory
+from padfree.tools.planner.epoch import PlanShape
+from padfree.tools.planner.memory_plan import DeviceMemory
 from padfree.tools.planner.steps import Lengths, spread
 from padfree.tools.planner.time_model import TimeModel
 from padfree.tools.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
@@ -199,7 +199,7 @@ PARTS = ("even", "waiting", "fixed", "weights", "context")
 
 def plan_scaling(
     steps: Sequence[Lengths],
-    shape: Shape,
+    shape: PlanShape,
     time_model: TimeModel,
     config: Config,
     *,
@@ -224,7 +224,7 @@ def plan_scaling(
     for ranks in counts:
         plans = [
             plan_step(
-                step, ranks=ranks // shape.context, max_tokens=shape.row_tokens, cost=time_model.cost, overlong="alone"
+                step, ranks=ranks // shape.context, max_tokens=shape.pack_tokens, cost=time_model.cost, overlong="alone"
             )
             for step in chosen
         ]

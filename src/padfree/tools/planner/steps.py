@@ -31,10 +31,8 @@ from padfree.errors import UserError
 from padfree.model.sharing import sharing_obstacle
 from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
-from padfree.train.batches import distinct
-from padfree.train.decide import decide
-from padfree.train.row_sharing import copied_keys, rows_with_several, run_cost, tree_of_row
-from padfree.train.rows import (
+from padfree.train.batch_preparer import distinct
+from padfree.train.data_rows import (
     SourceShare,
     epoch_order,
     epoch_parts,
@@ -43,8 +41,10 @@ from padfree.train.rows import (
     row_starts,
     source_shares,
 )
+from padfree.train.global_batch import update_parts
+from padfree.train.preflight import preflight
+from padfree.train.shared_turns import copied_keys, rows_with_several, run_cost, tree_of_row
 from padfree.train.training_data import groups_of, make_batcher
-from padfree.train.update_batch import update_parts
 
 Lengths = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ def load_steps(
     # The devices that are planned for need not be here.
     device_type = "cpu" if config.run.device == "cpu" else "cuda"
     processes = processes or config.parallel.most_context(1) * config.parallel.replicate
-    found = decide(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
+    found = preflight(config, processes=processes, device_type=device_type, dry=True, planned=True, progress=progress)
     samples, parts = found.source.samples, found.source.parts
     sources = tuple(source_shares(config, samples, parts))
     if on_note is not None:
@@ -210,8 +210,8 @@ def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> 
 
 
 def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """The updates of one pass over prompts, `rollout.group` responses to each, as long as they may be."""
-    group = config.rollout.group
+    """The updates of one pass over prompts, `rollout.samples_per_prompt` responses to each, as long as they may be."""
+    group = config.rollout.samples_per_prompt
     found = rollout_updates(prompts, config, parts)
     shown = [prompts_of_group[0] for prompts_of_group in _shown(prompts, config, parts)]
     shared = 0 if config.batch.share_prefixes is False else sum(len(prompt.tokens) for prompt in shown) * (group - 1)

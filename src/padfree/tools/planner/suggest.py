@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 from padfree.config.choices import LayoutKind
 from padfree.packing import CostModel
-from padfree.tools.planner.context import BALANCE_ROWS, KINDS, ContextBalance, context_balance
-from padfree.tools.planner.epoch import EpochPlan, Shape, plan_epoch
-from padfree.tools.planner.memory import GIBIBYTE, TOKEN_STEP, DeviceMemory
+from padfree.tools.planner.context import BALANCE_PACKS, KINDS, ContextBalance, context_balance
+from padfree.tools.planner.epoch import EpochPlan, PlanShape, plan_epoch
+from padfree.tools.planner.memory_plan import GIBIBYTE, TOKEN_STEP, DeviceMemory
 from padfree.tools.planner.steps import Lengths
-from padfree.train.settle import USABLE_FRACTION
+from padfree.train.resolve_auto import USABLE_FRACTION
 
 TRIED_STEPS = 16
 """So many steps are planned for each candidate."""
@@ -50,7 +50,7 @@ class Suggestion:
 
 
 def suggest(
-    steps: Sequence[Lengths], shape: Shape, cost: CostModel, *, need: DeviceMemory, memory: float
+    steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, *, need: DeviceMemory, memory: float
 ) -> Suggestion:
     """Settings for `shape.ranks` devices of `memory` bytes each; `shape.context` and `shape.max_tokens` are free."""
     contexts = [size for size in range(1, shape.ranks + 1) if shape.ranks % (size * shape.replicate) == 0]
@@ -99,19 +99,19 @@ class _Tried:
     time: float
 
 
-def _tried(steps: Sequence[Lengths], shape: Shape, cost: CostModel) -> _Tried:
+def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Tried:
     epoch = plan_epoch(steps, shape, cost, exact_steps=TRIED_STEPS)
     if shape.context == 1:
         return _Tried(epoch=epoch, balances=[], time=epoch.time())
-    rows = epoch.rows(BALANCE_ROWS)
+    rows = epoch.rows(BALANCE_PACKS)
     balances = sorted((context_balance(rows, shape.context, kind) for kind in KINDS), key=lambda each: each.mean)
     same = [each for each in balances if each.mean <= balances[0].mean * SAME_FACTOR]
-    best = min(same, key=lambda each: each.key_rows)
+    best = min(same, key=lambda each: each.key_tokens)
     others = [each for each in balances if each is not best]
     return _Tried(epoch=epoch, balances=[best, *others], time=epoch.time(best.mean))
 
 
-def _tried_caps(steps: Sequence[Lengths], shape: Shape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
+def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
     """Caps worth planning, the largest first: no more than memory allows or than one micro-batch a step needs, no less
     than holds the longest sample, where memory allows that.
     """
@@ -173,11 +173,11 @@ def _why_layout(balances: Sequence[ContextBalance]) -> list[str]:
     why = "its slowest context rank is nearest to the mean"
     if best.mean > min(each.mean for each in others):
         why = f"as balanced as the best within {SAME_FACTOR - 1:.0%}, and it reads fewer keys"
-    results = (f"{each.kind} {each.mean:.3f} and {each.key_rows:.2f} keys read a token" for each in balances)
+    results = (f"{each.kind} {each.mean:.3f} and {each.key_tokens:.2f} keys read a token" for each in balances)
     return [f"layout {best.kind}: {why} ({', '.join(results)})"]
 
 
-def _nothing_fits(shape: Shape, need: DeviceMemory, memory: float, longest: int) -> Suggestion:
+def _nothing_fits(shape: PlanShape, need: DeviceMemory, memory: float, longest: int) -> Suggestion:
     least = need.estimate(replace(shape, context=1, max_tokens=1)).device
     reasons = [
         f"nothing fits: without any tokens a device needs about {least / GIBIBYTE:.1f} GiB at {shape.ranks} ranks, and "

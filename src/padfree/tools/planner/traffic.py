@@ -217,7 +217,7 @@ def context_traffic(
     forwards = 1 if parallel.checkpointing == "none" or kept else 2
     kind = f"context, {parallel.method}"
     for row in range(plan.ranks):
-        for (indices, width), is_first in zip(plan.rows_of(row), plan.is_first[row], strict=True):
+        for (indices, width), is_first in zip(plan.packs_of(row), plan.is_first[row], strict=True):
             if width is not None and (width == 1 or not is_first):
                 continue
             group = placement.context_groups[row] if width is None else row + np.arange(width)

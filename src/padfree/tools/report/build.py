@@ -13,12 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from padfree.config.outputs import check_output
+from padfree.config.output_sections import check_output
 from padfree.errors import UserError
-from padfree.record.files import FAILURES, ROLLOUTS
+from padfree.record.file_names import FAILURES, ROLLOUTS
 from padfree.tools.page import Cell, Page
 from padfree.tools.report.panels import figures, panels
-from padfree.tools.report.responses import (
+from padfree.tools.report.response_table import (
     MOST_LETTERS,
     MOST_LETTERS_OF_TEXT,
     MOST_ROWS,

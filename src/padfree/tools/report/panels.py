@@ -95,7 +95,7 @@ UNITS = (
 
 LOGARITHMIC = re.compile(r"norm|perplexity|canary")
 PARTS = (
-    "weight_exchange",
+    "weight_sync",
     "waiting",
     "sampling",
     "rewards",

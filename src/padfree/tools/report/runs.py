@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.errors import UserError
-from padfree.record.files import (
+from padfree.record.file_names import (
     CHECKPOINTS,
     CONFIG,
     EVALUATION,
@@ -42,7 +42,7 @@ from padfree.record.files import (
     ROLLOUTS,
     ROWS,
 )
-from padfree.tools.report.responses import Responses, read_responses
+from padfree.tools.report.response_table import Responses, read_responses
 from padfree.tools.report.state import state_of
 
 Record = dict[str, Any]

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from padfree.record.files import HOLDER, LOCK, MARKER
+from padfree.record.file_names import HOLDER, LOCK, MARKER
 
 ENDS = {
     "end": "finished",

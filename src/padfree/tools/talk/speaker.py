@@ -19,22 +19,22 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from padfree.data.chat import ChatRenderer
+from padfree.data.chat_renderer import ChatRenderer
 from padfree.data.conversation import Message
 from padfree.data.records import check_encodable
 from padfree.errors import UserError, need, shown_error
-from padfree.model.files import base_dtype, open_model
 from padfree.model.load import load_model
+from padfree.model.model_files import base_dtype, open_model
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
-from padfree.rollout.engines.in_process.weights import PolicyModel
-from padfree.rollout.environment.policy import Words
-from padfree.rollout.noise import GREEDY, response_keys
+from padfree.rollout.environment.episode_policy import ChatTokenizer
+from padfree.rollout.sampling_rng import GREEDY, response_keys
 from padfree.tasks.reading import read_template
-from padfree.tools.talk.find import ADAPTER_WEIGHTS, SETTING, ModelFiles
+from padfree.tools.talk.find_model import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.tools.talk.text_stream import TextStream
-from padfree.train.limits import Limits
+from padfree.train.limits import ModelLimits
 from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
@@ -88,8 +88,8 @@ class Speaker:
     ) -> None:
         """`decodes`: see `InProcessSampler`."""
         check_sampling(temperature, seed)
-        self.limits = Limits.of(model)
-        self.words = Words(tokenizer, chat, self.limits.vocabulary)
+        self.limits = ModelLimits.of(model)
+        self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)
         self.stops = stop_tokens(tokenizer, model)
         self._greedy, self._seed = temperature == 0, seed
         self._sampler = InProcessSampler(
@@ -108,10 +108,10 @@ class Speaker:
 
     def render(self, messages: Sequence[Message]) -> str:
         """Messages as text, with the generation prompt. A message that leaves no trace in it is refused."""
-        assert self.words.chat is not None
+        assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
-        text = self.words.chat.render(messages, generation_prompt=True)
+        text = self.chat_tokenizer.chat.render(messages, generation_prompt=True)
         for message in messages:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise UserError(
@@ -121,12 +121,12 @@ class Speaker:
 
     def prompt(self, text: str, *, system: str | None = None) -> list[int]:
         """The ids of one user's message, or of the text as it is if there is no chat template."""
-        if self.words.chat is None:
+        if self.chat_tokenizer.chat is None:
             need(system is None, "--system", system, "leave it out: without a chat template there are no roles")
-            return self.words.encode_prompt(check_encodable(text, "prompt"), begun=False)
-        return self.words.encode_prompt(self.render(messages_of(text, system)), begun=True)
+            return self.chat_tokenizer.encode_prompt(check_encodable(text, "prompt"), begun=False)
+        return self.chat_tokenizer.encode_prompt(self.render(messages_of(text, system)), begun=True)
 
-    def room(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+    def max_new_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """How many tokens an answer may have. Prompts that the model cannot take are refused."""
         need(len(prompt) > 0, "prompt", "", "give a text that has at least one token")
         largest = max(prompt)
@@ -156,13 +156,17 @@ class Speaker:
         `turn` and the index of a prompt, counted from `first`, decide about the random numbers.
         """
         need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
-        rooms = [self.room(prompt, max_new_tokens) for prompt in prompts]
+        max_new_tokens_each = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
         keys = response_keys(self._seed, turn, np.arange(first, first + len(prompts), dtype=np.int64))
         requests = [
-            SamplingRequest(tokens=np.array(prompt, np.int64), room=room, key=GREEDY if self._greedy else int(key))
-            for prompt, room, key in zip(prompts, rooms, keys, strict=True)
+            SamplingRequest(
+                tokens=np.array(prompt, np.int64),
+                max_new_tokens=max_new_tokens,
+                key=GREEDY if self._greedy else int(key),
+            )
+            for prompt, max_new_tokens, key in zip(prompts, max_new_tokens_each, keys, strict=True)
         ]
-        collected = [_Collected(self, room < max_new_tokens) for room in rooms]
+        collected = [_CollectedAnswer(self, max_new_tokens < max_new_tokens) for max_new_tokens in max_new_tokens_each]
 
         def take(number: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
             piece = collected[number].take(tokens, logprobs)
@@ -172,20 +176,23 @@ class Speaker:
         try:
             self._sampler.sample(requests, on_tokens=take)
         except StopAnswer:
-            return [one.answer(room, interrupted=True) for one, room in zip(collected, rooms, strict=True)]
+            return [
+                one.answer(max_new_tokens, interrupted=True)
+                for one, max_new_tokens in zip(collected, max_new_tokens_each, strict=True)
+            ]
         for number, one in enumerate(collected):
             rest = one.rest()
             if rest and on_text is not None:
                 on_text(number, rest)
-        return [one.answer(room) for one, room in zip(collected, rooms, strict=True)]
+        return [one.answer(max_new_tokens) for one, max_new_tokens in zip(collected, max_new_tokens_each, strict=True)]
 
 
-class _Collected:
+class _CollectedAnswer:
     """What was written of one answer so far."""
 
     def __init__(self, speaker: Speaker, context_limits: bool) -> None:
         self._speaker, self._context_limits = speaker, context_limits
-        self._stream = TextStream(speaker.words.decode)
+        self._stream = TextStream(speaker.chat_tokenizer.decode)
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -205,11 +212,11 @@ class _Collected:
         self._text.append(self._stream.end())
         return self._text[-1]
 
-    def answer(self, room: int, *, interrupted: bool = False) -> Answer:
+    def answer(self, max_new_tokens: int, *, interrupted: bool = False) -> Answer:
         end: End = "context" if self._context_limits else "length"
         if self._tokens and self._tokens[-1] in self._speaker.stops:
             end = "stop"
-        elif interrupted and len(self._tokens) < room:
+        elif interrupted and len(self._tokens) < max_new_tokens:
             end = "interrupted"
         return Answer(
             text="".join(self._text),

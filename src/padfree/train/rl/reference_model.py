@@ -34,7 +34,7 @@ from padfree.model.lora import is_adapter
 from padfree.train.scorer import Scorer
 
 
-class Reference(ABC):
+class ReferenceModel(ABC):
     """Scores samples; after every `every` batches it becomes what the trained model is then. None: never."""
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -72,7 +72,7 @@ class Reference(ABC):
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 
-class ModelReference(Reference):
+class ModelReference(ReferenceModel):
     """The scorer's own model."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
@@ -110,7 +110,7 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
         )
 
 
-class AdapterReference(Reference):
+class AdapterReference(ReferenceModel):
     """The trained model with adapters that do nothing, or, once refreshed, with those of an earlier moment."""
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:

@@ -23,8 +23,8 @@ from padfree.data import SFTDataSettings
 from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import gather_objects
 from padfree.rollout import Prompt
-from padfree.train.limits import Limits
-from padfree.train.scalar import ScalarScorer
+from padfree.train.limits import ModelLimits
+from padfree.train.value_loss import ScalarScorer
 
 
 class ModelReward:
@@ -34,7 +34,7 @@ class ModelReward:
         data = config.data
         settings = SFTDataSettings(prompt_format=data.prompt_format, append_eos=data.append_eos)
         self.scorer, self._tokenize = scorer, PairTokenizer(tokenizer, settings)
-        self._positions = Limits.of(scorer.model).positions
+        self._positions = ModelLimits.of(scorer.model).positions
 
     def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """The score of each response text, or what is wrong with it."""

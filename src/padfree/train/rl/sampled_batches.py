@@ -14,7 +14,7 @@ from typing import Any
 
 from padfree.batch import Sample
 from padfree.config import Config
-from padfree.optim.masters import computing
+from padfree.optim.master_weights import compute_copies
 from padfree.rollout.collect.collector import Collector
 from padfree.train.engine import Engine
 from padfree.train.training_data import Batcher
@@ -45,8 +45,8 @@ class SampledBatches:
 
     def _fill(self, step: int, remaining: int = 0) -> None:
         """Hand the present weights over, and have `staleness` batches sampled besides the one that is next."""
-        with computing(self._engine.model):  # the sampler gets the weights in the type that training computes in
-            self._collector.exchange(self._engine.model, step)
+        with compute_copies(self._engine.model):  # the sampler gets the weights in the type that training computes in
+            self._collector.sync_weights(self._engine.model, step)
         self._collector.look()
         while len(self._queue) < self._staleness + (not remaining):
             version = step + remaining + len(self._queue) * self._updates  # when its turn has come
@@ -61,7 +61,7 @@ class SampledBatches:
 
     def next(self, step: int) -> tuple[int, list[Sample]] | None:
         """The number and the samples of the next batch, which is trained after `step` optimizer steps."""
-        with computing(self._engine.model):  # a sampler of this process may share the copies until it has sampled
+        with compute_copies(self._engine.model):  # a sampler of this process may share the copies until it has sampled
             self._fill(step)
             if not self._queue:
                 return None

@@ -36,7 +36,7 @@ class _DecodeLayer:
 
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
-    lanes: Tensor  # [rows, L]
+    slots: Tensor  # [rows, L]
     longest: int  # keys of a lane, at most
 
 
@@ -123,12 +123,12 @@ class CachedModel:
         )
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, positions: Tensor, lanes: Tensor, cache: KVCache, longest: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
         """[L, D] last hidden states of one token for each lane [L], none of which sees more than `longest` before."""
         return self._forward(
             tokens,
             positions,
-            _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], lanes, longest)),
+            _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest)),
         )
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: _Context) -> Tensor:
@@ -157,7 +157,7 @@ def _call_layer(layer: nn.Module, index: int, run: Callable[..., Any], *args: An
     if not isinstance(narrowed, _DecodeLayer):
         return _run_layer(layer, *args, **kwargs)
     if run is not _run_layer:
-        _mark_variable((*args, *kwargs.values(), narrowed.lanes))
+        _mark_variable((*args, *kwargs.values(), narrowed.slots))
     return run(layer, *args, **kwargs)
 
 
@@ -200,7 +200,7 @@ def _cached_attention(
         q, k, v = (states.transpose(1, 2).squeeze(0).contiguous() for states in (query, key, value))
         scale = q.shape[2] ** -0.5 if scaling is None else scaling
         out = decode_attention(
-            q, k, v, context.keys, context.values, context.lanes, s_aux, scale, sliding_window, softcap, context.longest
+            q, k, v, context.keys, context.values, context.slots, s_aux, scale, sliding_window, softcap, context.longest
         )
         return out[None], None
     k, v = (states.transpose(1, 2).squeeze(0) for states in (key, value))

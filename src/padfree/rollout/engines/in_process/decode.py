@@ -7,7 +7,7 @@
 
     a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> drawn [L] -> the next tokens
 
-All that a step reads and writes is on the device: `lanes` [rows, L] says for each lane which keys it sees, what it
+All that a step reads and writes is on the device: `slots` [rows, L] says for each lane which keys it sees, what it
 feeds next and whose response it writes (`outputs` has one row for each request). On CUDA a step is one CUDA graph, for
 each of a few numbers of lanes. The host replays it in bursts, and looks at who has finished one burst later, while the
 next one runs. Where a response must have ended because it has no more room, the host knows without looking.
@@ -30,14 +30,14 @@ from torch import Tensor
 
 from padfree.errors import UserError
 from padfree.rollout.base import OnProgress, OnTokens, Response, SamplingRequest
-from padfree.rollout.engines.in_process import draw
+from padfree.rollout.engines.in_process import sample_token
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
 from padfree.rollout.engines.in_process.kv_cache import Extents, KVCache, LayerShape
-from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
-TOKEN, KEY, ROOM, REQUEST = range(5, 9)
+TOKEN, KEY, MAX_NEW_TOKENS, REQUEST = range(5, 9)
 NUM_ROWS = 9
-"""Rows of `lanes`: those that attention reads, what is fed next, the key of the noise, the room, and the request."""
+"""Rows of `slots`: those that attention reads, what is fed next, the key of the noise, the room, and the request."""
 
 BURST = 8
 """Steps between two looks at who has finished."""
@@ -70,7 +70,7 @@ class _Prompt:
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _Slot:
     """A response that is being written."""
 
     request: int
@@ -85,7 +85,7 @@ class _Buffers:
     """What steps read and write, at addresses that stay."""
 
     cache: KVCache
-    lanes: Tensor  # [rows, lanes] int64
+    slots: Tensor  # [rows, lanes] int64
     tokens: Tensor  # [N + 1, longest] int64; the last row is for lanes that are not active
     logprobs: Tensor  # [N + 1, longest] float32
     status: Tensor  # [2, N + 1] int64: tokens written, and whether that is all
@@ -105,7 +105,7 @@ class DecodeStatistics:
     """What the last call of `sample` took."""
 
     steps: int = 0
-    lane_steps: int = 0  # lanes over all steps, whether they had something to write or not
+    slot_steps: int = 0  # lanes over all steps, whether they had something to write or not
     prefilled: int = 0  # tokens of prompts
     captures: int = 0
 
@@ -131,16 +131,16 @@ class Decoder:
         self,
         model: CachedModel,
         *,
-        num_lanes: int,
+        num_slots: int,
         temperature: float,
         stops: Sequence[int],
         cache_bytes: int | None = None,
         captured: bool | None = None,
     ) -> None:
-        """`cache_bytes`: keys and values take no more; None: as much as `num_lanes` responses need, but at most half
+        """`cache_bytes`: keys and values take no more; None: as much as `num_slots` responses need, but at most half
         of what the device has free. `captured`: whether steps are CUDA graphs; None: where that can be."""
         self.model, self.device = model, model.device
-        self.num_lanes, self.temperature = num_lanes, temperature
+        self.num_slots, self.temperature = num_slots, temperature
         self.stops = torch.tensor(sorted(stops), device=self.device)
         self.cache_bytes = cache_bytes
         cuda = self.device.type == "cuda"
@@ -179,7 +179,7 @@ class Decoder:
         if not requests:
             return []
         buffers = self._buffers = self._fitting_buffers(requests)
-        buffers.lanes.zero_()
+        buffers.slots.zero_()
         buffers.status.zero_()
         _Sampling(self, buffers, requests, on_progress, on_tokens).run()
         status, tokens, logprobs = (
@@ -204,7 +204,7 @@ class Decoder:
     def prepare(self, requests: Sequence[SamplingRequest]) -> None:
         """Take the memory for such requests, and capture all steps, so that `sample` does not have to."""
         self._buffers = self._fitting_buffers(requests)
-        for count in lane_counts(self.num_lanes) if self.captured else ():
+        for count in slot_counts(self.num_slots) if self.captured else ():
             if count not in self._graphs:
                 self._capture(count)
 
@@ -214,10 +214,10 @@ class Decoder:
         """Those that are there, if all requests fit, or new ones."""
         if self.shapes is None:
             self.shapes = self.model.layer_shapes()
-        longest = max(request.room for request in requests)
+        longest = max(request.max_new_tokens for request in requests)
         prompts = {id(request.tokens): len(request.tokens) - 1 for request in requests}
-        wanted = min(self.num_lanes, len(requests)) * longest + sum(prompts.values())
-        needed = max(len(request.tokens) - 1 + request.room for request in requests)
+        wanted = min(self.num_slots, len(requests)) * longest + sum(prompts.values())
+        needed = max(len(request.tokens) - 1 + request.max_new_tokens for request in requests)
         num_requests, most_keys, before = len(requests), rounded_up(needed, KEYS_STEP), 0
         old = self._buffers
         if old is not None:
@@ -240,7 +240,7 @@ class Decoder:
         num_places = min(limit, max(before, int(wanted * GROWTH)))
         return _Buffers(
             cache=KVCache.allocated(self.shapes, num_places, self.device),
-            lanes=torch.zeros(NUM_ROWS, self.num_lanes, dtype=torch.int64, device=self.device),
+            slots=torch.zeros(NUM_ROWS, self.num_slots, dtype=torch.int64, device=self.device),
             tokens=torch.zeros(num_requests + 1, longest, dtype=torch.int64, device=self.device),
             logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
@@ -281,7 +281,7 @@ class Decoder:
     def run_steps(self, steps: int, occupied: int) -> None:
         """`steps` tokens in each of the first `occupied` lanes."""
         if self.captured:
-            count = next(size for size in reversed(lane_counts(self.num_lanes)) if size >= occupied)
+            count = next(size for size in reversed(slot_counts(self.num_slots)) if size >= occupied)
             graph = self._graphs.get(count) or self._capture(count)
             for _ in range(steps):
                 graph.replay()
@@ -290,14 +290,14 @@ class Decoder:
             for _ in range(steps):
                 self._step(count)
         self.statistics.steps += steps
-        self.statistics.lane_steps += steps * count
+        self.statistics.slot_steps += steps * count
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph:
         """A graph of one step of `count` lanes. Nothing is written meanwhile: no lane is active."""
         assert self._buffers is not None
-        lanes = self._buffers.lanes
-        kept = lanes.clone()
-        lanes.zero_()
+        slots = self._buffers.slots
+        kept = slots.clone()
+        slots.zero_()
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # kernels are compiled, and libraries take their memory, before the capture
@@ -310,7 +310,7 @@ class Decoder:
         # Threads of other libraries may use CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._step(count)
-        lanes.copy_(kept)
+        slots.copy_(kept)
         self._graphs[count] = graph
         self.statistics.captures += 1
         return graph
@@ -319,24 +319,26 @@ class Decoder:
         """One token in each of the first `count` lanes."""
         buffers = self._buffers
         assert buffers is not None
-        lanes = buffers.lanes[:, :count]
+        slots = buffers.slots[:, :count]
         hidden = self.model.decode(
-            lanes[TOKEN], lanes[STORED] + lanes[WRITTEN], lanes, buffers.cache, buffers.most_keys
+            slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.most_keys
         )
         head = self.model.head()
-        drawn = draw.draw(draw.products(hidden, head), head, lanes[KEY], lanes[WRITTEN], self.temperature)
-        active = lanes[ACTIVE] != 0
-        request = torch.where(active, lanes[REQUEST], buffers.num_requests)
-        written = torch.where(active, lanes[WRITTEN], 0)
+        drawn = sample_token.sample_token(
+            sample_token.products(hidden, head), head, slots[KEY], slots[WRITTEN], self.temperature
+        )
+        active = slots[ACTIVE] != 0
+        request = torch.where(active, slots[REQUEST], buffers.num_requests)
+        written = torch.where(active, slots[WRITTEN], 0)
         buffers.tokens[request, written] = drawn.tokens
         buffers.logprobs[request, written] = drawn.logprobs
         written = written + 1
-        ends = (drawn.tokens[:, None] == self.stops).any(1) | (written >= lanes[ROOM])
+        ends = (drawn.tokens[:, None] == self.stops).any(1) | (written >= slots[MAX_NEW_TOKENS])
         buffers.status[0, request] = written
         buffers.status[1, request] = ends.long()
-        lanes[TOKEN] = torch.where(active, drawn.tokens, lanes[TOKEN])
-        lanes[WRITTEN] += active
-        lanes[ACTIVE] = (active & ~ends).long()
+        slots[TOKEN] = torch.where(active, drawn.tokens, slots[TOKEN])
+        slots[WRITTEN] += active
+        slots[ACTIVE] = (active & ~ends).long()
 
     def uploaded(self, array: NDArray[np.int64]) -> Tensor:
         """On the device, without waiting for it."""
@@ -362,9 +364,9 @@ def rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def lane_counts(num_lanes: int) -> list[int]:
+def slot_counts(num_slots: int) -> list[int]:
     """256 -> 256 128 64 32 16; 20 -> 20; 40 -> 40 20."""
-    found = [num_lanes]
+    found = [num_slots]
     while found[-1] // 2 >= FEWEST_LANES:
         found.append(found[-1] // 2)
     return found
@@ -381,9 +383,9 @@ class _Sampling:
     on_tokens: OnTokens | None
     prompts: dict[int, _Prompt] = field(default_factory=dict)  # by the identity of their tokens
     waiting: deque[int] = field(default_factory=deque)
-    occupied: list[_Lane] = field(default_factory=list)  # lane i is occupied[i], once they are arranged
+    occupied: list[_Slot] = field(default_factory=list)  # lane i is occupied[i], once they are arranged
     extents: Extents = field(default_factory=lambda: Extents(0))
-    told: dict[int, int] = field(default_factory=dict)  # by request: tokens that `on_tokens` knows
+    transfer_info: dict[int, int] = field(default_factory=dict)  # by request: tokens that `on_tokens` knows
 
     def run(self) -> None:
         self.extents = Extents(self.buffers.cache.num_places)
@@ -393,12 +395,12 @@ class _Sampling:
         earlier: _Look | None = None
         while self.waiting or self.occupied:
             changed = self._admit()
-            if changed or any(lane.at != index for index, lane in enumerate(self.occupied)):
+            if changed or any(slot.at != index for index, slot in enumerate(self.occupied)):
                 self._arrange()
-            steps = min(BURST, max(lane.remaining for lane in self.occupied))
+            steps = min(BURST, max(slot.remaining for slot in self.occupied))
             self.decoder.run_steps(steps, len(self.occupied))
-            for lane in self.occupied:
-                lane.remaining -= steps
+            for slot in self.occupied:
+                slot.remaining -= steps
             look = self.decoder.look()
             # On the CPU nothing is gained by looking later.
             self._release(look if look.event is None else earlier)
@@ -413,45 +415,45 @@ class _Sampling:
             tensor.cpu().numpy() for tensor in (buffers.status[0], buffers.tokens, buffers.logprobs)
         )
         for number in range(len(self.requests)):
-            begin, end = self.told.get(number, 0), int(lengths[number])
+            begin, end = self.transfer_info.get(number, 0), int(lengths[number])
             if end > begin:
-                self.told[number] = end
+                self.transfer_info[number] = end
                 on_tokens(number, tokens[number, begin:end].copy(), logprobs[number, begin:end].copy())
 
     def _admit(self) -> bool:
         """Give free lanes, and places in the cache, to requests that wait; whether there were any."""
-        admitted: list[_Lane] = []
+        admitted: list[_Slot] = []
         missing: list[_Prompt] = []
-        while self.waiting and len(self.occupied) + len(admitted) < self.decoder.num_lanes:
-            lane = self._admitted(self.waiting[0], missing)
-            if lane is None and not self.occupied and not admitted:
+        while self.waiting and len(self.occupied) + len(admitted) < self.decoder.num_slots:
+            slot = self._admitted(self.waiting[0], missing)
+            if slot is None and not self.occupied and not admitted:
                 self._forget_unused_prompts()
-                lane = self._admitted(self.waiting[0], missing)
-                assert lane is not None, "one response fits into the whole cache"
-            if lane is None:
+                slot = self._admitted(self.waiting[0], missing)
+                assert slot is not None, "one response fits into the whole cache"
+            if slot is None:
                 break
             self.waiting.popleft()
-            admitted.append(lane)
+            admitted.append(slot)
         self.occupied += admitted
         if missing:
             self._look_ahead(missing)
             self.decoder.prefill(missing)
         return bool(admitted)
 
-    def _admitted(self, number: int, missing: list[_Prompt]) -> _Lane | None:
+    def _admitted(self, number: int, missing: list[_Prompt]) -> _Slot | None:
         request = self.requests[number]
         prompt = self.prompts[id(request.tokens)]
-        own = self.extents.take(request.room)
+        own = self.extents.take(request.max_new_tokens)
         if own is None:
             return None
         if prompt.start is None:
             prompt.start = self.extents.take(prompt.stored)
             if prompt.start is None:
-                self.extents.give(own, request.room)
+                self.extents.give(own, request.max_new_tokens)
                 return None
             if prompt.stored:
                 missing.append(prompt)
-        return _Lane(request=number, prompt=prompt, own=own, remaining=request.room)
+        return _Slot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
 
     def _look_ahead(self, missing: list[_Prompt]) -> None:
         """Prompts that come next join a pass that is made anyway, where responses do not need their places."""
@@ -462,8 +464,8 @@ class _Sampling:
             if prompt.start is not None or not prompt.stored:
                 continue
             tokens += prompt.stored
-            free_lanes = self.decoder.num_lanes - len(self.occupied)
-            spare = self.extents.num_free - prompt.stored - free_lanes * request.room
+            free_slots = self.decoder.num_slots - len(self.occupied)
+            spare = self.extents.num_free - prompt.stored - free_slots * request.max_new_tokens
             if tokens > PREFILL_TOKENS or spare < 0:
                 return
             prompt.start = self.extents.take(prompt.stored)
@@ -480,38 +482,38 @@ class _Sampling:
 
     def _arrange(self) -> None:
         """Move the occupied lanes together on the device, and fill in the new ones."""
-        num_lanes = self.decoder.num_lanes
-        table = np.zeros((NUM_ROWS + 2, num_lanes), np.int64)  # where each lane was, whether it is new, and what is new
+        num_slots = self.decoder.num_slots
+        table = np.zeros((NUM_ROWS + 2, num_slots), np.int64)  # where each lane was, whether it is new, and what is new
         kept_from, is_new, fresh = table[0], table[1], table[2:]
         is_new[:] = 1
-        for index, lane in enumerate(self.occupied):
-            if lane.at is not None:
-                kept_from[index], is_new[index] = lane.at, 0
+        for index, slot in enumerate(self.occupied):
+            if slot.at is not None:
+                kept_from[index], is_new[index] = slot.at, 0
             else:
-                request = self.requests[lane.request]
-                assert lane.prompt.start is not None
-                fresh[[PROMPT, STORED, OWN, ACTIVE], index] = lane.prompt.start, lane.prompt.stored, lane.own, 1
+                request = self.requests[slot.request]
+                assert slot.prompt.start is not None
+                fresh[[PROMPT, STORED, OWN, ACTIVE], index] = slot.prompt.start, slot.prompt.stored, slot.own, 1
                 fresh[[TOKEN, KEY], index] = request.tokens[-1], request.key
-                fresh[[ROOM, REQUEST], index] = request.room, lane.request
-            lane.at = index
+                fresh[[MAX_NEW_TOKENS, REQUEST], index] = request.max_new_tokens, slot.request
+            slot.at = index
         given = self.decoder.uploaded(table)
-        lanes = self.buffers.lanes
-        lanes.copy_(torch.where(given[1] != 0, given[2:], lanes[:, given[0]]))
+        slots = self.buffers.slots
+        slots.copy_(torch.where(given[1] != 0, given[2:], slots[:, given[0]]))
 
     def _release(self, look: _Look | None) -> None:
         """Take back the lanes of responses that have ended."""
         status = None if look is None else look.read()
-        left: list[_Lane] = []
-        for lane in self.occupied:
-            if lane.remaining > 0 and (status is None or not status[1, lane.request]):
-                left.append(lane)
+        left: list[_Slot] = []
+        for slot in self.occupied:
+            if slot.remaining > 0 and (status is None or not status[1, slot.request]):
+                left.append(slot)
                 continue
-            self.extents.give(lane.own, self.requests[lane.request].room)
-            lane.prompt.waiting -= 1
-            if lane.prompt.waiting == 0:
-                assert lane.prompt.start is not None
-                self.extents.give(lane.prompt.start, lane.prompt.stored)
-                lane.prompt.start = None
+            self.extents.give(slot.own, self.requests[slot.request].max_new_tokens)
+            slot.prompt.waiting -= 1
+            if slot.prompt.waiting == 0:
+                assert slot.prompt.start is not None
+                self.extents.give(slot.prompt.start, slot.prompt.stored)
+                slot.prompt.start = None
         self.occupied = left
         if status is not None and self.on_progress is not None:
             self.on_progress(int(status[1, : len(self.requests)].sum()))

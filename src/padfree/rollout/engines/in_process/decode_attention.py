@@ -7,7 +7,7 @@
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`lanes` [5 or more, L] holds these numbers in its rows, on the device: a step needs nothing from the host, and one CUDA
+`slots` [5 or more, L] holds these numbers in its rows, on the device: a step needs nothing from the host, and one CUDA
 graph is right for all of them. A lane that is not active stores nothing and sees its own token alone. The host says
 only how many keys in front of the new one a lane can have at most (`longest`).
 
@@ -22,7 +22,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 
 def reference(
@@ -31,7 +31,7 @@ def reference(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    slots: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int | None,
@@ -39,13 +39,13 @@ def reference(
     longest: int,
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache."""
-    active = lanes[ACTIVE] != 0
-    stored, written = (torch.where(active, lanes[row], 0) for row in (STORED, WRITTEN))
-    new = (lanes[OWN] + written)[active]
+    active = slots[ACTIVE] != 0
+    stored, written = (torch.where(active, slots[row], 0) for row in (STORED, WRITTEN))
+    new = (slots[OWN] + written)[active]
     keys[new], values[new] = k[active], v[active]
     before = stored + written  # [L] keys in front of the new one
     number = torch.arange(int(before.max()), device=q.device)  # [N]
-    places = torch.where(number < stored[:, None], lanes[PROMPT][:, None] + number, _own_places(lanes, stored, number))
+    places = torch.where(number < stored[:, None], slots[PROMPT][:, None] + number, _own_places(slots, stored, number))
     seen = number < before[:, None]  # [L, N]
     if window is not None:
         seen &= number > before[:, None] - window
@@ -69,8 +69,8 @@ def reference(
     return out.reshape(len(q), q.shape[1], v.shape[2]).to(q.dtype)
 
 
-def _own_places(lanes: Tensor, stored: Tensor, number: Tensor) -> Tensor:
-    return lanes[OWN][:, None] + number - stored[:, None]
+def _own_places(slots: Tensor, stored: Tensor, number: Tensor) -> Tensor:
+    return slots[OWN][:, None] + number - stored[:, None]
 
 
 @torch.library.custom_op("padfree::decode_attention", mutates_args=("keys", "values"))
@@ -80,7 +80,7 @@ def decode_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    slots: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int | None,
@@ -91,8 +91,8 @@ def decode_attention(
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
-        return attend(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)
-    return reference(q, k, v, keys, values, lanes, sinks, scale, window, softcap, longest)
+        return attend(q, k, v, keys, values, slots, sinks, scale, window, softcap, longest)
+    return reference(q, k, v, keys, values, slots, sinks, scale, window, softcap, longest)
 
 
 @decode_attention.register_fake
@@ -102,7 +102,7 @@ def _shapes(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    slots: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int | None,

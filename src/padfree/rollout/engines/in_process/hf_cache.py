@@ -33,7 +33,7 @@ from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest
-from padfree.rollout.noise import gumbel_argmax
+from padfree.rollout.sampling_rng import gumbel_argmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ CacheUse = Literal["padded", "equal lengths", "none"]
 """Which prompts are written together, and whether their keys and values are kept; `none`: prompts of one length."""
 
 TRIED_LENGTHS = (6, 1, 14, 6)
-TRIED_ROOM = 5
+TRIED_TOKENS = 5
 TOLERANCE = 1e-4
 """Of log-probabilities in float32: rounding stays below 1e-5, a pad that was seen is above 1e-3."""
 
@@ -77,7 +77,7 @@ def _tried_use(copy: PreTrainedModel) -> CacheUse:
     """The first that draws what this model gives without cache and pad."""
     generator = np.random.default_rng(0)
     requests = [
-        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), room=TRIED_ROOM, key=key)
+        SamplingRequest(tokens=generator.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)
         for key, length in enumerate(TRIED_LENGTHS)
     ]
     settings: dict[str, Any] = {"temperature": 1.0, "stops": (), "batch_size": len(requests)}
@@ -156,13 +156,13 @@ def _write(
     input_ids, mask = (tensor.to(device) for tensor in _left_padded([request.tokens for request in requests]))
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     keys = torch.tensor([request.key for request in requests], device=device)
-    rooms = torch.tensor([request.room for request in requests], device=device)
+    max_new_tokens_each = torch.tensor([request.max_new_tokens for request in requests], device=device)
     writing = torch.ones(len(requests), dtype=torch.bool, device=device)
     # Logits of a whole prompt, for every token of the vocabulary, can be larger than the model.
     known = inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
-    for position in range(max(request.room for request in requests)):
+    for position in range(max(request.max_new_tokens for request in requests)):
         output: Any = model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -179,7 +179,7 @@ def _write(
         if on_tokens is not None:
             for row in writing.nonzero()[:, 0].tolist():
                 on_tokens(row, drawn[row : row + 1].cpu().numpy(), logprobs[-1][row : row + 1].cpu().numpy())
-        writing &= ~torch.isin(drawn, ends) & (position + 1 < rooms)
+        writing &= ~torch.isin(drawn, ends) & (position + 1 < max_new_tokens_each)
         if not writing.any():
             break
         input_ids, position_ids = _next(input_ids, position_ids, drawn, cached=cached)
@@ -218,7 +218,7 @@ def _responses(
     found = []
     is_end = torch.isin(tokens, ends).numpy()
     for request, row, values, stopped in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):
-        cut = stopped[: request.room]
+        cut = stopped[: request.max_new_tokens]
         ended = bool(cut.any())
         length = int(cut.argmax()) + 1 if ended else len(cut)
         found.append(

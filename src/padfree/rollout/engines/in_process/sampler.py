@@ -25,7 +25,7 @@ from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, Sam
 from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
-from padfree.rollout.engines.in_process.weights import PolicyModel
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.warning import PadfreeWarning
 
 
@@ -37,7 +37,7 @@ def make_in_process_sampler(
         PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
         stops=stop_tokens(tokenizer, trained),
         temperature=config.loss.temperature,
-        batch_size=config.rollout.batch,
+        batch_size=config.rollout.max_concurrent,
         cache_bytes=config.rollout.kv_cache_bytes,
         attention=config.model.attention,
         compiled=config.parallel.compile == "inductor",
@@ -120,7 +120,7 @@ class InProcessSampler:
     def _made_decoder(self) -> Decoder:
         return Decoder(
             CachedModel(self.policy.model, backend=self._attention, compiled=self._compiled),
-            num_lanes=self.batch_size,
+            num_slots=self.batch_size,
             temperature=self.temperature,
             stops=self.stops,
             cache_bytes=self._cache_bytes,

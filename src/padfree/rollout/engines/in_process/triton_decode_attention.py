@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.rollout.engines.in_process.lanes import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
 """Keys at a time; half of them where heads are large."""
@@ -62,17 +62,17 @@ def _with_sinks(peak, total, weighted, sinks, row, inside):
 
 @triton.jit
 def _attend_kernel(
-    q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts, lane_stride, window, span, scale, softcap,
+    q, k, v, keys, values, slots, sinks, out, peaks, totals, parts, slot_stride, window, span, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     DV: tl.constexpr, DV_PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    lane, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    active = tl.load(lanes + _ACTIVE * lane_stride + lane) != 0
-    prompt = tl.load(lanes + _PROMPT * lane_stride + lane)
-    own = tl.load(lanes + _OWN * lane_stride + lane)
-    stored = tl.where(active, tl.load(lanes + _STORED * lane_stride + lane), 0).to(tl.int32)
-    written = tl.where(active, tl.load(lanes + _WRITTEN * lane_stride + lane), 0).to(tl.int32)
+    slot, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    active = tl.load(slots + _ACTIVE * slot_stride + slot) != 0
+    prompt = tl.load(slots + _PROMPT * slot_stride + slot)
+    own = tl.load(slots + _OWN * slot_stride + slot)
+    stored = tl.where(active, tl.load(slots + _STORED * slot_stride + slot), 0).to(tl.int32)
+    written = tl.where(active, tl.load(slots + _WRITTEN * slot_stride + slot), 0).to(tl.int32)
     end = stored + written
     start = tl.maximum(end + 1 - window, 0) if HAS_WINDOW else end * 0
     start += split * span
@@ -80,14 +80,14 @@ def _attend_kernel(
         end = tl.minimum(end, start + span)
 
     group, column, value_column = tl.arange(0, ROWS), tl.arange(0, D_PADDED), tl.arange(0, DV_PADDED)
-    row = lane * HEADS * GROUP + head * GROUP + group
+    row = slot * HEADS * GROUP + head * GROUP + group
     in_group, in_d, in_dv = group < GROUP, column < D, value_column < DV
     if (split > 0) & (start >= end):
         tl.store(peaks + row * SPLITS + split, tl.full((ROWS,), float("-inf"), tl.float32), mask=in_group)
         return
     query = tl.load(q + row[:, None] * D + column[None, :], mask=in_group[:, None] & in_d[None, :], other=0.0)
 
-    new = lane * HEADS + head
+    new = slot * HEADS + head
     new_key = tl.load(k + new * D + column, mask=in_d, other=0.0)
     new_value = tl.load(v + new * DV + value_column, mask=in_dv, other=0.0)
     if split == 0:
@@ -167,7 +167,7 @@ def attend(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    lanes: Tensor,
+    slots: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int | None,
@@ -177,31 +177,31 @@ def attend(
     span: int | None = None,
 ) -> Tensor:
     """[L, H, dv]; stores k and v in the cache. `span`, a multiple of `BLOCK`, is found from the number of lanes."""
-    num_lanes, num_heads, size = q.shape
+    num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]
-    assert lanes.stride(1) == 1
+    assert slots.stride(1) == 1
     assert keys.is_contiguous()
     assert values.is_contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    span = span or (SPAN if num_lanes * heads >= FEW_PROGRAMS else SPAN // 2)
+    span = span or (SPAN if num_slots * heads >= FEW_PROGRAMS else SPAN // 2)
     splits = max(1, triton.cdiv(longest if window is None else min(longest, window), span))
-    out = q.new_empty(num_lanes, num_heads, value_size)
-    many = num_lanes * num_heads * splits if splits > 1 else 0
+    out = q.new_empty(num_slots, num_heads, value_size)
+    many = num_slots * num_heads * splits if splits > 1 else 0
     peaks, totals = (torch.empty(many, dtype=torch.float32, device=q.device) for _ in range(2))
     parts = torch.empty(many * value_size, dtype=torch.float32, device=q.device)
     block_bytes = BLOCK * (_padded(size) + _padded(value_size)) * q.element_size()
     block = BLOCK if block_bytes <= SHARED_MEMORY else BLOCK // 2
     padded = {"D_PADDED": _padded(size), "DV": value_size, "DV_PADDED": _padded(value_size)}
-    _attend_kernel[(num_lanes, heads, splits)](
-        q, k, v, keys, values, lanes, sinks, out, peaks, totals, parts,
-        lanes.stride(0), window or 0, span, scale, softcap or 1.0,
+    _attend_kernel[(num_slots, heads, splits)](
+        q, k, v, keys, values, slots, sinks, out, peaks, totals, parts,
+        slots.stride(0), window or 0, span, scale, softcap or 1.0,
         HEADS=heads, GROUP=num_heads // heads, ROWS=_padded(num_heads // heads), D=size, **padded, N=block,
         SPLITS=splits, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=max(1, min(3, SHARED_MEMORY // block_bytes)),
     )  # fmt: skip
     if splits > 1:
-        _join_kernel[(num_lanes, num_heads)](
+        _join_kernel[(num_slots, num_heads)](
             peaks, totals, parts, sinks, out,
             HEADS=num_heads, DV=value_size, DV_PADDED=padded["DV_PADDED"], SPLITS=splits,
             PADDED=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None, num_warps=2,

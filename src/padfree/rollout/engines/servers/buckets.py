@@ -45,10 +45,10 @@ class BucketForm:
         return self._ends()[-1]
 
     @property
-    def told(self) -> dict[str, Any]:
-        """As JSON, for `BucketForm(**told)` on the other side."""
-        told: dict[str, Any] = {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
-        return told if self.file is None else {**told, "file": self.file}
+    def transfer_info(self) -> dict[str, Any]:
+        """As JSON, for `BucketForm(**transfer_info)` on the other side."""
+        transfer_info: dict[str, Any] = {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
+        return transfer_info if self.file is None else {**transfer_info, "file": self.file}
 
     def _ends(self) -> list[int]:
         """The end of each tensor's bytes, and 0 in front."""
@@ -106,20 +106,25 @@ class Receiver:
         self._group: Any = None
         self._place = device  # where broadcast buckets arrive
 
-    def join(self, told: Mapping[str, Any], rank: int) -> None:
+    def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
         """What the trainer says before its first bucket (`ServerApi.join`); ranks of workers begin at 1."""
         self._group = None
-        if told["way"] == "files":
+        if transfer_info["way"] == "files":
             return
-        if told["backend"] == "nccl" and self.device.type != "cuda":
+        if transfer_info["backend"] == "nccl" and self.device.type != "cuda":
             raise RuntimeError(f"padfree: the trainer is on a GPU, this worker is on {self.device}")
-        address, port, world, timeout = told["address"], told["port"], told["world"], told["timeout"]
+        address, port, world, timeout = (
+            transfer_info["address"],
+            transfer_info["port"],
+            transfer_info["world"],
+            transfer_info["timeout"],
+        )
         limit = timedelta(seconds=timeout)
         store = TCPStore(address, port, world, is_master=False, timeout=limit, wait_for_workers=False)
-        self._place = self.device if told["backend"] == "nccl" else torch.device("cpu")
+        self._place = self.device if transfer_info["backend"] == "nccl" else torch.device("cpu")
         own = address_towards(address, port)
         self._group = join_group(
-            store, rank, world, backend=told["backend"], address=own, device=self.device, timeout=timeout
+            store, rank, world, backend=transfer_info["backend"], address=own, device=self.device, timeout=timeout
         )
 
     def leave(self) -> None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from padfree.batch import Sample
 from padfree.errors import UserError
 from padfree.rollout.base import Score
-from padfree.rollout.engines.servers.api import ServerApi
+from padfree.rollout.engines.servers.server_api import ServerApi
 
 TEXT = (
     "The ferry leaves the harbour at a quarter past seven, and the first passengers are on deck long before that. "
@@ -62,17 +62,17 @@ Rows = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Scores:
+class CanaryScores:
     """Log-probabilities of all sequences end to end."""
 
     given: Floats  # [n] of the tokens that every exchange scores
     drawn: Floats  # [m]
 
     @staticmethod
-    def of(rows: Sequence[Sequence[float]], num_drawn: int) -> Scores:
+    def of(rows: Sequence[Sequence[float]], num_drawn: int) -> CanaryScores:
         """From those of all tokens but the first, the last `num_drawn` of each row being drawn."""
         arrays = [np.asarray(row, np.float64) for row in rows]
-        return Scores(
+        return CanaryScores(
             given=np.concatenate([row[: len(row) - num_drawn] for row in arrays]),
             drawn=np.concatenate([row[len(row) - num_drawn :] for row in arrays]),
         )
@@ -83,7 +83,7 @@ class Canary:
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api
-        self._before: dict[str, tuple[Scores, Scores]] = {}
+        self._before: dict[str, tuple[CanaryScores, CanaryScores]] = {}
 
     def compare(self, rows: Mapping[str, Rows], score: Score, temperature: float, version: int) -> dict[str, float]:
         """The numbers of this exchange, the worst of all servers; a UserError if one has other weights.
@@ -101,13 +101,13 @@ class Canary:
         numbers: dict[str, float] = {}
         for url, found in rows.items():
             own, trainer = trainer[: len(found)], trainer[len(found) :]
-            theirs = Scores.of([logprobs for _, logprobs in found], DRAWN)
-            for name, value in self.judge(url, theirs, Scores.of(own, DRAWN), version).items():
+            theirs = CanaryScores.of([logprobs for _, logprobs in found], DRAWN)
+            for name, value in self.judge(url, theirs, CanaryScores.of(own, DRAWN), version).items():
                 worse = min if name == "canary_followed" else max
                 numbers[name] = worse(numbers.get(name, value), value)
         return numbers
 
-    def judge(self, url: str, server: Scores, trainer: Scores, version: int) -> dict[str, float]:
+    def judge(self, url: str, server: CanaryScores, trainer: CanaryScores, version: int) -> dict[str, float]:
         """The numbers of this exchange; a line if the weights are not those of the trainer."""
         apart = np.abs(server.given - trainer.given)
         drawn_apart = float(np.abs(server.drawn - trainer.drawn).mean())
@@ -138,7 +138,7 @@ class Canary:
         self._before[url] = server, trainer
         return found
 
-    def _followed(self, url: str, server: Scores, trainer: Scores) -> float | None:
+    def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
         """None: this cannot be told, there is no exchange before, or the change is lost in the rounding."""
         if url not in self._before:
             return None

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from padfree.errors import UserError
-from padfree.rollout.engines.servers.api import FailedError, LateError, ServerApi
+from padfree.rollout.engines.servers.server_api import FailedError, LateError, ServerApi
 
 _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
 """What a connection may raise that breaks off, or on which something else than HTTP is spoken."""
@@ -32,8 +32,8 @@ class HttpServer(ServerApi):
     cure_route: ClassVar[str]  # for a server that has no such route
 
     @asynccontextmanager
-    async def connected(self, timeout: float | None = None) -> AsyncIterator[Connection]:
-        connection = Connection(self, timeout or self.timeout)
+    async def connected(self, timeout: float | None = None) -> AsyncIterator[HttpConnection]:
+        connection = HttpConnection(self, timeout or self.timeout)
         try:
             yield connection
         finally:
@@ -52,7 +52,7 @@ class HttpServer(ServerApi):
             await connection.answer("POST", path, body, cure=cure)
 
 
-class Connection:
+class HttpConnection:
     """One connection to a server, for calls one after the other."""
 
     def __init__(self, server: HttpServer, timeout: float) -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 
 from padfree.errors import UserError
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
-from padfree.rollout.engines.servers.api import RestartedError, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_api import RestartedError, ServerApi, ServerLostError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 POLL, PATIENCE = 0.2, 1.0
@@ -241,7 +241,7 @@ class WorkInPool:
     def _keep(self, number: int, response: Response) -> None:
         on_response, place = self._told[number]
         request = self._requests[number]
-        if response.is_whole(request.room):
+        if response.is_whole(request.max_new_tokens):
             del self._requests[number], self._told[number]
         else:
             self._requests[number] = replace(request, begun=response)

@@ -33,13 +33,13 @@ from transformers import PreTrainedModel
 from padfree.distributed import Mesh, raise_together
 from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
-from padfree.rollout.engines.servers.api import Drawing, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.canary import DRAWN, Canary, Rows
-from padfree.rollout.engines.servers.launch import PROBE, Launcher
 from padfree.rollout.engines.servers.pool import Pool, SupersededError, WorkInPool
+from padfree.rollout.engines.servers.server_api import Drawing, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_processes import PROBE, Launcher
 from padfree.rollout.engines.servers.weight_sync import WeightSync, each
 from padfree.rollout.loop_thread import LoopThread
-from padfree.rollout.noise import key_behind
+from padfree.rollout.sampling_rng import key_behind
 from padfree.rollout.token_ids import vocabulary_of
 
 PROBE_EVERY = 5.0
@@ -124,7 +124,7 @@ class ServerSampler:
             raise_together(outcome.error, group)
             self._add("exchange_seconds", time.perf_counter() - begin)
             self._add("exchange_bytes", outcome.num_bytes)
-            outcome = agreed(outcome, self.mesh)
+            outcome = broadcast_object(outcome, self.mesh)
             failed = outcome.failed
             refusals = refusals + 1 if len(outcome.refused) == len(self.servers) else 0
             raise_together(self._refused(failed) if refusals == REFUSALS else None, group)
@@ -179,7 +179,7 @@ class ServerSampler:
             except UserError as wrong:
                 error = str(wrong)
         raise_together(error, self.mesh.loss.group)
-        rows = agreed(rows, self.mesh)
+        rows = broadcast_object(rows, self.mesh)
         try:
             numbers = self.canary.compare(rows, self.score, self.drawing.temperature, self._version)
             self._sync_metrics |= numbers
@@ -336,12 +336,12 @@ def rest_of(request: SamplingRequest, begun: Response) -> SamplingRequest:
     done = len(begun.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, begun.tokens]),
-        room=request.room - done,
+        max_new_tokens=request.max_new_tokens - done,
         key=key_behind(request.key, done),
     )
 
 
-def agreed(value: Any, mesh: Mesh) -> Any:
+def broadcast_object(value: Any, mesh: Mesh) -> Any:
     """What rank 0 has, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=dist.get_global_rank(mesh.loss.group, 0), group=mesh.loss.group)

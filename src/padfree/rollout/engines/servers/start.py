@@ -23,11 +23,11 @@ from padfree.errors import UserError
 from padfree.model.lora import adapted_modules
 from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
-from padfree.rollout.engines.servers.api import Drawing, LateError, ServedModel, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
-from padfree.rollout.engines.servers.launch import Launcher, make_launcher
-from padfree.rollout.engines.servers.sampler import ServerSampler, agreed, end_servers
-from padfree.rollout.engines.servers.weight_sync import FilesWay, GroupWay, WeightStream, WeightSync
+from padfree.rollout.engines.servers.sampler import ServerSampler, broadcast_object, end_servers
+from padfree.rollout.engines.servers.server_api import Drawing, LateError, ServedModel, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
+from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightStream, WeightSync
 from padfree.rollout.loop_thread import LoopThread
 
 
@@ -58,7 +58,7 @@ def make_server_sampler(
                 found = [server.url for server in servers], loop.run(check_servers(servers, served))
             except UserError as error:
                 found = str(error)
-        found = agreed(found, mesh)
+        found = broadcast_object(found, mesh)
         if isinstance(found, str):
             raise UserError.of(found)
         servers = [api(url, rollout.timeout) for url in found[0]]
@@ -74,7 +74,9 @@ def make_server_sampler(
                 loop=loop,
                 first=first,
                 stream=WeightStream(trained, getattr(torch, config.model.dtype)),
-                way=GroupWay(mesh.device, rollout.timeout) if rollout.transfer == "group" else FilesWay(folder),
+                way=GroupTransport(mesh.device, rollout.timeout)
+                if rollout.transfer == "group"
+                else FilesTransport(folder),
                 folder=folder,
                 base=config.model.path,
                 model=found[1],
@@ -86,8 +88,8 @@ def make_server_sampler(
             canary=Canary(rollout.canary or LIMITS[config.model.dtype], api),
             sequences=canary_sequences(tokenizer, vocabulary=served.vocabulary, longest=longest),
             score=score,
-            salt=agreed(secrets.token_hex(8), mesh),
-            concurrency=rollout.batch,
+            salt=broadcast_object(secrets.token_hex(8), mesh),
+            concurrency=rollout.max_concurrent,
             timeout=rollout.timeout,
         )
     except BaseException:  # an interrupt while servers start, too: nobody would end them

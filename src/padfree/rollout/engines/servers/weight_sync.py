@@ -36,9 +36,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from padfree.errors import UserError
 from padfree.model.export import empty_copy, export_adapters, whole_tensors
 from padfree.model.load import clean_name, named_tensors
-from padfree.rollout.engines.servers.api import FailedError, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.buckets import BucketForm, address_towards, broadcast, join_group
-from padfree.rollout.engines.servers.launch import Launcher
+from padfree.rollout.engines.servers.server_api import FailedError, ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_processes import Launcher
 from padfree.rollout.loop_thread import LoopThread
 
 BUCKET = 256 << 20
@@ -96,7 +96,7 @@ def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> T
     return buffer
 
 
-class GroupWay:
+class GroupTransport:
     """Buckets go by broadcast. Both ways have these methods."""
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -113,7 +113,7 @@ class GroupWay:
         address = address_towards(server.host, server.port)
         limit = timedelta(seconds=self._timeout)
         store = TCPStore(address, 0, world, is_master=True, timeout=limit, wait_for_workers=False)
-        told = {
+        transfer_info = {
             "way": "group",
             "backend": self._backend,
             "address": address,
@@ -127,7 +127,7 @@ class GroupWay:
                 store, 0, world, backend=self._backend, address=address, device=self._device, timeout=self._timeout
             )
 
-        self._groups[server.url] = await meanwhile(server, server.join(told), join), store
+        self._groups[server.url] = await meanwhile(server, server.join(transfer_info), join), store
 
     def prepare(self, bucket: Sequence[Named]) -> BucketForm:
         """Once for all servers, in the main thread."""
@@ -173,7 +173,7 @@ async def meanwhile(server: ServerApi, call: Awaitable[None], act: Callable[[], 
         raise server.lost(f"lost the connection for weights ({reason})") from None
 
 
-class FilesWay:
+class FilesTransport:
     """Buckets are safetensors files in a folder that servers see under the same name."""
 
     def __init__(self, folder: Path) -> None:
@@ -225,7 +225,7 @@ async def each(servers: Sequence[ServerApi], act: Act) -> dict[ServerApi, Server
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class SyncOutcome:
     """Of a weight sync, on rank 0."""
 
     failed: dict[str, str] = field(default_factory=dict)  # a line by address for each server without the weights
@@ -242,7 +242,7 @@ class WeightSync:
     loop: LoopThread
     first: bool
     stream: WeightStream
-    way: GroupWay | FilesWay
+    way: GroupTransport | FilesTransport
     folder: Path
     base: str  # the folder of the model without adapters
     model: str  # what the servers call it
@@ -259,12 +259,12 @@ class WeightSync:
         if self.first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def hand_over(self, trained: PreTrainedModel, version: int) -> Outcome:
+    def hand_over(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
         with self._servers_left_alone():
             return (self._send_adapters if self.adapters else self._send_weights)(trained, version)
 
-    def _send_weights(self, trained: PreTrainedModel, version: int) -> Outcome:
-        outcome = Outcome()
+    def _send_weights(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
+        outcome = SyncOutcome()
         taking = list(self.servers) if self.first else []
 
         def attempt(act: Act, *, loads: bool = False) -> None:
@@ -305,7 +305,7 @@ class WeightSync:
         await self.way.connect(server)
         await server.begin()
 
-    def _send_adapters(self, trained: PreTrainedModel, version: int) -> Outcome:
+    def _send_adapters(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
         """The adapters alone, as files."""
         name = self.name(version)
         folder = self.folder / name
@@ -313,7 +313,7 @@ class WeightSync:
             for earlier in self.folder.iterdir():  # a server may read what it was given last once more
                 shutil.rmtree(earlier, ignore_errors=True)
         export_adapters(trained, folder, base=self.base)
-        outcome = Outcome()
+        outcome = SyncOutcome()
         if not self.first:
             return outcome
 

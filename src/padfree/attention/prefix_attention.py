@@ -1,0 +1,340 @@
+"""Attention of a row whose samples share prefixes, on the kernels that there are: by gathered keys.
+
+    nodes      p p p | a a | b b b                      queries, as they lie in the row
+    keys       p p p | p p p a a | p p p b b b          the tokens of each node's path
+
+A node's queries are a piece of a sample that ends at its last key, which is what kernels call causal, aligned
+bottom-right. So windows, soft caps and sinks are right by themselves, nothing is merged, and the queries of a prefix
+are computed once. What it costs is a copy of each key for every node below it, and of its gradient the sum over these.
+
+Backward that is much where many nodes read a long one. With the output and the log-sum-exp over all keys the gradient
+of each part of them is exact by itself, so such a node is a trunk: it is left out of the paths below it, and the
+queries of all nodes below, which lie side by side, get its part in a call of their own, without copies.
+
+    keys       p p p | a a | b b b                      p is a trunk
+    trunk      a a b b b   see   p p p                  wholly
+
+Trunks are for layers without a window and for kernels that have a backward for a part of a softmax.
+
+Forward, kernels that read keys by a table of pages need a copy of each key, and of what a branch leaves of a page
+another for every node there; whole pages above it are read where they are. Pages are for layers without a window.
+
+    nodes      p0 p1 p2 | a0 a1 | b0 b1 b2
+    pages      p0 p1   p2 p2   p2 a0   a1 a1   p2 b0   b1 b2           of 2, read as   0 1 | 0 2 3 | 0 4 5
+
+`prefix_attention` is an operator, so that a compiled layer stays one graph: all that it must know of the row comes in
+tensors, whose sizes may change from row to row. The copies are made again in backward, not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.arrays import concatenated_ranges
+from padfree.attention.backend import PAGE_SIZE, AttentionBackend, Pages
+from padfree.attention.copies import places_of, sum_copies
+from padfree.attention.operator import backward_shapes, forward_shapes, recomputed_gradients
+from padfree.attention.selection import BACKENDS, choose_backend
+from padfree.attention.sinks import apply_sinks, sinks_gradient
+from padfree.attention.spec import AttentionSpec
+from padfree.batch import PrefixKeys, Segments
+from padfree.prefix_tree import (
+    Indices,
+    first_positions,
+    page_counts,
+    prefix_pages,
+    prefix_ranges,
+    readers,
+    subtree_ends,
+)
+
+PREFIX_ATTENTION = "padfree::prefix_attention"
+BACKWARD = "padfree::prefix_attention_backward"
+
+COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
+"""Of a trunk, in copies of a key: for each query below it, whose dq is a sum of two then, and for the call."""
+MOST_LONG_PREFIXES = 8
+
+PAGES_PAY = 16_384
+"""Copies of keys that pages must save: 0.03 ms of a layer with 8 key heads of 128 on an H200. Fewer make no odds."""
+
+# The arrays of `PrefixKeys`: cu_seqlens, index, places, begins of the keys with and without long prefixes;
+# cu_seqlens of those;
+# tokens, table and lengths of pages
+WHOLE, BELOW, TRUNKS, PAGES, NUM_ARRAYS = 0, 4, 8, 9, 12
+
+_NOTHING: Indices = np.zeros(0, dtype=np.int64)
+
+_OPTIONS = (
+    "Tensor cu_seqlens, Tensor max_seqlen, Tensor numbers, Tensor sizes, float scale, int? window, float? softcap, "
+    "str backend"
+)
+_NUM_OPTIONS = 8
+
+torch.library.define(PREFIX_ATTENTION, f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)")
+torch.library.define(
+    BACKWARD,
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def prepare_prefix_keys(
+    segments: Segments, long_prefixes: Indices | None = None, *, paged: bool | None = None
+) -> PrefixKeys | None:
+    """Which keys the nodes of a row see, on the device of `segments`; None where nothing is shared.
+
+    `long_prefixes` are nodes, at most `MOST_LONG_PREFIXES`, ascending; `choose_long_prefixes` chooses them if
+    they are not given. `paged`
+    says whether there are pages for kernels that read them; None: where they pay.
+    """
+    if segments.parents is None:
+        return None
+    parents, offsets, device = segments.parents, segments.offsets, segments.cu_seqlens.device
+    if long_prefixes is None:
+        long_prefixes = choose_long_prefixes(parents, offsets, *COSTS[device.type])
+    whole, longest = _key_arrays(parents, offsets)
+    below, longest_below = _key_arrays(parents, offsets, long_prefixes.tolist()) if len(long_prefixes) else ([], 0)
+    ends = subtree_ends(parents)[long_prefixes]
+    ranges = np.zeros((MOST_LONG_PREFIXES, 4), dtype=np.int64)  # of queries and of keys
+    ranges[: len(long_prefixes)] = np.stack(
+        [offsets[long_prefixes + 1], offsets[ends], offsets[long_prefixes], offsets[long_prefixes + 1]], axis=1
+    )
+    bounds = np.zeros((MOST_LONG_PREFIXES, 2, 2), dtype=np.int64)
+    bounds[:, :, 1] = ranges[:, 1::2] - ranges[:, ::2]
+    if paged is None:
+        paged = device.type == "cuda" and pages_pay(parents, offsets)
+    pages = [*prefix_pages(parents, offsets, PAGE_SIZE), np.diff(whole[0])] if paged else [_NOTHING] * 3
+    arrays = [*whole, *(below or [_NOTHING] * len(whole)), bounds.ravel(), *(array.ravel() for array in pages)]
+    sizes = [*(len(array) for array in arrays), longest, longest_below, *ranges.ravel().tolist()]
+    return PrefixKeys(numbers=_laid_out(arrays, device), sizes=torch.tensor(sizes))
+
+
+def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
+    """The nodes whose keys are better read where they lie than copied for every node below: few, the best of them."""
+    ends = subtree_ends(parents)
+    copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
+    gain = copies - query_cost * (offsets[ends] - offsets[1:]) - call_cost
+    best = np.argsort(-gain, kind="stable")[:MOST_LONG_PREFIXES]
+    chosen: Indices = np.sort(best[gain[best] > 0])
+    return chosen
+
+
+def pages_pay(parents: Indices, offsets: Indices) -> bool:
+    lengths = np.diff(offsets)
+    first = first_positions(parents, lengths)
+    in_pages = PAGE_SIZE * page_counts(first, lengths, PAGE_SIZE)
+    return int((first + lengths - in_pages).sum()) >= PAGES_PAY
+
+
+def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
+    """cu_seqlens of the paths and their tokens as `Copies`, empty where they are the row itself; the longest path."""
+    ranges = prefix_ranges(parents, offsets, without)
+    lengths = ranges.lengths(len(parents))
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    longest = int(lengths.max(initial=0))
+    if cu_seqlens[-1] == offsets[-1]:  # every node sees itself, so that none sees more
+        return [cu_seqlens, *[_NOTHING] * 3], longest
+    index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
+    found = places_of(index, int(offsets[-1])) if without else readers(parents, offsets)
+    return [cu_seqlens, index, *found], longest
+
+
+ALIGNED = 32
+"""Where an array may begin, in numbers: kernels read several at once."""
+
+
+def _laid_out(arrays: Sequence[Indices], device: torch.device) -> Tensor:
+    """The arrays as 32 bits in one tensor on the device, without waiting for it."""
+    places = _places([len(array) for array in arrays])
+    numbers: NDArray[np.int32] = np.zeros(places[-1], dtype=np.int32)
+    for array, place in zip(arrays, places[:-1], strict=True):
+        numbers[place : place + len(array)] = array
+    tensor = torch.from_numpy(numbers)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _places(sizes: Sequence[int]) -> list[int]:
+    """Where arrays of these sizes begin, and where the last one ends."""
+    return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
+
+
+def prefix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    keys: PrefixKeys,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]: every query sees its path up to itself.
+
+    Differentiable once, in q, k, v and sinks [H]. `segments` are the nodes, `keys` what was prepared for them.
+    """
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    out, _ = torch.ops.padfree.prefix_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), sinks, segments.cu_seqlens, segments.longest, keys.numbers,
+        keys.sizes, scale, window, softcap, backend,
+    )  # fmt: skip
+    result: Tensor = out
+    return result
+
+
+class _LongPrefix(NamedTuple):
+    queries: slice
+    keys: slice
+    segments_q: Segments
+    segments_k: Segments
+
+
+class _Pack(NamedTuple):
+    """What a kernel is called with besides tensors of heads."""
+
+    backend: AttentionBackend
+    queries: Segments
+    keys: Segments
+    copies: tuple[Tensor, ...]  # of the row's tokens, as in `Copies`; none: each is there once
+    long_prefixes: tuple[_LongPrefix, ...]
+    pages: tuple[Tensor, Pages] | None  # which tokens of the row lie in them, and who sees which
+    spec: AttentionSpec
+
+    def take(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.copies:
+            return k, v
+        return k.index_select(0, self.copies[0]), v.index_select(0, self.copies[0])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pages is None:
+            return self.backend.forward(q, *self.take(k, v), self.queries, self.keys, self.spec)
+        tokens, pages = self.pages
+        k, v = (tensor.index_select(0, tokens).view(-1, PAGE_SIZE, *tensor.shape[1:]) for tensor in (k, v))
+        return self.backend.paged_forward(q, k, v, self.queries, pages, self.spec)
+
+    def sum(self, gradient: Tensor) -> Tensor:
+        return sum_copies(gradient.contiguous(), *self.copies) if self.copies else gradient
+
+
+def _row(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float,
+    window: int | None, softcap: float | None, backend: str, *, backward: bool,
+) -> _Pack:  # fmt: skip
+    name = choose_backend(
+        q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
+    )
+    chosen = BACKENDS[name]
+
+    def segments(cu_seqlens: Tensor, longest: int) -> Segments:
+        # Flash kernels read cu_seqlens on the device. Only the others need them on the host.
+        offsets = np.zeros(0, np.int64)
+        if chosen.capabilities.lengths_on_host:
+            offsets = cu_seqlens.cpu().numpy().astype(np.int64)
+        return Segments(cu_seqlens=cu_seqlens, offsets=offsets, max_seqlen=longest)
+
+    lengths, longest, ranges = np.split(sizes.numpy(), [NUM_ARRAYS, NUM_ARRAYS + 2])
+    places = _places(lengths.tolist())
+
+    def array(number: int) -> Tensor:
+        return numbers[places[number] : places[number] + int(lengths[number])]
+
+    if window is not None and window >= longest[0]:
+        window = None  # no query has as many keys
+    with_long_prefixes = backward and window is None and chosen.capabilities.raw_backward and bool(lengths[BELOW])
+    first = BELOW if with_long_prefixes else WHOLE
+    copies = tuple(array(first + number) for number in (1, 2, 3)) if lengths[first + 1] else ()
+    queries = segments(cu_seqlens, int(max_seqlen))
+    long_prefixes: list[_LongPrefix] = []
+    if with_long_prefixes:
+        for (q0, q1, k0, k1), cu_long_prefix in zip(
+            ranges.reshape(-1, 4).tolist(), array(TRUNKS).view(-1, 2, 2), strict=True
+        ):
+            if k1 > k0:
+                parts = segments(cu_long_prefix[0], q1 - q0), segments(cu_long_prefix[1], k1 - k0)
+                long_prefixes.append(_LongPrefix(slice(q0, q1), slice(k0, k1), *parts))
+    spec = AttentionSpec(scale=scale, causal=True, window=window, softcap=softcap)
+    pages = None
+    if not backward and lengths[PAGES] and chosen.reads_pages(q, spec):
+        table = array(PAGES + 1).view(int(lengths[PAGES + 2]), -1)
+        pages = array(PAGES), Pages(table, array(PAGES + 2), int(longest[0]))
+    return _Pack(
+        backend=chosen,
+        queries=queries,
+        keys=segments(array(first), int(longest[int(with_long_prefixes)])) if copies else queries,
+        copies=copies,
+        long_prefixes=tuple(long_prefixes),
+        pages=pages,
+        spec=spec,
+    )
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, row: _Pack) -> tuple[Tensor, Tensor]:
+    out, lse = row.forward(q, k, v)
+    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+
+
+@torch.library.impl(PREFIX_ATTENTION, ("cpu", "cuda"))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, max_seqlen: Tensor, numbers: Tensor,
+    sizes: Tensor, scale: float, window: int | None, softcap: float | None, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    row = _row(
+        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=False
+    )  # fmt: skip
+    out, lse = _attended(q, k, v, sinks, row)
+    return out.contiguous(), lse.T.contiguous()
+
+
+@torch.library.impl(BACKWARD, ("cpu", "cuda"))
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    max_seqlen: Tensor, numbers: Tensor, sizes: Tensor, scale: float, window: int | None, softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    row = _row(
+        q, v, cu_seqlens, max_seqlen, numbers, sizes, scale, window, softcap, backend, backward=True
+    )  # fmt: skip
+    dout, lse = dout.contiguous(), lse.T
+    if not row.backend.capabilities.raw_backward:  # autograd does it, for which the forward pass is done again
+        dq, dk, dv, dsinks = recomputed_gradients(partial(_attended, row=row), dout, q, k, v, sinks)
+    else:
+        taken = row.take(k, v)
+        dq, *gradients = row.backend.backward(dout, q, *taken, out, lse, row.queries, row.keys, row.spec)
+        dk, dv = (row.sum(gradient) for gradient in gradients)
+        wholly = replace(row.spec, causal=False, window=None)
+        for below, above, segments_q, segments_k in row.long_prefixes:
+            parts = row.backend.backward(
+                dout[below], q[below], k[above], v[above], out[below], lse[below], segments_q, segments_k, wholly
+            )
+            for total, place, part in zip((dq, dk, dv), (below, above, above), parts, strict=True):
+                total[place] += part
+        dsinks = q.new_empty(0) if sinks is None else sinks_gradient(dout, out, lse, sinks)
+    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous(), dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, *rest = inputs
+    tensors, ctx.options = rest[:4], rest[4:]
+    ctx.save_for_backward(q, k, v, sinks, *output, *tensors)
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, *rest = ctx.saved_tensors
+    *gradients, dsinks = torch.ops.padfree.prefix_attention_backward(dout, q, k, v, sinks, *rest, *ctx.options)
+    return *gradients, None if sinks is None else dsinks, *([None] * _NUM_OPTIONS)
+
+
+torch.library.register_fake(PREFIX_ATTENTION, forward_shapes)
+torch.library.register_fake(BACKWARD, backward_shapes)
+torch.library.register_autograd(PREFIX_ATTENTION, _gradients, setup_context=_save)

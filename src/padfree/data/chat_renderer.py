@@ -1,0 +1,408 @@
+"""A conversation as text, and which characters of it the assistant wrote.
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                                           [------------)          the span of the assistant's turn
+
+A turn begins where the conversation before it, with the generation prompt, ends. It ends where the conversation up to
+and with it ends. White space behind a turn's closing control token (`<|im_end|>\\n`) belongs to the template: the model
+stops at the token and never writes it. If the template has `{% generation %}` markers, they decide what of a turn is
+trained.
+
+A conversation is one sample unless the template changes what it showed of earlier turns. Qwen3's strips their thoughts,
+and puts an empty thought into the last turn only. Then each trained turn makes a sample:
+
+    sample 1    user, assistant                         what the model sees when it answers the first time; its answer
+    sample 2    user, assistant, user, assistant        the first answer as the template shows it now; the second answer
+
+Messages behind the last trained turn are in no sample then.
+
+What a template does depends on the shape of a conversation (`chat_shape`). So spans (`chat_turns`) and guards
+(`chat_guard`) are worked out once for each shape, on its twin. A row is rendered and compared with what its shape
+predicts. If they differ, because the template looks into the texts, the row is worked out by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from padfree.config.choices import LossOn, Turns
+from padfree.data.chat_forms import Form, formed, formed_message, forms_of
+from padfree.data.chat_guard import Shown, check_row, check_twin
+from padfree.data.chat_shape import MAX_LEAVES, ConversationShape, Skeleton, Span, TemplateValue, shape_of, written
+from padfree.data.chat_turns import TurnCut, TurnCutter
+from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.data_settings import TextSettings
+from padfree.data.records import RowError, shown, string
+from padfree.data.template import compared_texts, compiled, rendered
+from padfree.errors import UserError, shown_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_Result = TypeVar("_Result")
+
+MAX_SHAPES = 2048
+ROLES = ("system", "user", "assistant", "tool")
+ROLE_ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "developer": "system",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Other names of the four roles, in any case. A template that names such a role itself gets it as it is."""
+
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderedSample:
+    """The text of one sample. `spans` are the trained characters: sorted, apart, none empty. `messages` has the indexes
+    of messages and where their texts stand.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    messages: tuple[tuple[int, Span], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """What is wanted of a conversation: a prompt, or samples."""
+
+    prompt: bool = False
+    loss_on: LossOn = "assistant"
+    turns: Turns = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What the conversations of a shape have in common."""
+
+    form: Form
+    cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
+
+
+class _RaisedError(RowError):
+    """The template raised."""
+
+
+class ChatRenderer:
+    """A tokenizer's chat template with its arguments; `template` takes the place of the tokenizer's own. `day` is what
+    the template takes for today.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        day: datetime.date | None = None,
+    ) -> None:
+        if template is None and not tokenizer.chat_template:
+            raise UserError(
+                "data.chat_template",
+                "the tokenizer has none",
+                "give a file with one, or prompt and response columns and data.prompt_format=plain",
+            )
+        self.day = day or datetime.date.today()
+        self._sources = {tools: _source(tokenizer, template, tools) for tools in (False, True)}
+        self._variables = {**tokenizer.special_tokens_map, **_checked_arguments(arguments or {}), "documents": None}
+        contents = (token.content for token in tokenizer.added_tokens_decoder.values())
+        self._closing = tuple(text for text in contents if text and text == text.strip())
+        self._plans: dict[Hashable, _Plan | RowError] = {}
+        for source in self._sources.values():
+            compiled(source, self.day)
+
+    @cached_property
+    def depends_on_day(self) -> bool:
+        """Whether the text depends on `day`: the template asks for the date and is not given one as an argument."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        tool = {"type": "function", "function": {"name": "c", "description": "d", "parameters": {}}}
+        conversations = [
+            (messages, tools)
+            for messages in (said[:1], said, [{"role": "system", "content": "e"}, *said])
+            for tools in (None, [tool])
+        ]
+        for source in set(self._sources.values()):
+            if "strftime_now" not in source:
+                continue
+            template = compiled(source, self.day)
+            for messages, tools in conversations:
+                with contextlib.suppress(Exception):  # a template may refuse tools, or a system message
+                    rendered(template, {**self._variables, "add_generation_prompt": False, "tools": tools}, messages)
+                if template.environment.clock_reads:
+                    return True
+        return False
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
+    ) -> str:
+        """What the template makes of messages as they are, without a guard."""
+        usual = [formed_message(message, Form()) for message in messages]
+        return self._rendered(usual, tools, generation_prompt)[0]
+
+    def prompt(self, conversation: Conversation) -> str:
+        """What the model sees when it is to answer."""
+        (sample,) = self._made(conversation, _Task(prompt=True))
+        return sample.text
+
+    def samples(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[RenderedSample]:
+        """The samples that a conversation makes, in the order of its turns.
+
+        `loss_on` "assistant" trains every turn of the assistant that is not `untrained`, "last" the last message of the
+        assistant, and "all" the whole text, which is always one sample.
+        """
+        return self._made(conversation, _Task(loss_on=loss_on, turns=turns))
+
+    # From a shape to a row
+
+    def _made(self, conversation: Conversation, task: _Task) -> list[RenderedSample]:
+        conversation = self._with_roles(conversation)
+        shape = shape_of(conversation)
+        plan = self._plan(shape, task) if len(shape.leaves) < MAX_LEAVES else _RaisedError("")
+        if isinstance(plan, _Plan):
+            made = self._predicted(conversation, shape, plan, task)
+            return self._by_itself(conversation, shape, task, plan.form) if made is None else made
+        if isinstance(plan, _RaisedError):  # a template that looks into the texts may take the row and not its twin
+            return self._first_right(conversation, lambda form: self._by_itself(conversation, shape, task, form))
+        raise RowError(str(plan))
+
+    def _plan(self, shape: ConversationShape, task: _Task) -> _Plan | RowError:
+        key = (shape.key, task)
+        found = self._plans.get(key)
+        if found is None:
+            try:
+                found = self._first_right(shape.twin, lambda form: self._planned(shape, task, form))
+            except RowError as error:
+                found = error.with_traceback(None)
+            if len(self._plans) >= MAX_SHAPES:
+                self._plans.clear()
+            self._plans[key] = found
+        return found
+
+    def _planned(self, shape: ConversationShape, task: _Task, form: Form) -> _Plan:
+        cuts = self._cut(shape.twin, task, form)
+        for cut in cuts:
+            check_twin(shape, self._shown(shape.twin, cut, task, form), keep_thoughts=task.loss_on == "all")
+        return _Plan(form=form, cuts=tuple((cut, Skeleton.of(cut.text, cut.spans)) for cut in cuts))
+
+    def _predicted(
+        self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
+    ) -> list[RenderedSample] | None:
+        """The samples as the shape predicts them; None if they are rendered otherwise."""
+        made = []
+        messages, tools = formed(conversation, plan.form)
+        for cut, skeleton in plan.cuts:
+            if skeleton is None:
+                return None
+            text, spans, places = skeleton.filled(shape.leaves)
+            if cut.joined:
+                actual = self._cutter(tools).apart(messages, cut.stop - 1).text
+            else:
+                actual = self._rendered(messages[: cut.stop], tools, task.prompt)[0]
+            if actual != text:
+                return None
+            if cut.alone and not text.startswith(self._rendered(messages[: cut.stop - 1], tools, True)[0]):
+                return None
+            made.append(RenderedSample(text=text, spans=tuple(spans), messages=tuple(places)))
+        return made
+
+    def _by_itself(
+        self, conversation: Conversation, shape: ConversationShape, task: _Task, form: Form
+    ) -> list[RenderedSample]:
+        made = []
+        for cut in self._cut(conversation, task, form):
+            shown = self._shown(conversation, cut, task, form)
+            check_row(shape, conversation, shown, keep_thoughts=task.loss_on == "all")
+            places = _places(cut, shape.leaves)
+            made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(places)))
+        return made
+
+    def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
+        """What comes of the first form that is rendered right, or the problem of the usual one; if that is the
+        spelling of tool calls, the problem of the form that comes furthest.
+        """
+        problems: list[RowError] = []
+        for form in forms_of(conversation):
+            try:
+                return work(form)
+            except RowError as error:
+                problems.append(error)
+        usual = problems[0]
+        if isinstance(usual, _RaisedError) or "tool_calls[" in str(usual):
+            raise max(problems, key=_message_number)
+        raise usual
+
+    # Rendering
+
+    def _cut(self, conversation: Conversation, task: _Task, form: Form) -> list[TurnCut]:
+        messages, tools = formed(conversation, form)
+        if task.prompt or task.loss_on == "all":
+            text = self._rendered(messages, tools, task.prompt)[0]
+            spans: tuple[Span, ...] = () if task.prompt or not text else ((0, len(text)),)
+            return [TurnCut(stop=len(messages), text=text, spans=spans)]
+        return self._cutter(tools).cut(messages, _trained(conversation, task.loss_on), task.turns)
+
+    def _cutter(self, tools: list[Any] | None) -> TurnCutter:
+        marked = _MARKER.search(self._sources[tools is not None]) is not None
+        return TurnCutter(
+            lambda messages, prompt, spans: self._rendered(messages, tools, prompt, spans=spans),
+            marked=marked,
+            closing=self._closing,
+        )
+
+    def _shown(self, conversation: Conversation, cut: TurnCut, task: _Task, form: Form) -> Shown:
+        def again(other: Conversation) -> str | None:
+            messages, tools = formed(other, form)
+            if cut.joined:
+                return _attempted(lambda: self._cutter(tools).apart(messages, len(messages) - 1).text)
+            return _attempted(lambda: self._rendered(messages, tools, task.prompt)[0])
+
+        def alone(index: int) -> str | None:
+            messages, tools = formed(conversation, form)
+            return _attempted(lambda: self._rendered(messages[: index + 1], tools)[0])
+
+        return Shown(text=cut.text, stop=cut.stop, prompt=task.prompt, again=again, alone=alone)
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        generation_prompt: bool = False,
+        *,
+        spans: bool = False,
+    ) -> tuple[str, list[Span]]:
+        template = compiled(self._sources[tools is not None], self.day)
+        variables = {"add_generation_prompt": generation_prompt, **self._variables, "tools": tools}
+        try:
+            found = rendered(template, variables, messages, spans=spans)
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise _RaisedError(
+                f"the chat template refused it: {shown_error(error)}; change the row or the template"
+            ) from error
+        if template.environment.clock_reads and not self.depends_on_day:
+            raise RowError(
+                "the chat template asks for the date for this row and not for others; give the date as an argument of "
+                "the template (data.template_arguments)"
+            )
+        return found
+
+    def _with_roles(self, conversation: Conversation) -> Conversation:
+        """Other names of roles as the template knows them."""
+        source = self._sources[conversation.tools is not None]
+        messages = []
+        for message in conversation.messages:
+            role = message["role"]
+            if role not in ROLES:
+                plain = role.lower()
+                usual = plain if plain in ROLES else ROLE_ALIASES.get(plain)
+                if usual == "assistant" or (usual and role not in compared_texts(source)):
+                    message = {**message, "role": usual}
+            messages.append(message)
+        return replace(conversation, messages=tuple(messages))
+
+
+def _source(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: bool) -> str:
+    usable = isinstance(template, str) or isinstance(tokenizer.chat_template, (str, dict))
+    try:
+        source = tokenizer.get_chat_template(template, [{}] if tools else None) if usable else None
+    except ValueError:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise UserError(
+            "data.chat_template",
+            f"the tokenizer has several templates and no default ({names})",
+            "write one of them to a file, and give the file",
+        ) from None
+    if not isinstance(source, str):
+        given = tokenizer.chat_template if template is None else template
+        raise UserError("data.chat_template", f"{shown(given)} in the tokenizer", "expected a Jinja template as text")
+    return source
+
+
+def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"data.template_arguments.{name}",
+                f"of type {type(value).__name__}",
+                "give a text, a number, a boolean, or a list or table of them",
+            ) from None
+    return dict(arguments)
+
+
+def _message_number(error: RowError) -> int:
+    found = re.search(r"message (\d+)", str(error))
+    return int(found[1]) if found else 0
+
+
+def _attempted(render: Callable[[], _Result]) -> _Result | None:
+    try:
+        return render()
+    except RowError:
+        return None
+
+
+def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
+    turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if not turns:
+        raise RowError(
+            "no message with role 'assistant'; expected one to train on (data.loss_on=all trains on every token)"
+        )
+    trained = [turn for turn in turns if turn not in conversation.untrained]
+    if loss_on == "last":
+        trained = [turn for turn in trained if turn == turns[-1]]
+    if not trained:
+        which = "the last assistant message has" if loss_on == "last" else "all assistant messages have"
+        raise RowError(f"{which} weight 0; expected one to train on")
+    return trained
+
+
+def _places(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
+    """Where messages stand in a text that no shape predicts: by the first place of each of their texts, in order."""
+    places: dict[int, Span] = {}
+    done = 0
+    for leaf in leaves:
+        if leaf.message >= cut.stop:
+            break
+        found = [cut.text.find(text, done) for text in {written(leaf.value, "plain"), written(leaf.value, "json")}]
+        start = min((place for place in found if place >= 0), default=-1)
+        if start >= 0:
+            first = places.get(leaf.message, (start, start))
+            done = start + len(str(leaf.value))
+            places[leaf.message] = min(first[0], start), max(first[1], done)
+    return sorted(places.items())
+
+
+def chat_renderer(
+    tokenizer: PreTrainedTokenizerBase, settings: TextSettings, *, day: datetime.date | None = None
+) -> ChatRenderer | None:
+    """What renders prompts; None where they stand as they are."""
+    plain = settings.prompt_format == "plain"
+    if plain or (settings.prompt_format == "auto" and not (settings.chat_template or tokenizer.chat_template)):
+        return None
+    return ChatRenderer(tokenizer, settings.chat_template, settings.template_arguments, day=day)
+
+
+def prompt_conversation(
+    row: dict[str, Any], column: str, *, tools: object = None, tools_column: str = "tools"
+) -> Conversation:
+    """A prompt is a text, which the user says, or a list of messages."""
+    if isinstance(row.get(column), list):
+        return read_conversation(row[column], column, tools=tools, tools_column=tools_column)
+    said = [{"role": "user", "content": string(row, column)}]
+    return read_conversation(said, column, tools=tools, tools_column=tools_column)

@@ -1,0 +1,64 @@
+"""The losses whose gradient can be formed while a chunk of logits exists.
+
+`head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, rows)` for a chunk of c positions that have a
+label, and wants their weighted losses [c] back; `rows` are their places on the token axis.
+
+    settings                                elementwise
+    SFT, clip, CISPO, REINFORCE             yes
+    + KL, entropy                           yes
+    + token TIS, IcePop                     yes
+    + sequence TIS, sequence mask           yes, unless old_policy is "current"
+    GSPO, OPSM                              no: `head.score` first, then `compute_loss`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from padfree.config.loss_settings import PolicySettings, SFTSettings
+from padfree.errors import UserError
+from padfree.losses import policy_loss
+from padfree.losses.nll import sft_loss
+from padfree.losses.segments import Reduce, no_reduce
+from padfree.losses.types import LossInputs, LossOutput
+
+TokenLossSettings: TypeAlias = PolicySettings | SFTSettings
+TokenLoss: TypeAlias = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+
+
+def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> LossOutput:
+    """The loss that these settings describe, from scores."""
+    given: tuple[object, object] = (inputs, settings)
+    if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
+        kinds = " and ".join(type(part).__name__ for part in given)
+        raise UserError("inputs, settings", f"{kinds}", "give LossInputs and one of PolicySettings, SFTSettings")
+    if isinstance(settings, SFTSettings):
+        return sft_loss(inputs)
+    return policy_loss.policy_loss(inputs, settings, reduce=reduce)
+
+
+def needs_entropy(settings: TokenLossSettings) -> bool:
+    """Whether the scores must include the entropy."""
+    return isinstance(settings, PolicySettings) and settings.entropy_coefficient != 0.0
+
+
+def is_elementwise(settings: TokenLossSettings) -> bool:
+    """Whether `make_token_loss` can serve these settings."""
+    return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
+
+
+def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
+    """The weighted loss of some of the tokens as a function of their scores; `inputs` need no scores.
+
+    Statistics: `compute_loss` of the scores without gradient gives them.
+    """
+    if not is_elementwise(settings):
+        raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")
+    if isinstance(settings, SFTSettings):
+        weights = inputs.weights
+        return lambda logprobs, entropy, rows: -weights[rows] * logprobs
+    terms = policy_loss.policy_terms(inputs, settings, current=None, reduce=reduce)
+    return lambda logprobs, entropy, rows: terms.at(rows).token_loss(settings, logprobs, entropy)

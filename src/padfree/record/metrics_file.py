@@ -1,0 +1,85 @@
+"""What is written of each step: one line of JSON, by the first rank alone.
+
+    {"step": 3, "loss": 2.1, "gradient_norm": 0.8, "lr": 1e-05, "tokens": 4096, "tokens_per_second": 9100.0, ...}
+
+A resumed run drops the lines of steps that will be done again, so that the file is that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from padfree.batch import ROLLOUT_ARRAYS, Sample
+from padfree.errors import UserError
+from padfree.record.file_names import METRICS
+
+
+class MetricsFile:
+    """`metrics.jsonl` in the run folder, or another file like it; ranks other than the first write nothing."""
+
+    def __init__(self, folder: Path, *, rank: int, step: int = 0, name: str = METRICS) -> None:
+        """Lines of `step` and of later ones are dropped."""
+        self.path = folder / name
+        self._writes = rank == 0
+        if self._writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._keep_before(step)
+
+    def _keep_before(self, step: int) -> None:
+        """Keep whole lines of earlier steps; the run makes the other steps again."""
+        kept = []
+        if self.path.exists():
+            try:
+                text = self.path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    "run.folder",
+                    f"{self.path} is not text ({error.reason} at byte {error.start}), a run did not write it",
+                    "move the file away",
+                ) from None
+            for number, line in enumerate(text.splitlines(keepends=True), start=1):
+                if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
+                    break
+                kept.append(line)
+        beside = self.path.with_suffix(".writing")
+        beside.write_text("".join(kept), encoding="utf-8")
+        beside.replace(self.path)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        if self._writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics) + "\n")
+
+
+def line_number(path: Path, number: int, line: str, field: str) -> int:
+    """The whole number that a line of a run's own file has under `field`."""
+    try:
+        value = json.loads(line)[field]
+    except (ValueError, KeyError, TypeError):
+        value = None
+    if not isinstance(value, int):
+        raise UserError(
+            "run.folder", f"line {number} of {path} has no {field!r}, a run did not write it", "move the file away"
+        )
+    return value
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Samples as rollout rows, one line each, to look at them or to train on them alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for sample in samples:
+            arrays = {name: array.tolist() for name in ROLLOUT_ARRAYS if (array := getattr(sample, name)) is not None}
+            row = {
+                "uid": sample.uid,
+                "group": sample.group,
+                "source": sample.source,
+                "reward": sample.reward,
+                "tokens": sample.tokens.tolist(),
+                "loss_mask": sample.mask.astype(int).tolist(),
+                **arrays,
+            }
+            file.write(json.dumps(row) + "\n")

@@ -1,0 +1,50 @@
+"""One token for each lane, drawn from the softmax of its logits with the noise of `noise`.
+
+    logits [L, V] -> cap(logit_scale · (logits + bias)) / temperature = x      cap(y) = softcap · tanh(y / softcap)
+    token = argmax(x + noise(key, position, token))        logprob = x[token] - logsumexp(x)       both [L]
+
+Keys and positions are on the device, so a step needs nothing from the host. `sample_token` takes the Triton kernel on
+CUDA, which reads the logits once, and the reference elsewhere. Both add the same float32 noise. They draw the same
+token unless the two best sums are as close together as their rounding: the reference subtracts logsumexp(x) before it
+adds the noise, and the kernel does not know it yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from padfree.batch import LmHead
+from padfree.rollout.engines.in_process.sampled_tokens import SampledTokens
+from padfree.rollout.sampling_rng import gumbel_argmax
+
+
+def products(hidden: Tensor, head: LmHead) -> Tensor:
+    """[L, D] -> [L, V]: hidden @ weight.T; on CUDA in float32, as the trainer has its logits."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
+    return torch.nn.functional.linear(hidden, head.weight)
+
+
+def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
+    """`logits` [L, V] are those of `products`; `keys` and `positions` [L] int64."""
+    logits = logits.float()
+    if head.bias is not None:
+        logits = logits + head.bias.float()
+    logits = logits * head.logit_scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    scores = torch.log_softmax(logits / temperature, dim=-1)
+    tokens = gumbel_argmax(scores, keys, positions)
+    return SampledTokens(tokens, scores.gather(1, tokens[:, None])[:, 0])
+
+
+def sample_token(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
+    """The same as `reference`, as fast as the device allows."""
+    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+        from padfree.rollout.engines.in_process.triton_sample_token import sample_token as sample_token_on_cuda
+
+        return sample_token_on_cuda(logits, head, keys, positions, temperature)
+    return reference(logits, head, keys, positions, temperature)

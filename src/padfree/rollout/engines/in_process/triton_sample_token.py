@@ -1,0 +1,117 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
+"""`sample_token` as a Triton kernel: logits are read once, and neither scores nor noise are ever stored.
+
+    grid (lane, block of the vocabulary)     a program leaves five numbers of its `BLOCK` logits
+      -> peaks, totals    [L, blocks]        maximum of x, and the sum of exp(x - maximum)
+      -> bests, choices   [L, blocks]        the best x + noise, and the token it belongs to
+      -> chosen           [L, blocks]        x of that token
+    and a few torch operations on these      token [L], logprob [L]
+
+The noise is that of `noise.gumbel_noise`: 64-bit integers that wrap, and two logarithms in float64 that are rounded to
+float32 at the end. Two libraries whose float64 logarithms differ in the last bit give the same float32 but for one case
+in 2**28 or so.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from padfree.arrays import SPLITMIX64
+from padfree.batch import LmHead
+from padfree.rollout.engines.in_process.sampled_tokens import SampledTokens
+from padfree.rollout.sampling_rng import GREEDY
+
+BLOCK = 2048
+"""Tokens of the vocabulary for one program."""
+
+_INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
+GREEDY_KEY = tl.constexpr(GREEDY)
+
+
+@triton.jit
+def _mixed(values):
+    """splitmix64 of uint64."""
+    values = values + _INCREMENT
+    values = (values ^ (values >> 30)) * _FIRST
+    values = (values ^ (values >> 27)) * _SECOND
+    return values ^ (values >> 31)
+
+
+@triton.jit
+def _noise(key, position, token):
+    """Of the tokens at one position of one response, float32."""
+    at_position = _mixed((key ^ position).to(tl.uint64))
+    bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
+    uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    return tl.where(key == GREEDY_KEY, 0.0, -(tl.log(-tl.log(uniform)).to(tl.float32)))
+
+
+@triton.jit
+def _noise_kernel(keys, positions, out, vocabulary, N: tl.constexpr):
+    slot, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
+    noise = _noise(tl.load(keys + slot), tl.load(positions + slot), token)
+    tl.store(out + slot * vocabulary + token, noise, mask=token < vocabulary)
+
+
+@triton.jit
+def _sample_kernel(
+    logits, bias, keys, positions, peaks, totals, bests, choices, chosen, vocabulary, num_blocks, temperature,
+    logit_scale, softcap, N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * N + tl.arange(0, N)
+    inside = token < vocabulary
+    x = tl.load(logits + slot * vocabulary + token, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + token, mask=inside, other=0.0).to(tl.float32)
+    x *= logit_scale
+    if HAS_SOFTCAP:
+        small = tl.exp(-2.0 * tl.abs(x / softcap))
+        magnitude = softcap * ((1.0 - small) / (1.0 + small))  # of the tanh; this form cannot overflow
+        x = tl.where(x < 0.0, -magnitude, magnitude)
+    x = tl.where(inside, tl.div_rn(x, temperature), float("-inf"))
+
+    comparable = tl.where(x == x, x, float("-inf"))  # a NaN is in the sum, and so in the log-probability
+    peak = tl.max(comparable, axis=0)
+    sums = comparable + _noise(tl.load(keys + slot), tl.load(positions + slot), token)
+    choice = tl.argmax(sums, axis=0)
+    place = slot * num_blocks + block
+    tl.store(peaks + place, peak)
+    tl.store(totals + place, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), axis=0))
+    tl.store(bests + place, tl.max(sums, axis=0))
+    tl.store(choices + place, block * N + choice)
+    tl.store(chosen + place, tl.sum(tl.where(tl.arange(0, N) == choice, comparable, 0.0), axis=0))
+
+
+def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """[L, V] float32: what the kernel adds to its logits, to be compared with `noise.gumbel_noise`."""
+    out = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=keys.device)
+    _noise_kernel[(len(keys), triton.cdiv(vocabulary, BLOCK))](keys, positions, out, vocabulary, N=BLOCK)
+    return out
+
+
+def sample_token(
+    logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float, *, block: int = BLOCK
+) -> SampledTokens:
+    """`logits` [L, V] contiguous; `keys` and `positions` [L] int64, contiguous."""
+    num_slots, vocabulary = logits.shape
+    num_blocks = triton.cdiv(vocabulary, block)
+    peaks, totals, bests, chosen = (
+        torch.empty(num_slots, num_blocks, dtype=torch.float32, device=logits.device) for _ in range(4)
+    )
+    choices = torch.empty(num_slots, num_blocks, dtype=torch.int64, device=logits.device)
+    _sample_kernel[(num_slots, num_blocks)](
+        logits.contiguous(), head.bias, keys, positions, peaks, totals, bests, choices, chosen, vocabulary, num_blocks,
+        temperature, head.logit_scale, 1.0 if head.softcap is None else head.softcap,
+        N=block, HAS_BIAS=head.bias is not None, HAS_SOFTCAP=head.softcap is not None, num_warps=8,
+    )  # fmt: skip
+    winner = bests.argmax(1, keepdim=True)
+    # A lane of NaN has no winner within the vocabulary; its log-probability says so, and its token must be one.
+    tokens = choices.gather(1, winner)[:, 0].clamp(0, vocabulary - 1)
+    peak = peaks.amax(1, keepdim=True)
+    total = (totals * torch.exp(peaks - peak)).sum(1)
+    return SampledTokens(tokens, chosen.gather(1, winner)[:, 0] - peak[:, 0] - torch.log(total))

@@ -1,0 +1,208 @@
+"""Servers that a run starts itself, and a task that starts again what has ended or hangs.
+
+    rollout.launch.command   python -m vllm.entrypoints.openai.api_server --enforce-eager
+    rollout.launch.devices   "0", "1"                            one server for each entry
+      -> server 0            ... --model M --port 40117 --weight-transfer-config ...    CUDA_VISIBLE_DEVICES=0
+      -> server 1            ...
+
+The engine adds what a run needs of a server to the command (`ServerApi.command`). The output of server 0 goes to
+`servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which ends it when the run is gone.
+
+A server that ends, or does not answer a probe within PROBE seconds, is started again, after 1, 2, 4, ... up to
+LONGEST_PAUSE seconds. It comes back without the run's weights, and gets them with the next weight sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from padfree.config.rollout import LaunchConfig
+from padfree.errors import UserError
+from padfree.rollout.engines.servers.server_api import ServedModel, ServerApi, ServerLostError
+
+WATCHDOG = Path(__file__).with_name("watchdog.py")
+EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
+"""Seconds."""
+FRUITLESS = 3
+"""So many starts of a server may end before it has answered once."""
+
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
+
+
+class Launched:
+    """One server that this process starts, and starts again."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, server: ServerApi) -> None:
+        self.server, self.log, self.starts, self.answered = server, log, 0, False
+        self._command, self._environment = list(command), dict(environment)
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._fruitless = 0
+        self._not_before = 0.0
+
+    async def look(self) -> str | None:
+        """Start it if it is not there, end it if it hangs; a line if there is no hope."""
+        now = time.monotonic()
+        if self._watchdog is not None and self._watchdog.poll() is not None:
+            ended = self._watchdog.returncode
+            self.sign_off()  # the pipe is ours to close
+            self._watchdog = None
+            self._fruitless = 0 if self.answered else self._fruitless + 1
+            if self._fruitless >= FRUITLESS:
+                return (
+                    f"rollout.launch: {self.server.url} ended with status {ended} before it answered, {FRUITLESS} "
+                    f"times ({self._last_line()}); correct rollout.launch.command, its output is in {self.log}"
+                )
+            self._not_before = now + min(2.0 ** min(self.starts - 1, 6), LONGEST_PAUSE)
+        if self._watchdog is None:
+            if now >= self._not_before:
+                self._start()
+            return None
+        try:
+            await self.server.version(timeout=PROBE)
+            self.answered = True
+        except ServerLostError:
+            if self.answered and self._watchdog.poll() is None:
+                await self.end()  # it hangs; its start is the next look's
+        except UserError:
+            self.answered = True  # and whoever asks it for something says what is wrong
+        return None
+
+    def sign_off(self) -> None:
+        """Tell the watchdog to end the server, and do not wait for it."""
+        if self._watchdog is not None:
+            assert self._watchdog.stdin is not None
+            self._watchdog.stdin.close()
+
+    async def end(self) -> None:
+        self.sign_off()
+        watchdog = self._watchdog
+        if watchdog is None:
+            return
+        deadline = time.monotonic() + GRACE
+        while watchdog.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if watchdog.poll() is None:
+            watchdog.kill()
+            watchdog.wait()
+        self._watchdog = None
+
+    def _start(self) -> None:
+        self.starts += 1
+        self.answered = False
+        with self.log.open("ab") as output:
+            output.write(f"start {self.starts}: {' '.join(self._command)}\n".encode())
+            output.flush()
+            self._watchdog = subprocess.Popen(
+                [sys.executable, str(WATCHDOG), *self._command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+            )
+
+    def _last_line(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        wrong = [line for line in lines if "Error" in line or "error:" in line]
+        return " ".join((wrong or lines or [""])[-1].split())[-200:]
+
+
+class Launcher:
+    """All servers that a run starts. `start` begins a task that watches them until `close`."""
+
+    def __init__(self, launched: Sequence[Launched]) -> None:
+        self.launched = launched
+        self.hopeless: str | None = None
+        self.left_alone = asyncio.Lock()  # held while no server is to be probed: one that loads weights answers late
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def servers(self) -> list[ServerApi]:
+        return [one.server for one in self.launched]
+
+    @property
+    def restarts(self) -> int:
+        return sum(one.starts - 1 for one in self.launched)
+
+    async def start(self, seconds: float) -> None:
+        """Start all, and wait until all answer."""
+        self._watching = self._watching or asyncio.create_task(self._watch())
+        deadline = time.monotonic() + seconds
+        while missing := [one for one in self.launched if not one.answered]:
+            if self.hopeless is not None:
+                raise UserError.of(self.hopeless)
+            if time.monotonic() > deadline:
+                raise UserError(
+                    "rollout.launch",
+                    f"{missing[0].server.url} did not answer within {seconds:g} s",
+                    f"raise rollout.timeout, or see its output in {missing[0].log}",
+                )
+            await asyncio.sleep(0.1)
+
+    async def _watch(self) -> None:
+        while True:
+            async with self.left_alone:
+                found = await asyncio.gather(*map(self._look, self.launched))
+            self.hopeless = self.hopeless or next(filter(None, found), None)
+            await asyncio.sleep(EVERY)
+
+    async def _look(self, one: Launched) -> str | None:
+        """A line if there is no hope: whatever goes wrong here, somebody waits for the server."""
+        try:
+            return await one.look()
+        except OSError as error:  # no more processes, a full disk
+            return (
+                f"rollout.launch: {one.server.url} cannot be started ({error}); make room for it, its output would be "
+                f"in {one.log}"
+            )
+        except Exception as error:
+            return f"rollout.launch: {one.server.url} cannot be watched ({error!r}); please report this"
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        for one in self.launched:
+            one.sign_off()
+        await asyncio.gather(*(one.end() for one in self.launched))
+
+
+def make_launcher(
+    api: type[ServerApi], settings: LaunchConfig, served: ServedModel, folder: Path, timeout: float
+) -> Launcher:
+    """A server for each entry of `rollout.launch.devices`, none of them started; their output goes to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"padfree-{secrets.token_hex(4)}"  # no other server that happens to be there has it
+    launched = []
+    for number, (devices, port) in enumerate(zip(settings.devices, _free_ports(len(settings.devices)), strict=True)):
+        command = api.command(settings.command, served, name=name, port=port)
+        environment = {**_environment(devices), **api.environment(), **settings.environment}
+        server = api(f"http://127.0.0.1:{port}", timeout)
+        launched.append(Launched(command, environment, folder / f"{number}.log", server))
+    return Launcher(launched)
+
+
+def _environment(devices: str) -> dict[str, str]:
+    """This process's, without what torchrun says to it, and with the devices of the server."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_TORCHRUN and not name.startswith(("LOCAL_", "TORCHELASTIC_"))
+    }
+    return {**kept, "CUDA_VISIBLE_DEVICES": "" if devices == "cpu" else devices}
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]

@@ -1,0 +1,57 @@
+"""Which environment the settings name: the user's own by import path, or a program."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from padfree.config.functions import UserFunction
+from padfree.config.rollout import RolloutConfig
+from padfree.errors import UserError
+from padfree.rollout.environment.agent import agent_episode
+from padfree.rollout.environment.command import check_command, check_row
+from padfree.rollout.environment.episode_policy import Episode
+from padfree.rollout.prompts import Prompt
+
+USER_ENVIRONMENT = UserFunction(
+    setting="rollout.environment",
+    noun="tool environment",
+    arguments=("prompt", "policy"),
+    result="policy.trajectory(...)",
+    asynchronous=True,
+)
+
+
+def check_episode_settings(settings: RolloutConfig) -> None:
+    """Refuse an environment that cannot be found. Nothing is imported or started."""
+    if settings.environment is not None:
+        USER_ENVIRONMENT.check(settings.environment)
+    if settings.agent:
+        check_command(settings.agent)
+    if settings.agent and shutil.which(settings.agent[0]) is None:
+        raise UserError(
+            "rollout.agent",
+            "is no program that can be started",
+            "give its path, or one on PATH",
+            value=settings.agent[0],
+        )
+
+
+def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse rows that the words of `rollout.agent` cannot be made from."""
+    for prompt in prompts if settings.agent else ():
+        check_row(settings.agent, prompt.row, prompt.uid)
+
+
+def load_episode(settings: RolloutConfig) -> Episode:
+    """The coroutine function of an episode; the module of the user's own is imported."""
+    if settings.environment is not None:
+        episode: Episode = USER_ENVIRONMENT.load(settings.environment)
+        return episode
+    assert settings.agent, "without an environment there are no episodes"
+    return agent_episode(settings.agent)
+
+
+def environment_name(settings: RolloutConfig) -> str:
+    """For messages, and for checkpoints to know whose episodes they hold."""
+    return settings.environment or " ".join(settings.agent) or "one response"

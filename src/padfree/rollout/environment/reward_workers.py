@@ -1,0 +1,134 @@
+"""Rewards of texts: in this thread, in threads, in processes (`rollout.reward_processes`), or later by a model.
+
+text, row -> Judge.within      this thread                    rewards of responses, unless there are processes
+          -> await Judge       thread                         one for each call: rewards of episodes
+                               process 0, 1, ...   `data.reward_worker`   each judges one text at a time; one that
+                                                              hangs or dies is ended, and another takes its place
+          -> JudgedLater       nothing yet                    all ranks ask the reward model together, see `Collector`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from padfree.data import Reward
+from padfree.data.reward_worker import LENGTH
+from padfree.errors import UserError
+from padfree.rollout.time_limit import call_within
+
+
+class RewardWorkers:
+    """A reward, called from a loop. `processes` 0: threads of this process call it."""
+
+    def __init__(self, reward: Reward, processes: int = 0) -> None:
+        self._reward, self.name, self.processes = reward, reward.name, processes
+        self._free: asyncio.Queue[_Worker] | None = None
+        self._workers: list[_Worker] = []
+
+    def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
+        """The reward by this thread: an alarm interrupts it in the main thread, others leave it behind."""
+        return call_within(seconds, self._late(seconds, uid), self._reward, text, row, uid)
+
+    async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
+        """The reward; `seconds` is what it may take once a process is free for it."""
+        if not self.processes:
+            return await asyncio.to_thread(self._reward, text, row, uid)
+        if self._free is None:
+            self._free = asyncio.Queue()
+            self._workers = [_Worker(self.name) for _ in range(self.processes)]
+            for each in self._workers:
+                self._free.put_nowait(each)
+        worker = await self._free.get()
+        try:
+            async with asyncio.timeout(seconds) as clock:
+                return await worker.rewarded(text, row, uid)
+        except TimeoutError:
+            if seconds is None or not clock.expired():
+                raise
+            raise UserError.of(self._late(seconds, uid)) from None
+        finally:
+            self._free.put_nowait(worker)
+
+    def _late(self, seconds: float, uid: str) -> str:
+        return (
+            f"reward: {self.name} took more than {seconds:g} s (rollout.episode_timeout) for sample {uid!r}; correct "
+            "the function, or raise the setting"
+        )
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            await worker.end()
+
+
+class RewardsLater(RewardWorkers):
+    """A reward model, which judges the texts of all ranks together when a batch is complete."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.processes = name, 0
+        self._workers = []
+
+    def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
+        return None
+
+    async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
+        return None
+
+
+class _Worker:
+    """A process that judges, started when there is something for it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def rewarded(self, text: str, row: Mapping[str, Any], uid: str) -> float:
+        finished = False
+        try:
+            found, value = await self._asked(pickle.dumps((text, dict(row), uid)))
+            finished = True
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
+            raise UserError(
+                "reward", f"{self._name} ended its process for sample {uid!r}", "correct the function or the row"
+            ) from None
+        finally:
+            if not finished:
+                await self.end()
+        if not found:
+            raise value
+        return float(value)
+
+    async def _asked(self, message: bytes) -> tuple[bool, Any]:
+        process = self._process = self._process or await self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(LENGTH.pack(len(message)) + message)
+        await process.stdin.drain()
+        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        answer: tuple[bool, Any] = pickle.loads(await process.stdout.readexactly(length))
+        return answer
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "padfree.data.reward_worker",
+            self._name,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    async def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()

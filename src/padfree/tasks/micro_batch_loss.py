@@ -1,0 +1,99 @@
+"""What is minimised on one row: from the hidden states of a model to a loss to differentiate.
+
+    RowLoss(model, batch) -> LossOutput         the one thing in which the ways of training differ inside a step
+      TokenRowLoss      losses of tokens (SFT, policy losses), fused with the head where that can be
+      others            losses of whole answers, each in the file of its task
+
+`Engine` plans, weighs, lays rows out, calls this once for each row, differentiates and adds up. What else a row loss
+needs, a teacher or a head of its own, it is made with. What it needs of a pack is in the `LocalBatch`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from padfree.batch import LocalBatch
+from padfree.cp.ranges import to_device
+from padfree.cp.shard import sum_over_context
+from padfree.head import fused_loss, score
+from padfree.head.budget import Memory
+from padfree.losses import (
+    LossInputs,
+    LossOutput,
+    TokenLossSettings,
+    compute_loss,
+    is_elementwise,
+    make_token_loss,
+    needs_entropy,
+    preference_pairs,
+)
+from padfree.model import hidden_states, lm_head_of
+
+
+class MicroBatchLoss(Protocol):
+    """The loss of one row, or this context rank's share of it. Losses and statistics of all rows and ranks add up."""
+
+    keeps_groups: ClassVar[bool]
+    """Whether samples of a group must lie on one row (`Sample.group`)."""
+
+    @property
+    def teacher(self) -> PreTrainedModel | None:
+        """The frozen model that the loss asks, where there is one."""
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        """Called by `inside`: the head and the embeddings are whole. `token_losses` [T/cp] must be there."""
+
+
+def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
+    """Run the model on a pack, and return the inputs of a loss with the log-probabilities [T/cp] of its labels."""
+    scores = score(
+        hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=temperature,
+        num_labels=batch.num_labels, memory=memory,
+    )  # fmt: skip
+    return LossInputs.from_batch(batch, logprobs=scores.logprobs)
+
+
+class TokenMicroBatchLoss:
+    """Losses of tokens. One that is elementwise in the log-probabilities never stores logits."""
+
+    keeps_groups: ClassVar[bool] = False
+    teacher: ClassVar[None] = None
+
+    def __init__(self, settings: TokenLossSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
+        self.settings, self.temperature, self.memory = settings, temperature, memory
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        settings, head = self.settings, lm_head_of(model)
+        reduce = partial(sum_over_context, context=batch.context)
+        hidden, labels = hidden_states(model, batch), batch.labels
+        inputs = LossInputs.from_batch(batch)
+        entropy = needs_entropy(settings)
+        if not is_elementwise(settings):
+            scores = score(
+                hidden, head, labels, temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels,
+                memory=self.memory,
+            )  # fmt: skip
+            return compute_loss(inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=reduce)
+        fused = fused_loss(
+            hidden, head, labels, make_token_loss(inputs, settings, reduce=reduce),
+            temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels, memory=self.memory,
+        )  # fmt: skip
+        with torch.no_grad():
+            output = compute_loss(inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=reduce)
+        return LossOutput(loss=fused.loss, token_losses=output.token_losses, statistics=output.statistics)
+
+
+def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[P, 2] (chosen, rejected) places among the samples of a pack; [P] float64 weights and margins of the pairs."""
+    pairs = preference_pairs(() if batch.is_filler else batch.samples)
+    weights = np.full(len(pairs), 2.0 / batch.batch_samples)
+    terms = [batch.samples[place].terms or {} for place in pairs[:, 0].tolist()]
+    margins = np.array([term.get("margin", 0.0) for term in terms], dtype=np.float64)
+    device = batch.labels.device
+    return to_device(pairs, device), to_device(weights, device), to_device(margins, device)

@@ -1,0 +1,374 @@
+"""`check_model`: the reference, the noise, the packed path, and every way to vary it.
+
+    1  reference     plain HF code, one sample at a time, in float64            rank 0; the others wait
+    2  noise         plain HF code in the dtype, padded pairs, eager attention  rank 0; against 1
+    3  packed        log-probabilities, loss, gradients of every part           against 1, in units of 2
+    4  leak          other tokens in every second sample                        the others' log-probabilities, against 3
+    5  pad           a tail of random tokens behind every row                   against 1; another tail against that one
+    6  layouts       other micro-batches, another order, other context methods  against 1
+
+The losses of pairs, teachers, reward models and critics (`plain_losses`) have no log-probabilities to compare, and go
+through 1, 2, 3 and 6: whether samples leak into each other, and what a pad does, the check of "nll" finds on the same
+model.
+
+Models are in evaluation mode, without dropout. The reference runs as a whole on one device. Without the memory for
+float64, or where a model does not run in it, the reference is in the dtype that is checked, and the report says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from padfree.batch import Sample
+from padfree.config.choices import ModelHead
+from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.errors import UserError
+from padfree.model.load import load_model
+from padfree.tools.check.check_report import MAIN, CheckReport, CheckRow, Skipped
+from padfree.tools.check.compare import (
+    TOLERANCES,
+    Gap,
+    Tolerance,
+    extent,
+    gradient_gaps,
+    logprob_gap,
+    loss_gap,
+    normaliser_gap,
+    parts_of,
+)
+from padfree.tools.check.exact import exact, make_float64, reference_line
+from padfree.tools.check.model_source import ModelSource, model_source
+from padfree.tools.check.one_at_a_time import CheckOutcome, one_at_a_time
+from padfree.tools.check.packed import Logprobs, PackedPath, Variation, variations, with_other_tokens
+from padfree.tools.check.plain_losses import (
+    OF_PAIRS,
+    REFERENCED,
+    SCALAR,
+    CheckedLoss,
+    in_pairs,
+    make_teacher,
+    plain_loss,
+    prepared,
+)
+from padfree.tools.check.samples import LONGEST, random_samples
+from padfree.train.limits import check_fits
+
+TIMEOUT = 3600.0
+"""Seconds that processes wait for the reference."""
+
+RANDOM_SAMPLES = 8
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Reference:
+    """What rank 0 compares with; the other ranks have the names and the samples."""
+
+    samples: list[Sample]  # with what the loss needs of them
+    outcome: CheckOutcome
+    noise: dict[str, float]  # by quantity, gradients by part
+    parts: dict[str, str]  # of each parameter
+    attention: str
+    obstacle: str | None  # why it is not float64
+    experts: bool
+
+
+def check_model(
+    source: str | Path | PreTrainedConfig,
+    samples: Sequence[Sample] | int = RANDOM_SAMPLES,
+    *,
+    loss: CheckedLoss = "nll",
+    origin: str = "given samples",
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    context: int = 1,
+    layers: int | None = None,
+    full: bool = False,
+    device: str = "auto",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    on_progress: Say | None = None,
+) -> CheckReport:
+    """Compare packed training of a model with plain HF code, one sample at a time.
+
+    `source` is what `load_model` takes. For the losses "dpo" and "reward" neighbouring samples are pairs. A number of
+    `samples` means random ones; `origin` says in the report where
+    given ones are from. `dtype` is float32 or bfloat16 (None: float32 on a CPU, bfloat16 on a GPU). Of a deep model the
+    first `layers` layers are checked (None: a few), or all (`full`). Under torchrun the processes are data x `context`
+    ranks, every one calls this alike, and every one returns the same report.
+    """
+    say = on_progress or (lambda _: None)
+    if dtype is not None and dtype not in TOLERANCES:
+        raise UserError("dtype", "", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype)
+    with distributed(device=device, timeout=TIMEOUT) as chosen:
+        mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
+        dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
+        with model_source(
+            source, layers=layers, full=full, backend=backend, trust_remote_code=trust_remote_code
+        ) as found:
+            vocabulary = found.limits.vocabulary
+            if isinstance(samples, int):
+                samples = random_samples(vocabulary, samples, longest=longest_of(found.config, LONGEST))
+                origin = "samples of random tokens"
+            check_samples(samples, found)
+            samples = in_pairs(samples) if loss in OF_PAIRS else samples
+            options: dict[str, Any] = {"seed": seed, "trust_remote_code": trust_remote_code}
+            reference = _reference(found, loss, samples, mesh, dtype, options, say)
+            say("loading the model as training does")
+            path = PackedPath(found, mesh, loss=loss, dtype=dtype, backend=backend, **options)
+            rows, skipped = _Check(path, reference, vocabulary, TOLERANCES[dtype], say).run()
+        name = str(dtype).removeprefix("torch.")
+        experts = reference.experts and loss == "nll" and dtype == torch.bfloat16
+        report = CheckReport(
+            model=found.name,
+            num_layers=found.num_layers,
+            total_layers=found.total_layers,
+            random_weights=found.random_weights,
+            dtype=name,
+            device=mesh.device.type,
+            backend=backend,
+            data_ranks=mesh.data.size,
+            context_ranks=mesh.context.size,
+            samples=origin,
+            lengths=tuple(len(sample) for sample in samples),
+            num_labels=sum(sample.num_labels for sample in samples),
+            reference=reference_line(dtype, reference.obstacle, _what(loss), reference.attention),
+            noise=f"transformers in {name}, in padded pairs with eager attention",
+            rows=tuple(rows),
+            skipped=tuple(skipped),
+            remark="experts near a tie are chosen differently in bfloat16; check it in float32 as well"
+            if experts
+            else "",
+        )
+        box = [report]  # what was found on rank 0, on every rank
+        dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
+        return box[0]
+
+
+def _what(loss: CheckedLoss) -> str:
+    unit = f"one {'pair' if loss in OF_PAIRS else 'sample'} at a time"
+    return unit if loss == "nll" else f"the {loss} loss of {unit}"
+
+
+def longest_of(config: PreTrainedConfig, wanted: int) -> int:
+    """`wanted` tokens, or as many as the model has positions."""
+    return min(wanted, int(getattr(config, "max_position_embeddings", None) or wanted))
+
+
+def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
+    """Refuse what the model cannot take, or what would make the comparison empty."""
+    if len(samples) < 2:
+        raise UserError("samples", "", "give 2 or more, one of which must not see the other", value=len(samples))
+    if not any(sample.num_labels for sample in samples):
+        raise UserError("samples", f"none of the {len(samples)} has a trained token", "give some that do")
+    check_fits(
+        samples,
+        source.limits,
+        place=lambda index: index if samples[index].uid is None else samples[index].uid,
+        setting="samples",
+        vocabulary_cure="use the tokenizer of this model",
+        positions_cure=f"cut them, as in --max-length {source.limits.positions}",
+    )
+
+
+def _reference(
+    source: ModelSource,
+    loss: CheckedLoss,
+    samples: Sequence[Sample],
+    mesh: Mesh,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    say: Say,
+) -> _Reference:
+    teachers: list[PreTrainedModel] = []
+
+    def load(kind: torch.dtype) -> PreTrainedModel:
+        """The model, and a teacher if the loss has one; every rank loads both."""
+
+        def loaded(head: ModelHead) -> PreTrainedModel:
+            model = load_model(source.source, head=head, dtype=kind, device=mesh.device, **options)
+            model.train(False)
+            return model
+
+        teachers[:] = [loaded("tokens")] if loss == "distill" else []
+        for teacher in teachers:
+            make_teacher(teacher)
+        return loaded("scalar" if loss in SCALAR else "tokens")
+
+    def compute(
+        model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
+    ) -> tuple[list[Sample], CheckOutcome]:
+        """The samples with what the loss needs of them, and what it gives."""
+        if model.dtype == torch.float64:
+            for teacher in teachers:
+                make_float64(teacher)
+        if given is None:
+            own = one_at_a_time(model, samples).logprobs if loss in REFERENCED else None
+            given = prepared(loss, samples, own)
+        return given, plain_loss(model, given, loss, teacher=next(iter(teachers), None), padded=padded)
+
+    say(f"reference: {len(samples)} samples, {_what(loss)}, in float64")
+    found, obstacle = exact(samples, mesh, dtype, lambda: load(torch.float32), compute)
+    model = load(dtype)
+    parts = parts_of(model)
+    attention = str(model.config._attn_implementation)
+    experts = any("experts" in name for name, _ in model.named_modules())
+    outcome, noise = CheckOutcome(logprobs=[], loss=0.0, gradients={}), {}
+    box: list[Any] = [[], True]
+    if mesh.loss.rank == 0:
+        if found is None:
+            say(f"reference: {len(samples)} samples, {_what(loss)}")
+        given, outcome = found or compute(model)
+        say("noise: the same in padded pairs")
+        _, other = compute(model, given, padded=True)
+        extents = {name: extent(other.gradients.get(name), outcome.gradients.get(name)) for name in parts}
+        noise = {part: gap.difference for part, gap in gradient_gaps(extents, parts).items()}
+        noise["loss"] = loss_gap(other.loss, outcome.loss).difference
+        if loss == "nll":
+            noise["log-probabilities"] = logprob_gap(other.logprobs, outcome.logprobs, samples).difference
+        box = [given, math.isfinite(outcome.loss) and math.isfinite(noise["loss"])]
+    dist.broadcast_object_list(box, src=0, group=mesh.loss.group, device=torch.device("cpu"))
+    if not box[1]:
+        raise UserError(
+            "model", f"{source.name} itself gives no finite loss for these samples in {dtype}", "look at the weights"
+        )
+    del model
+    teachers.clear()
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return _Reference(
+        samples=box[0],
+        outcome=outcome,
+        noise=noise,
+        parts=parts,
+        attention=attention,
+        obstacle=obstacle,
+        experts=experts,
+    )
+
+
+class _Check:
+    """Runs the packed path in all its variations. Every rank runs the same; what rank 0 finds counts."""
+
+    def __init__(
+        self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say
+    ) -> None:
+        self.path, self.reference, self.samples, self.say = path, reference, reference.samples, say
+        self.vocabulary, self.tolerance = vocabulary, tolerance
+        self.first = path.mesh.loss.rank == 0
+        self.repeated = 0.0  # what running the same again changes
+        self.rows: list[CheckRow] = []
+        self.skipped: list[Skipped] = []
+
+    def run(self) -> tuple[list[CheckRow], list[Skipped]]:
+        base = Variation(name=MAIN, max_tokens=sum(len(sample) for sample in self.samples))
+        self.say("packed: log-probabilities, loss and gradients")
+        self.path.lay_out(base)
+        logprobs = self._compare(base)
+        if logprobs is not None:
+            self.repeated = logprob_gap(self.path.logprobs(self.samples), logprobs, self.samples).difference
+            self._leak(logprobs)
+            self._pad()
+        for variation in variations(self.samples, self.path.mesh.context.size):
+            self.say(f"layout: {variation.name}")
+            self.path.lay_out(variation)
+            try:
+                self._compare(variation)
+            except UserError as error:  # alike on all ranks
+                if not variation.may_be_refused:
+                    raise
+                self.skipped.append(Skipped(check=variation.name, reason=str(error)))
+        return self.rows, self.skipped
+
+    def _compare(self, variation: Variation) -> Logprobs | None:
+        """Loss and gradients against the reference, of "nll" log-probabilities, too."""
+        samples = list(reversed(self.samples)) if variation.reverse else self.samples
+        logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
+        if logprobs is not None and variation.reverse:
+            logprobs.reverse()
+        loss = self.path.loss(samples)
+        self._add(variation.name, logprobs, loss)
+        return logprobs
+
+    def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
+        """Rows for these and for the gradients that are in the parameters."""
+        expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
+        extents = self.path.extents(expected.gradients)
+        if not self.first:
+            return
+        bound = tolerance.loss
+        if logprobs is not None:
+            gap = logprob_gap(logprobs, expected.logprobs, self.samples)
+            self.rows.append(_row(check, "log-probabilities", gap, noise["log-probabilities"], tolerance.logprobs))
+        else:
+            bound *= max(abs(expected.loss), 1.0)
+        self.rows.append(_row(check, "loss", loss_gap(loss, expected.loss), noise["loss"], bound))
+        if logprobs is not None:
+            gap = normaliser_gap(loss, logprobs, self.samples)
+            self.rows.append(_row(check, "normaliser", gap, None, tolerance.normaliser))
+        gradients = [
+            _row(check, "gradients", gap, noise[part], tolerance.gradients, part)
+            for part, gap in gradient_gaps(extents, self.reference.parts).items()
+        ]
+        worst = max(gradients, key=lambda row: row.excess)
+        self.rows.append(replace(worst, part=None) if check == MAIN else worst)
+        if check == MAIN:
+            self.rows += gradients
+
+    def _leak(self, logprobs: Logprobs) -> None:
+        self.say("leak: other tokens in every second sample")
+        for changed in (0, 1):
+            others = self.path.logprobs(with_other_tokens(self.samples, self.vocabulary, changed))
+            kept = slice(1 - changed, None, 2)
+            gap = logprob_gap(others[kept], logprobs[kept], self.samples[kept])
+            self._add_exact(f"leak from {('even', 'odd')[changed]} to {('odd', 'even')[changed]} samples", gap)
+
+    def _pad(self) -> None:
+        self.say("pad: a tail of random tokens behind every row")
+        generator = torch.Generator().manual_seed(0)
+
+        def random(length: int) -> Tensor:
+            return torch.randint(self.vocabulary, (length,), generator=generator)
+
+        logprobs = self.path.padded_logprobs(self.samples, random)
+        zeros = self.path.padded_logprobs(self.samples, lambda length: torch.zeros(length, dtype=torch.int64))
+        loss = self.path.padded_loss(self.samples, random)
+        self._add("pad behind every row", logprobs, loss)
+        self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
+
+    def _add_exact(self, check: str, gap: Gap) -> None:
+        """A row whose difference must be exactly 0 where repeating a run gives the same bits.
+
+        No row of a matmul depends on another, but the shapes of the experts' matmuls depend on all tokens.
+        """
+        if not self.first:
+            return
+        if self.reference.experts:
+            noise, tolerance = self.reference.noise["log-probabilities"], self.tolerance.logprobs
+        else:
+            noise, tolerance = self.repeated, 0.0
+        self.rows.append(_row(check, "log-probabilities", gap, noise, tolerance))
+
+
+def _row(
+    check: str, quantity: str, gap: Gap, noise: float | None, tolerance: float, part: str | None = None
+) -> CheckRow:
+    return CheckRow(
+        check=check,
+        quantity=quantity,
+        part=part,
+        difference=gap.difference,
+        noise=noise,
+        tolerance=tolerance,
+        where=gap.where,
+    )

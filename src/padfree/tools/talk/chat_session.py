@@ -1,0 +1,53 @@
+"""A chat of several turns.
+
+    turn 1   <|user|>Hi<|end|><|assistant|>            prompt ids            rendered by the template
+             Hello<|end|>                              answer ids            as they were sampled
+    turn 2   ...the ids above, kept...  + ids of  \\n<|user|>How are you?<|end|><|assistant|>
+
+Earlier answers keep the ids that the model wrote: text is not encoded again, which could give other ids. A template
+that rewrites earlier turns (Qwen3 removes their thoughts) is obeyed: if the rendered conversation does not begin with
+the text so far, all of it is encoded anew.
+"""
+
+from __future__ import annotations
+
+from padfree.data.conversation import Message
+from padfree.tools.talk.speaker import Answer, OnText, Speaker, messages_of
+
+
+class ChatSession:
+    """Messages so far, and their ids."""
+
+    def __init__(self, speaker: Speaker, system: str | None = None) -> None:
+        self._speaker = speaker
+        self.system = system
+        self.reset()
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget all turns; `system` replaces the system message."""
+        self.system = self.system if system is None else system
+        self.messages: list[Message] = []
+        self.turn = 0
+        self._text, self._ids = "", list[int]()  # of the prompt and the answer of the last turn
+
+    def ask(self, text: str, *, max_new_tokens: int, on_text: OnText | None = None) -> Answer:
+        """The answer to the user's next message. What cannot be asked, and an empty answer, leave no turn behind."""
+        user: Message = {"role": "user", "content": text}
+        messages = [*self.messages, user] if self.messages else messages_of(text, self.system)
+        rendered = self._speaker.render(messages)
+        prompt = self.prompt_ids(rendered)
+        (answer,) = self._speaker.answer([prompt], max_new_tokens=max_new_tokens, turn=self.turn, on_text=on_text)
+        if not len(answer.tokens):
+            return answer
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.turn += 1
+        self._ids = [*prompt, *answer.tokens.tolist()]
+        self._text = rendered + self._speaker.chat_tokenizer.decode(answer.tokens)
+        return answer
+
+    def prompt_ids(self, rendered: str) -> list[int]:
+        """The ids of a rendered conversation, those of earlier turns as they were."""
+        chat_tokenizer = self._speaker.chat_tokenizer
+        if self._ids and rendered.startswith(self._text):
+            return [*self._ids, *chat_tokenizer.encode(rendered[len(self._text) :])]
+        return chat_tokenizer.encode_prompt(rendered, begun=True)

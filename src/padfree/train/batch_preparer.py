@@ -1,0 +1,214 @@
+"""Global batches with everything that their updates need besides the model as it is then.
+
+batcher  -> groups                        the samples of the data themselves
+rollouts -> groups -> collector           episodes of prompts, sampled now or while earlier batches were trained
+         -> old log-probabilities, advantages (of rewards, a critic, a teacher), the reference's log-probabilities
+         -> UpdateBatch                  its samples, which of them each update takes, metrics, times
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from padfree.batch import Sample
+from padfree.checkpoint.manifest import Trained
+from padfree.config import Config
+from padfree.errors import UserError
+from padfree.tasks.task import Models, task_of
+from padfree.train.batch_times import BatchTimes
+from padfree.train.critic import Critic
+from padfree.train.engine import Engine
+from padfree.train.finite_checks import check_weights
+from padfree.train.global_batch import GlobalBatch, update_parts
+from padfree.train.rl.reference_model import ReferenceModel
+from padfree.train.rl.sampled_batches import SampledBatches
+from padfree.train.scorer import Scorer
+from padfree.train.step_metrics import reward_metrics
+from padfree.train.training_data import Batcher
+
+
+class BatchPreparer:
+    """The batches of a run, one after the other, on every rank the same."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        batcher: Batcher,
+        *,
+        reference: ReferenceModel | None,
+        teacher: Scorer | None,
+        critic: Critic | None,
+        rollouts: SampledBatches | None,
+        end_tokens: tuple[int, ...] = (),
+    ) -> None:
+        """`end_tokens`: what ends a response, if that is known."""
+        self.config, self.engine, self.batcher = config, engine, batcher
+        self.reference, self.teacher, self.critic = reference, teacher, critic
+        self.rollouts = rollouts
+        self.task = task_of(config.loss.command)
+        self.end_tokens = end_tokens
+        self._had_labels = False  # whether any sample so far had a token to train
+        self.groups = self.groups_without_signal = 0  # of all batches so far
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the model writes the samples."""
+        return self.rollouts is not None
+
+    @property
+    def waits_for_updates(self) -> bool:
+        """Whether a batch needs the model, or a reference, as the updates with the batches before it leave them."""
+        asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
+        return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
+
+    def without_signal(self) -> str | None:
+        """A line if no batch of this start had an advantage other than 0, and no other term changed the weights."""
+        loss = self.config.loss
+        if not self.groups or self.groups_without_signal < self.groups:
+            return None
+        if loss.kl_coefficient or loss.entropy_coefficient or self.critic is not None or self.engine.router is not None:
+            return None
+        return (
+            f"nothing was learned: none of {self.groups:,} groups had rewards that differ, so that every advantage was "
+            "0; look at the rewards, or give prompts that the model answers rightly at times"
+        )
+
+    def cursor(self) -> dict[str, Any]:
+        """The place in the data behind the batch that was taken last."""
+        return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
+
+    @property
+    def highest(self) -> int:
+        """The number of the batch that was begun last."""
+        return self.batcher.step
+
+    def resume(self, step: int, *, remaining: int) -> None:
+        """Go on inside a batch, with which `remaining` updates are still to be made."""
+        if self.rollouts is not None:
+            self.rollouts.resume(step, remaining=remaining)
+
+    def after_updates(self) -> None:
+        """To be called when all updates with a batch are done."""
+        if self.reference is not None:
+            self.reference.after_batch(self.engine.model)
+
+    # Checkpoints
+
+    def check_weights(self, step: int) -> None:
+        """Refuse to save weights that are not finite."""
+        check_weights(self.engine.model, step)
+        if self.critic is not None:
+            check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
+
+    def state(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint, besides the cursor. Every rank calls it."""
+        found = {} if self.rollouts is None else self.rollouts.state()
+        return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
+
+    def saved(self) -> dict[str, Any]:
+        """The models besides the trained one that a checkpoint holds."""
+        return {"reference": None if self.reference is None else self.reference.saved(), "critic": self._trained()}
+
+    def filled(self) -> dict[str, Any]:
+        """The same, for a checkpoint to fill."""
+        return {"reference": None if self.reference is None else self.reference.tensors(), "critic": self._trained()}
+
+    def _trained(self) -> Trained | None:
+        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint holds; the models are filled already."""
+        self.batcher.load_state_dict(extra["batcher"])
+        if self.reference is not None and "reference" in extra:
+            self.reference.load_state_dict(extra["reference"])
+        if self.rollouts is not None:
+            self.rollouts.restore(extra)
+
+    def next(self, step: int) -> GlobalBatch | None:
+        """None after the last. `step`: how many updates have been made, which is the version of the policy."""
+        times = BatchTimes()
+        if self.rollouts is not None:
+            with times.measure("sampling"):
+                found = self.rollouts.next(step)
+            if found is None:
+                return None
+            number, samples = found
+            times.split_sampling(self.rollouts.timings)
+            return self._prepared(distinct(samples), times, number)
+        groups = next(self.batcher, None)
+        return None if groups is None else self._prepared(distinct(_flat(groups)), times, self.batcher.step)
+
+    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
+        """A global batch with everything that its updates need besides the model as it is then."""
+        self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
+        if self.sampled and not self._had_labels:
+            raise UserError(
+                f"{self.config.rollout.source}",
+                f"none of the {len(batch)} samples of batch {number} has a token to train",
+                "let the policy write, what an environment adds is not trained",
+            )
+        parts = update_parts(len(batch), **self.minibatch_settings(number))
+        batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
+        metrics: dict[str, float] = {}
+        measured = self.rollouts is not None or not self.config.loss.task.in_rows
+        if measured:
+            written = {} if self.rollouts is None else self.rollouts.metrics()
+            metrics = {**self._reward_metrics(batch), **written, **found}
+        self.groups += int(metrics.get("groups", 0))
+        self.groups_without_signal += int(metrics.get("groups_without_signal", 0))
+        return GlobalBatch(
+            samples=batch,
+            parts=parts,
+            epochs=self.config.loss.epochs,
+            metrics=metrics,
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if measured else {},
+        )
+
+    def _models(self, times: BatchTimes) -> Models:
+        """The models of the run; how long each takes to answer goes into `times`."""
+        reference, teacher, critic = self.reference, self.teacher, self.critic
+        return Models(
+            policy=times.measured("old_logprobs", self.engine.scorer.logprobs),
+            reference=None if reference is None else times.measured("reference", reference.logprobs),
+            teacher=None if teacher is None else times.measured("teacher", teacher.logprobs),
+            critic=None if critic is None else times.measured("critic", critic.judged),
+        )
+
+    def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:
+        sources = [source.label for source in self.config.data.sources]
+        return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
+
+    def minibatch_settings(self, number: int) -> dict[str, int]:
+        """What decides which samples of the batch with this number are in which of its updates."""
+        loss = self.config.loss
+        return {
+            "epochs": loss.epochs,
+            "mini_batches": loss.mini_batches,
+            "seed": self.config.run.seed,
+            "number": number,
+        }
+
+
+def _flat(groups: Sequence[Any]) -> list[Sample]:
+    return [sample for group in groups for sample in group]
+
+
+def distinct(samples: list[Sample]) -> list[Sample]:
+    """The same samples; one that a batch has twice (small data, several epochs) gets a uid and a group of its own.
+
+    The second time a row, a pair or a group of rollouts is there, it is another unit, weighed and compared by itself.
+    """
+    seen: dict[str | int, int] = {}
+    found = []
+    for sample in samples:
+        if sample.uid is not None:
+            seen[sample.uid] = seen.get(sample.uid, 0) + 1
+            if seen[sample.uid] > 1:
+                time = f"(time {seen[sample.uid]})"
+                group = None if sample.group is None else f"{sample.group} {time}"
+                sample = replace(sample, uid=f"{sample.uid} {time}", group=group)
+        found.append(sample)
+    return found

@@ -1,0 +1,145 @@
+"""Rows of the data as batches take them, and what an epoch of a mixture shows.
+
+samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
+rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (answers for pairs)
+sources       a . . . . | b . . .         parts       4 3: samples of each, row_counts 2 2: rows of each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from padfree.batch import Sample
+from padfree.config import Config
+from padfree.data import StoredSamples
+from padfree.errors import UserError
+from padfree.packing.epochs import EpochOrder, SourcePart
+from padfree.packing.fill import Indices
+from padfree.rollout import Prompt
+from padfree.tasks.reading import Samples
+
+Group = Sequence[Sample | Prompt]
+
+
+def in_rows(config: Config) -> bool:
+    """Whether batches are of rows of the data; else of groups of rollouts, or of prompts."""
+    return config.loss.task.in_rows and config.rollout.source is None
+
+
+def row_starts(config: Config, samples: Any) -> Indices:
+    """[R+1] where each row of the data begins among its samples.
+
+    Stored samples know their rows. Others are as many to a row as the command says; one each in RL.
+    """
+    known: Indices | None = getattr(samples, "row_starts", None)
+    size = config.loss.task.group_size if in_rows(config) else 1
+    return np.arange(0, len(samples) + 1, size) if known is None else known
+
+
+def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
+    """Rows of each part of the samples."""
+    ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
+    counts: list[int] = np.diff(ends, prepend=0).tolist()
+    return counts
+
+
+def epoch_parts(config: Config, sizes: Sequence[int]) -> list[SourcePart] | None:
+    """The sources of a mixture with so many rows (or groups) each, and their weights; None: every row once an epoch."""
+    if not config.data.sources:
+        return None
+    return [
+        SourcePart(size=size, weight=one.exact_weight) for size, one in zip(sizes, config.data.sources, strict=True)
+    ]
+
+
+def check_shown(config: Config, sizes: Sequence[int]) -> None:
+    """Refuse a source of which the whole run would show nothing."""
+    epochs = config.data.epochs
+    for number, part in enumerate(epoch_parts(config, sizes) or ()):
+        if epochs is not None and not part.shown(epochs):
+            raise UserError(
+                f"data.sources.{number}.weight",
+                f"{config.data.sources[number].weight:g} of {part.size} rows is less than one row in "
+                f"data.epochs={epochs}",
+                "give a larger weight, or more epochs",
+            )
+
+
+def epoch_order(config: Config, sizes: Sequence[int]) -> EpochOrder:
+    """Which rows each epoch of the run shows, in the order of the batcher; `sizes`: rows of each part."""
+    parts = epoch_parts(config, sizes) or [SourcePart(size=sum(sizes), weight=Fraction(1))]
+    return EpochOrder(parts, shuffle=config.data.shuffle, seed=config.run.seed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceShare:
+    """What one source is of a mixture."""
+
+    name: str
+    weight: float
+    rows: int  # or groups of rollouts
+    samples: int
+    tokens: int
+    share: float  # of the tokens that an epoch shows, on average
+    epochs: float | None  # how many times the run shows each row; None: until run.steps
+
+    def line(self) -> str:
+        times = ""
+        if self.epochs is not None:
+            shown = "once" if self.epochs == 1 else f"{self.epochs:g} times"
+            times = f", each row {shown} in {self.epochs / self.weight:g} epochs"
+        return (
+            f"{self.name}: {self.rows:,} rows, {self.samples:,} samples, {self.tokens:,} tokens, weight "
+            f"{self.weight:g}: {self.share:.1%} of the tokens{times}"
+        )
+
+
+def source_shares(config: Config, samples: Samples, parts: Sequence[int]) -> list[SourceShare]:
+    """What each of `data.sources` is of the mixture; none without a mixture. `parts`: samples of each."""
+    if not config.data.sources:
+        return []
+    lengths = lengths_of(samples)
+    ends = np.cumsum(parts)
+    tokens = [int(part.sum()) for part in np.split(lengths, ends[:-1])]
+    rows = row_counts(row_starts(config, samples), parts)
+    weighted = [count * each.weight for count, each in zip(tokens, config.data.sources, strict=True)]
+    epochs = config.data.epochs
+    return [
+        SourceShare(
+            name=each.label,
+            weight=each.weight,
+            rows=rows[number],
+            samples=parts[number],
+            tokens=tokens[number],
+            share=weighted[number] / max(sum(weighted), 1.0),
+            epochs=None if epochs is None else each.weight * epochs,
+        )
+        for number, each in enumerate(config.data.sources)
+    ]
+
+
+def lengths_of(samples: Samples) -> Indices:
+    """[n] tokens of each, those of the longest response included."""
+    if isinstance(samples, StoredSamples):
+        return samples.lengths
+    return np.array([len(sample) for sample in samples], dtype=np.int64)
+
+
+class Rows(Sequence[Group]):
+    """The samples of each row together, read when they are asked for."""
+
+    def __init__(self, samples: Samples, starts: Indices) -> None:
+        self._samples, self._starts = samples, starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return tuple(self._samples[i] for i in range(int(self._starts[index]), int(self._starts[index + 1])))

@@ -1,0 +1,158 @@
+"""A global batch on its way through its updates, and as something that a checkpoint can hold.
+
+    5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])
+                                             done    2: the third part is next
+
+SFT makes one update of a batch. RL makes epochs × mini-batches of them, and all of them use what was found before the
+first: advantages, reference and old log-probabilities. A run that ends in between needs those again, to the bit, so
+its checkpoint holds them:
+
+    "rollouts"                what JSON can hold: updates done, and of every sample its length, uid, group, reward, ...
+    "rollouts/tokens"  [Σn]   and arrays of all samples end to end, one tensor a field
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from padfree.batch import TOKEN_ARRAYS, Sample
+from padfree.errors import UserError
+from padfree.packing.epochs import shuffled
+from padfree.packing.fill import Indices
+from padfree.rollout.collect.sample_exchange import whole
+
+KEY = "rollouts"
+
+
+def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
+    """The samples of each update with the `number`-th batch: in their own order, or shuffled for mini-batches.
+
+    Every pass over the batch has an order of its own. The plan of a run (`padfree.tools.planner`) asks here, too.
+    """
+    parts: list[Indices] = []
+    for epoch in range(epochs):
+        order = np.arange(num_samples)
+        if mini_batches > 1:
+            order = shuffled(num_samples, seed, number * epochs + epoch)
+        parts += np.array_split(order, min(mini_batches, num_samples))
+    return parts
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GlobalBatch:
+    """The samples of a global batch with all that their updates need; `done` counts the updates that were made."""
+
+    samples: Sequence[Sample]
+    parts: Sequence[Indices]
+    epochs: int = 1
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the batch, for every update's line
+    times: Mapping[str, float] = field(default_factory=dict)  # for the first update's line alone, so no checkpoint's
+    done: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= len(self.parts)
+
+    @property
+    def epoch(self) -> int:
+        """That of the next update."""
+        return self.done * self.epochs // len(self.parts)
+
+    def advance(self) -> None:
+        """An update was made."""
+        self.done += 1
+
+    def samples_of(self, update: int) -> list[Sample]:
+        return [self.samples[i] for i in self.parts[update]]
+
+    def state(self) -> dict[str, Any]:
+        """For `extra` of a checkpoint. `raw_reward` is not kept: no update asks for it. A collective."""
+        samples = whole(self.samples)
+        rows = [
+            {
+                "length": len(sample),
+                "uid": _plain(sample.uid),
+                "group": _plain(sample.group),
+                "source": sample.source,
+                "reward": None if sample.reward is None else float(sample.reward),
+                "arrays": [name for name in TOKEN_ARRAYS if getattr(sample, name) is not None],
+            }
+            for sample in samples
+        ]
+        arrays: dict[str, list[Any]] = {
+            "tokens": [sample.tokens.astype(np.int64) for sample in samples],
+            "mask": [sample.mask for sample in samples],
+            **{
+                name: [values for sample in samples if (values := getattr(sample, name)) is not None]
+                for name in TOKEN_ARRAYS
+            },
+        }
+        about = {
+            "done": self.done,
+            "updates": len(self.parts),
+            "epochs": self.epochs,
+            "metrics": {
+                name: value.item() if isinstance(value, np.generic) else value for name, value in self.metrics.items()
+            },
+            "samples": rows,
+        }
+        tensors = {f"{KEY}/{name}": torch.from_numpy(np.concatenate(found)) for name, found in arrays.items() if found}
+        return {KEY: about, **tensors}
+
+    @staticmethod
+    def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
+        """What `state` was made of. The settings must still be those that it was begun with."""
+        about = extra[KEY]
+        rows = about["samples"]
+        parts = update_parts(len(rows), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
+        if (len(parts), epochs) != (about["updates"], about["epochs"]):
+            raise UserError(
+                "loss.epochs",
+                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint stands inside a rollout batch of "
+                f"{about['epochs']} epochs and {about['updates']} updates",
+                "change them after it",
+            )
+        pieces = {
+            name: _pieces(extra[f"{KEY}/{name}"], [row["length"] for row in rows if _has(row, name)])
+            for name in ("tokens", "mask", *TOKEN_ARRAYS)
+            if f"{KEY}/{name}" in extra
+        }
+        if f"{KEY}/old" in extra:  # of a checkpoint that kept them beside the samples
+            pieces["old_logprobs"] = _pieces(extra[f"{KEY}/old"], [row["length"] for row in rows])
+            rows = [{**row, "arrays": [*row["arrays"], "old_logprobs"]} for row in rows]
+        arrays = {name: iter(found) for name, found in pieces.items()}
+        samples = [
+            Sample(
+                tokens=next(arrays["tokens"]),
+                loss_mask=next(arrays["mask"]),
+                **{name: next(arrays[name]) for name in row["arrays"]},
+                **{name: row[name] for name in ("uid", "group", "source", "reward")},
+            )
+            for row in rows
+        ]
+        return GlobalBatch(
+            samples=samples,
+            parts=parts,
+            epochs=epochs,
+            metrics=about["metrics"],
+            done=about["done"],
+        )
+
+
+def _has(row: Mapping[str, Any], name: str) -> bool:
+    return name not in TOKEN_ARRAYS or name in row["arrays"]
+
+
+def _pieces(values: Tensor, lengths: Sequence[int]) -> list[Any]:
+    return np.split(values.numpy(), np.cumsum(lengths)[:-1])
+
+
+def _plain(name: Any) -> str | int | None:
+    """Without numpy's own kinds of integers."""
+    return name if name is None or isinstance(name, str) else int(name)

@@ -1,0 +1,67 @@
+"""How long a rank's own layers take in forward, without the waiting for weights.
+
+    FSDP2's hook before the layer   waits for its weights       | our hook: a mark
+    the layer                       this rank's own work        |
+                                                                | our hook: a mark
+    FSDP2's hook behind the layer   frees the weights
+
+Under FSDP2 all ranks meet in every layer, so the time of a whole step does not say which rank was slow. On a GPU marks
+are events, and the host waits for them only when it reads the step's numbers. Compiled layers are not timed: the hooks
+would break their graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from padfree.distributed import Mesh
+from padfree.model.structure import layers_of
+
+
+class RankImbalanceTimer:
+    """Times the layers of a model."""
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"
+        self._marks: list[Any] = []
+        for layer in layers_of(model):
+            layer.register_forward_pre_hook(self._mark)
+            layer.register_forward_hook(self._mark, prepend=True)
+
+    @staticmethod
+    def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
+        """None where there is nothing to compare, or where timing would slow the layers down."""
+        if mesh.data.size == 1 or any(layer._compiled_call_impl is not None for layer in layers_of(model)):
+            return None
+        return RankImbalanceTimer(model, mesh)
+
+    def _mark(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+            return  # computed again in backward, where a layer may stop half-way; or only scored
+        if self._on_cuda:
+            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def cut(self) -> list[Any]:
+        """The marks since the last call, which are those of one step."""
+        marks, self._marks = self._marks, []
+        return marks
+
+    def seconds(self, marks: list[Any]) -> tuple[float, ...]:
+        """Of each data rank, from the marks of a step that the device is done with. Every rank calls it."""
+        pairs = zip(marks[::2], marks[1::2], strict=True)
+        own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
+        mesh = self._mesh
+        every = torch.zeros(mesh.loss.size, dtype=torch.float64, device=mesh.device)
+        every[mesh.loss.rank] = own
+        dist.all_reduce(every, group=mesh.loss.group)
+        slowest = every.view(mesh.data.size, mesh.context.size).amax(dim=1)  # a row takes as long as its slowest share
+        return tuple(slowest.tolist())

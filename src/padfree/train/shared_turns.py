@@ -1,0 +1,64 @@
+"""What the samples of one row of the data share, counted before a run: for the memory estimate and for the plan.
+
+    turn 1   system user-1 | thought-1 answer-1
+    turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
+    turn 3   system user-1 | answer-1 user-2 | answer-2 user-3 | thought-3 answer-3
+
+Each answer is computed once where it is trained, and once more without its thought as context of later turns. Without
+sharing, the context would be computed once for each turn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from padfree.config import Config
+from padfree.data import StoredSamples
+from padfree.estimate.cost_file import read_cost
+from padfree.model.sharing import sharing_obstacle
+from padfree.packing import CostModel, PrefixTree
+from padfree.packing.collate import prefixes_of
+from padfree.packing.fill import Indices
+from padfree.tasks.reading import Samples
+from padfree.train.data_rows import in_rows
+
+MOST_ROWS = 64
+"""Of so many rows the keys are counted."""
+
+
+def rows_with_several(config: Config, samples: Samples) -> Indices:
+    """Rows of several samples that a run compares; none for pairs, rollouts and prompts."""
+    if not isinstance(samples, StoredSamples) or not in_rows(config) or config.loss.task.group_size > 1:
+        return np.zeros(0, dtype=np.int64)
+    if config.batch.share_prefixes is False:
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(np.diff(samples.row_starts) > 1)
+
+
+def run_cost(config: Config, model: PreTrainedModel) -> CostModel:
+    """The cost model of the run, which decides what is worth sharing."""
+    return CostModel.from_config(model.config) if config.batch.cost is None else read_cost(config.batch.cost)
+
+
+def tree_of_row(config: Config, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
+    """What the samples of this row share."""
+    first, end = samples.row_starts[row : row + 2].tolist()
+    return prefixes_of([samples[index] for index in range(first, end)], config.batch.share_prefixes, cost)
+
+
+def copied_keys(config: Config, samples: Samples, model: PreTrainedModel) -> float:
+    """How many keys attention copies for each token that is computed, in the rows that are likely to copy most.
+
+    Those are the rows whose samples together have most tokens for those of the longest.
+    """
+    several = rows_with_several(config, samples)
+    if not len(several) or sharing_obstacle(model) is not None:
+        return 0.0
+    assert isinstance(samples, StoredSamples)
+    starts = samples.row_starts[:-1]
+    tokens, longest = np.add.reduceat(samples.lengths, starts), np.maximum.reduceat(samples.lengths, starts)
+    order = np.argsort(-(tokens / np.maximum(longest, 1))[several], kind="stable")
+    cost = run_cost(config, model)
+    trees = [tree_of_row(config, samples, row, cost) for row in several[order[:MOST_ROWS]].tolist()]
+    return max((float(tree.end.sum()) / tree.num_tokens for tree in trees if tree.is_shared), default=0.0)

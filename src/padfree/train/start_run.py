@@ -1,0 +1,208 @@
+"""Start a run: mark its folder, load its checkpoint, open its files, and make its `Trainer`.
+
+begin_run   made_with      what checkpoints record, the same on all ranks
+            restored       weights, optimizer, place in the data, random state of the newest checkpoint
+            files          metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
+  -> Loop                  complete, and at the step that the run goes on from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
+from padfree.config import Config
+from padfree.distributed import raise_together
+from padfree.errors import UserError
+from padfree.model.load import named_tensors
+from padfree.record.file_names import CHECKPOINTS
+from padfree.record.run_files import open_run_files
+from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.response_log import ResponseLog
+from padfree.stop_signals import StopSignals
+from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.critic import Critic
+from padfree.train.determinism import restore_random_state
+from padfree.train.engine import Engine
+from padfree.train.evaluate import Evaluate
+from padfree.train.global_batch import KEY, GlobalBatch
+from padfree.train.resume import KEY as MADE_WITH
+from padfree.train.resume import change_line, check_made_with, check_ranks_agree, made_with, model_fields
+from padfree.train.rl.reference_model import ModelReference, ReferenceModel
+from padfree.train.rl.run_response_log import RunResponseLog
+from padfree.train.rl.sampled_batches import SampledBatches
+from padfree.train.scorer import Scorer
+from padfree.train.step_pipeline import OnActivity, OnStep
+from padfree.train.trainer import Best, OnNote, RunPosition, Trainer
+from padfree.train.training_data import Batcher
+
+
+def begin_run(
+    config: Config,
+    engine: Engine,
+    batcher: Batcher,
+    *,
+    reference: ReferenceModel | None = None,
+    teacher: Scorer | None = None,
+    critic: Critic | None = None,
+    rollouts: SampledBatches | None = None,
+    end_tokens: tuple[int, ...] = (),
+    on_step: OnStep | None = None,
+    on_note: OnNote | None = None,
+    on_activity: OnActivity | None = None,
+    evaluate: Evaluate | None = None,
+    data: Mapping[str, Any] | None = None,
+    response_log: ResponseLog | None = None,
+    signals: StopSignals | None = None,
+    planned_steps: int | None = None,
+) -> Trainer:
+    """One run of an engine over batches, from the newest checkpoint of the run folder if there is one.
+
+    `data` is the `data_record` of what the batcher gives; without it a resume does not compare the data. `teacher`
+    gives the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts` are samples that the
+    run writes itself, from the same batcher, and `end_tokens` what ends one of them.
+    """
+    mesh, note = engine.mesh, on_note or (lambda line: None)
+    raise_together(refusal(mark_run_folder, config) if mesh.loss.rank == 0 else None)
+    batches = BatchPreparer(
+        config,
+        engine,
+        batcher,
+        reference=reference,
+        teacher=teacher,
+        critic=critic,
+        rollouts=rollouts,
+        end_tokens=end_tokens,
+    )
+    checkpointer = Checkpointer(
+        Path(config.run.folder) / CHECKPOINTS,
+        keep_last=config.checkpoint.keep,
+        asynchronous=config.checkpoint.asynchronous,
+    )
+    record = made_with(
+        config,
+        engine.model.config,
+        data=data,
+        reference=_reference_record(reference, checkpointer),
+        teacher=_teacher_fingerprint(engine, teacher, checkpointer),
+    )
+    check_ranks_agree(record, mesh.loss.group)
+    torch.manual_seed(config.run.seed + mesh.loss.rank)
+    newest = checkpointer.agreed_latest() if config.checkpoint.resume else None
+    place, evaluated, resumed = RunPosition(), False, None
+    if newest is not None:
+        changed = _compared(newest, checkpointer, record, config, batches, note)
+        place, evaluated = _restored(newest, checkpointer, config, batches, changed)
+        differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
+        resumed = {"checkpoint": newest.name, **differs}
+    kept: RunResponseLog | None = None
+    if response_log is not None:
+        kept = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
+        line = kept.begin(place.step, after=batcher.step, resume=config.checkpoint.resume)
+        if line is not None:
+            note(line)
+    return Trainer(
+        config,
+        engine,
+        batches,
+        files=open_run_files(config, mesh, step=place.step, evaluated=evaluated, resumed=resumed),
+        checkpointer=checkpointer,
+        made_with=record,
+        place=place,
+        response_log=kept,
+        evaluate=evaluate,
+        on_step=on_step,
+        on_note=on_note,
+        on_activity=on_activity,
+        signals=signals,
+        planned_steps=planned_steps,
+    )
+
+
+def refusal(function: Callable[[Config], object], config: Config) -> UserError | None:
+    """What a function raises for a user; None: nothing."""
+    try:
+        function(config)
+    except UserError as error:
+        return error
+    return None
+
+
+def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
+    """Of a reference model with weights of its own, unless they change in the run: then checkpoints hold them."""
+    if not isinstance(reference, ModelReference):
+        return None
+    stays = reference.every is None
+    return {
+        "model": model_fields(reference.scorer.model.config),
+        "weights": checkpointer.fingerprint(reference.tensors()) if stays else None,
+    }
+
+
+def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
+    """Of the weights that distillation learns from, as a loss or as an advantage."""
+    found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
+    return None if found is None else checkpointer.fingerprint(named_tensors(found))
+
+
+def _compared(
+    path: Path,
+    checkpointer: Checkpointer,
+    record: Mapping[str, Any],
+    config: Config,
+    batches: BatchPreparer,
+    note: OnNote,
+) -> dict[str, tuple[Any, Any]]:
+    """Settings that are not those of the checkpoint, which is refused where they must be."""
+    extra = checkpointer.extra(path)
+    if MADE_WITH not in extra:
+        note(f"{path} is of a version that did not note data, model and settings; they are not compared")
+        return {}
+    changed = check_made_with(path, extra[MADE_WITH], record, config, inside=KEY in extra)
+    if changed:
+        note(change_line(path, changed))
+    if batches.rollouts is not None and (why := batches.rollouts.dropped_reason(extra)) is not None:
+        note(f"the responses that {path} has ahead are dropped: {why}")
+    return changed
+
+
+def _restored(
+    path: Path,
+    checkpointer: Checkpointer,
+    config: Config,
+    batches: BatchPreparer,
+    changed: Mapping[str, Any],
+) -> tuple[RunPosition, bool]:
+    """Go on from a checkpoint; whether it was saved after the evaluation of its step, if there was one."""
+    engine = batches.engine
+    extra, rank_state = checkpointer.load(path, model=engine.model, optimizer=engine.optimizer, **batches.filled())
+    batches.restore(extra)
+    batch = None
+    if KEY in extra:
+        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.highest))
+    step = int(extra["step"])
+    if rank_state is None:  # another number of ranks: no rank's state is this one's
+        loss = engine.mesh.loss
+        torch.manual_seed(config.run.seed + step * loss.size + loss.rank)
+    else:
+        restore_random_state(rank_state)
+    evaluated = bool(extra.get("evaluated", step) == step)
+    counts = evaluated and not any(name.startswith("eval.") for name in changed)
+    best = _best(extra.get("best"), checkpointer, config)
+    return RunPosition(step=step, saved=path, evaluated=step if counts else None, best=best, batch=batch), evaluated
+
+
+def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
+    """The best evaluation so far, if it is of this metric and its checkpoint is still there."""
+    if gathered is None or gathered["metric"] != config.checkpoint.best:
+        return None
+    best = Best(**gathered)
+    kept = [path for path in complete_in(checkpointer.folder) if step_of(path) == best.step]
+    if not kept:
+        return None
+    checkpointer.keep(kept[-1])
+    return best

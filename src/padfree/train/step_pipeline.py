@@ -1,0 +1,128 @@
+"""Updates, from the moment they begin to their line in `metrics.jsonl`.
+
+    host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
+    written                      line 1              line 2
+
+On a GPU an update is begun before the one before it is finished, so that the device never waits for the host. The
+numbers of an update are therefore known one update later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from padfree.estimate.flops import Flops
+from padfree.record.events import Events
+from padfree.record.file_names import NONFINITE
+from padfree.record.metrics_file import MetricsFile, write_samples
+from padfree.record.run_folder import writing
+from padfree.record.trackers import Trackers
+from padfree.train.engine import Engine, PendingStep, PreparedStep
+from padfree.train.finite_checks import NonFiniteError
+from padfree.train.step_metrics import peak_memory_gib, step_metrics
+
+OnStep = Callable[[Mapping[str, Any]], None]
+"""Called with the metrics of each step after it is done, on every rank."""
+
+OnActivity = Callable[[str, int, int], None]
+"""Called with what a run is doing, how much of it is done and how much there is (0: not known); "step": its number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Begun:
+    """An update that is not finished yet, and what is to be written of it."""
+
+    pending: PendingStep
+    step: int
+    rates: Mapping[str, float]
+    metrics: Mapping[str, Any]
+    begin: float  # as `time.perf_counter` tells it
+
+
+class StepPipeline:
+    """Begins updates of an engine, finishes them in their order, and writes their numbers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        *,
+        flops: Flops,
+        metrics: MetricsFile,
+        events: Events,
+        trackers: Trackers,
+        on_step: OnStep | None,
+        divided: bool = False,
+    ) -> None:
+        """`divided`: a step's seconds are only a part of its batch's, and are written as `seconds/update`, too."""
+        self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
+        self._metrics, self._events, self._trackers = metrics, events, trackers
+        self._divided = divided
+        self._begun: list[_Begun] = []
+        self._last_end = 0.0
+        self.votes = 0  # ranks that wanted to end the run when the update that was finished last began
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update is not finished yet."""
+        return bool(self._begun)
+
+    def begin(
+        self,
+        prepared: PreparedStep,
+        *,
+        step: int,
+        lr_factor: float,
+        metrics: Mapping[str, Any],
+        begin: float,
+        vote: bool,
+        apply: bool = True,
+    ) -> None:
+        """Begin an update. `metrics` are written beside its own; `begin` is when the host's work on it began.
+
+        Without `apply` its numbers are found and no weight is changed.
+        """
+        after = self._begun[-1].pending if self._begun else None
+        pending = self._engine.begin(prepared, lr_factor=lr_factor, step=step, after=after, vote=vote, apply=apply)
+        rates = self._engine.optimizer.rates
+        self._begun.append(_Begun(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
+
+    def finish(self, *, keep: int = 0) -> None:
+        """Wait for all updates but the last `keep`, and write their numbers."""
+        while len(self._begun) > keep:
+            self._finish(self._begun.pop(0))
+
+    def _finish(self, begun: _Begun) -> None:
+        try:
+            report = begun.pending.finish()
+        except NonFiniteError as error:
+            path = self._folder / NONFINITE.format(step=f"{begun.step:08d}")
+            if self._engine.mesh.loss.rank == 0:
+                with suppress(OSError):  # a full disk must not hide what went wrong
+                    write_samples(path, error.samples)
+            self._events.write("nonfinite", step=begun.step, file=path.name)
+            raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
+        end = time.perf_counter()
+        numbers = step_metrics(
+            begun.step,
+            report,
+            rates=begun.rates,
+            seconds=begun.pending.device_seconds() or end - max(begun.begin, self._last_end),
+            flops=self._flops,
+            compute_seconds=report.compute_seconds,
+            memory_gib=peak_memory_gib(self._engine.mesh.device),
+        )
+        self._last_end, self.votes = end, report.votes
+        if self._divided:
+            numbers["seconds/update"] = numbers["seconds"]
+        written = {**numbers, **begun.metrics}
+        with writing(self._folder):
+            self._metrics.write(written)
+            self._trackers.log(begun.step, written)
+        if self.on_step is not None:
+            self.on_step(written)

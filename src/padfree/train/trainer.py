@@ -1,0 +1,355 @@
+"""The loop of a run: batches, updates, metrics, checkpoints. SFT and RL are the same loop.
+
+    batcher -> global batch -> updates    SFT   one: the batch itself
+                                          RL    advantages, reference and old log-probabilities of the whole rollout
+                                                batch first; then `loss.epochs` passes over it in `loss.mini_batches`
+                                                parts, every part an optimizer step. With `rollout.staleness` the
+                                                batches behind it are sampled meanwhile (`rl.sampled_batches`)
+            -> engine.begin -> engine.finish -> metrics.jsonl
+            -> after every update: the end if a signal asks for it, a checkpoint if it is due
+
+On a GPU an update whose samples are known already is begun before the one before it is finished
+(`padfree.train.step_pipeline`). A checkpoint first waits for all updates that were begun.
+
+A checkpoint stands between two optimizer steps. It holds weights, optimizer state, the place in the data, the random
+state of every rank and, inside a rollout batch, that batch as its further updates need it (see
+`padfree.train.global_batch`), and responses that were sampled ahead; the schedule follows from the step. So a
+resumed run makes the steps that an undisturbed one would have made, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import torch
+
+from padfree.checkpoint.checkpointer import Checkpointer
+from padfree.config import Config
+from padfree.config.choices import LOWER_IS_BETTER, Better
+from padfree.errors import UserError, shown_error
+from padfree.estimate.flops import Flops
+from padfree.garbage_collection import quiet_collector
+from padfree.layers.compiler_watch import CompilerWatch
+from padfree.optim.schedule import learning_rate_factor
+from padfree.record.run_files import RunFiles
+from padfree.record.run_folder import writing
+from padfree.stop_signals import StopSignals
+from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.determinism import deterministic, random_state
+from padfree.train.engine import Engine, PreparedStep
+from padfree.train.evaluate import Evaluate
+from padfree.train.finite_checks import NonFiniteError, check_weights
+from padfree.train.global_batch import GlobalBatch
+from padfree.train.resume import KEY as MADE_WITH
+from padfree.train.rl.run_response_log import RunResponseLog
+from padfree.train.signals import any_rank_agrees
+from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """How a run ended."""
+
+    step: int  # optimizer steps in all, those before a resume included
+    stopped: bool  # by a signal
+    checkpoint: Path | None
+    was_finished: bool = False  # by an earlier start: nothing was done
+
+
+OnNote = Callable[[str], None]
+"""Called with a line for the user: what was decided for them, or what the run waits for."""
+
+AFTER_SIGNAL = "stops after the step or evaluation that it is in, saves a checkpoint and ends"
+COMPILING = "compiling the layers: up to a minute at the first time, a few seconds where the compiler's cache has them"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The best evaluation so far, by `checkpoint.best`."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunPosition:
+    """Where a run stands when it begins: at its start, or at a checkpoint."""
+
+    step: int = 0
+    saved: Path | None = None  # the checkpoint
+    evaluated: int | None = None  # the step of the last evaluation
+    best: Best | None = None
+    batch: GlobalBatch | None = None  # the batch that the checkpoint stands in
+
+
+class Trainer:
+    """One run of an engine over batches, from the newest checkpoint of the run folder if there is one."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        batches: BatchPreparer,
+        *,
+        files: RunFiles,
+        checkpointer: Checkpointer,
+        made_with: Mapping[str, Any],
+        place: RunPosition,
+        response_log: RunResponseLog | None = None,
+        evaluate: Evaluate | None = None,
+        on_step: OnStep | None = None,
+        on_note: OnNote | None = None,
+        on_activity: OnActivity | None = None,
+        signals: StopSignals | None = None,
+        planned_steps: int | None = None,
+    ) -> None:
+        """`padfree.train.start_run` opens and restores what is given here.
+
+        `made_with` goes into every checkpoint. `response_log` is where sampled responses are kept until a checkpoint is
+        made. `signals` are those of the command, already listened to; `planned_steps` are shown.
+        """
+        self._signals, self._planned_steps = signals, planned_steps
+        self._on_activity, self.on_note = on_activity, on_note
+        self.config, self.engine, self.batches, self.evaluate = config, engine, batches, evaluate
+        self.mesh, self.checkpointer, self.made_with, self.response_log = (
+            engine.mesh,
+            checkpointer,
+            made_with,
+            response_log,
+        )
+        self.folder, self.events, self.trackers, self._evaluations = (
+            files.folder, files.events, files.trackers, files.evaluations
+        )  # fmt: skip
+        self.step = self._saved_step = place.step
+        self._batch = place.batch  # the batch whose updates are being made
+        self._following: GlobalBatch | None = None  # the batch behind it, if it has been taken already,
+        self._cursor: dict[str, Any] | None = None  # and the place in the data before that one
+        self._prepared: PreparedStep | None = None  # the next update, laid out while the device was busy with the last
+        self.prepares_next = self.mesh.device.type == "cuda"  # elsewhere there is nothing to gain
+        self._saved, self.best = place.saved, place.best
+        self._evaluated = place.evaluated  # the step of the last evaluation
+        self._compiled_step: int | None = None  # for which it was said that the compiler is at work
+        flops = Flops.of(
+            engine.model.config,
+            devices=self.mesh.loss.size,
+            device=self.mesh.device,
+            dtype=getattr(torch, config.model.dtype),
+            adapters=config.lora.rank > 0,
+        )
+        self.updates = StepPipeline(
+            engine,
+            files.folder,
+            flops=flops,
+            metrics=files.metrics,
+            events=files.events,
+            trackers=files.trackers,
+            on_step=on_step,
+            divided=not config.loss.task.in_rows,
+        )
+
+    def finished(self) -> bool:
+        return self.config.run.steps is not None and self.step >= self.config.run.steps
+
+    def run(self) -> RunResult:
+        """Until the steps are done, the data ends, or a signal comes."""
+        with nullcontext(self._signals) if self._signals is not None else StopSignals() as signals:
+            try:
+                if self._signals is not None:  # the command has deferred them
+                    return self._run(signals)
+                with signals.deferred(AFTER_SIGNAL):
+                    return self._run(signals)
+            except NonFiniteError:
+                raise  # it has an event of its own
+            except BaseException as error:
+                with suppress(UserError):  # a full disk must not hide what went wrong
+                    self.events.write("failed", step=self.step, error=shown_error(error))
+                raise
+
+    def _run(self, signals: StopSignals) -> RunResult:
+        stopped = False
+        with (
+            deterministic(self.config.run.deterministic),
+            closing(self.trackers),
+            self.checkpointer.finishing(),
+            CompilerWatch(self._compiling) as compiler,
+            quiet_collector() if self.mesh.device.type == "cuda" else nullcontext(),
+        ):
+            if self.step == 0 and self.config.eval.start:
+                self._evaluation()
+            if self._batch is not None:  # of the checkpoint
+                self.batches.resume(self.step, remaining=len(self._batch.parts) - self._batch.done)
+            while not self.finished() and not stopped:
+                self._doing("step", self.step + 1, self._planned_steps or 0)
+                if self._batch is None:
+                    self._batch = self._following or self.batches.next(self.step)
+                    self._following = self._cursor = None
+                    if self._batch is None:
+                        break
+                self._update(self._batch, vote=signals.received)
+                if compiler.count:
+                    self.events.write("compile", step=self.step - 1, **compiler.take())
+                if self._batch.finished:
+                    self._batch = None
+                    self.batches.after_updates()
+                # While the device is at work on an update, what the ranks said when the one before it began must do.
+                if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
+                    self._evaluation()
+                stopped = (
+                    self.updates.votes > 0 if self.updates.pending else any_rank_agrees(signals.received, self.mesh)
+                )
+                every = self.config.checkpoint.every
+                if every is not None and self.step - self._saved_step >= every:
+                    self.save()
+            self.updates.finish()
+            if self.step == 0:
+                raise UserError("data.path", "it gave no batch", "give files with at least one sample")
+            if not stopped and self._evaluated != self.step:
+                self._evaluation()
+            if self.step > self._saved_step:
+                self.save()
+        if self.response_log is not None:
+            self.response_log.close()
+        if self.on_note is not None and (line := self.batches.without_signal()) is not None:
+            self.on_note(line)
+        by = {} if signals.number is None else {"signal": Signals(signals.number).name}
+        self.events.write("stop" if stopped else "end", step=self.step, **by)
+        return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
+
+    def _doing(self, what: str, done: int = 0, total: int = 0) -> None:
+        if self._on_activity is not None:
+            self._on_activity(what, done, total)
+
+    def _compiling(self) -> None:
+        """Said once for all graphs of a step."""
+        self._doing("compiling the layers")
+        if self.on_note is not None and self._compiled_step != self.step:
+            self._compiled_step = self.step
+            self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
+
+    # Evaluations
+
+    def _evaluation(self) -> None:
+        """Measure the present weights, write the numbers, and keep a checkpoint of them if they are the best so far."""
+        if self.evaluate is None:
+            return
+        self.updates.finish()
+        self._doing("evaluating")
+        begin = time.perf_counter()
+        found = self.evaluate(self.step)
+        self._evaluated = self.step
+        line = {"step": self.step, **found, "seconds/evaluation": time.perf_counter() - begin}
+        with writing(self.folder):
+            self._evaluations.write(line)
+            self.trackers.log(self.step, line)
+        if self.on_note is not None:
+            numbers = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
+            self.on_note(f"evaluation after {self.step} steps: {numbers}")
+        name = self.config.checkpoint.best
+        if name is None or self.step == 0:  # what the run began with is there already
+            return
+        if name not in found:
+            raise UserError("checkpoint.best", "is not measured", f"give one of {', '.join(found)}", value=name)
+        if self.best is None or is_better(found[name], self.best.value, name, self.config.checkpoint.better):
+            self.best = Best(metric=name, value=found[name], step=self.step)
+            self.checkpointer.keep(None)  # the one before may go, once this one is complete
+            self.save()
+            assert self._saved is not None
+            self.checkpointer.keep(self._saved)
+
+    # Updates
+
+    def _prepare_next(self, batch: GlobalBatch) -> None:
+        """Lay the next update out, if it needs nothing that the present one may change.
+
+        The next batch of RL may do: its responses, or their old log-probabilities, come from the updated model.
+        """
+        self._prepared = None
+        if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
+            return
+        following, part = batch, batch.done + 1
+        if part == len(batch.parts):
+            if self.batches.waits_for_updates:
+                return
+            cursor = self.batches.cursor()
+            self._following = self.batches.next(self.step)
+            if self._following is None:
+                return
+            following, part, self._cursor = self._following, 0, cursor
+        self._prepared = self.engine.prepare(following.samples_of(part))
+
+    def _update(self, batch: GlobalBatch, *, vote: bool) -> None:
+        """The next optimizer step of a batch; `vote`: whether this rank wants the run to end."""
+        metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
+        if batch.done == 0:
+            metrics = {**batch.times, **metrics}
+        schedule = self.config.schedule
+        factor = learning_rate_factor(
+            self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
+        )
+        begin = time.perf_counter()
+        apply = True
+        critic = self.batches.critic
+        if critic is not None:
+            metrics |= critic.step(batch.samples_of(batch.done), lr_factor=factor, step=self.step)
+            apply = self.step >= self.config.critic.warmup
+        prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), whole=False)
+        self.updates.begin(
+            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, vote=vote, apply=apply
+        )
+        self._prepare_next(batch)
+        self.updates.finish(keep=1)
+        self.step += 1
+        batch.advance()
+        if not self.prepares_next or self._prepared is None:
+            self.updates.finish()
+
+    # Checkpoints
+
+    def save(self) -> None:
+        """A checkpoint of this moment, which must be between two updates."""
+        self.updates.finish()
+        self._doing("saving a checkpoint")
+        check_weights(self.engine.model, self.step)
+        self.batches.check_weights(self.step)
+        extra: dict[str, Any] = {
+            "step": self.step,
+            "batcher": self._cursor or self.batches.cursor(),
+            "evaluated": self._evaluated,
+            MADE_WITH: self.made_with,
+        }
+        if self.response_log is not None:
+            self.response_log.turn(self.step, after=extra["batcher"]["step"], highest=self.batches.highest)
+        extra |= self.batches.state()
+        if self._batch is not None:
+            extra |= self._batch.state()
+        if self.best is not None:
+            extra["best"] = asdict(self.best)
+        self._saved = self.checkpointer.save(
+            self.step,
+            model=self.engine.model,
+            optimizer=self.engine.optimizer,
+            extra=extra,
+            rank_state=random_state(),
+            **self.batches.saved(),
+        )
+        self._saved_step = self.step
+        if self.response_log is not None:
+            self.response_log.drop()
+
+    def load_best(self) -> None:
+        """The weights of the best evaluation, in the place of the last ones. Nothing can be trained from there."""
+        assert self.checkpointer.kept is not None
+        self.checkpointer.load(self.checkpointer.kept, model=self.engine.model, optimizer=None)
+
+
+def is_better(value: float, than: float, metric: str, better: Better) -> bool:
+    """Whether a value of a metric is better than another. What is no number is never better."""
+    lower = better == "lowest" or (better == "auto" and metric.rpartition("/")[2] in LOWER_IS_BETTER)
+    return value < than if lower else value > than

@@ -1,0 +1,201 @@
+"""Tokens stay on the rank that wrote them: plans without them, and how many bytes a rank receives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch.distributed import distributed_c10d
+
+from padfree.config import Config
+from padfree.distributed import make_mesh
+from padfree.packing import CostModel, find_prefixes
+from padfree.packing.collate import prefixes_of
+from padfree.packing.prefixes import FREE, common_length
+from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.collect.collector import Collector
+from padfree.rollout.collect.sample_exchange import arrived, facts_of, stand_ins, whole
+from padfree.rollout.environment.play import Played
+from padfree.rollout.environment.trajectory import Leaf
+from padfree.train.microbatch import plan_samples
+from padfree.train.run import train
+from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from tests.ranks import run_ranks
+from tests.train.test_rollouts_run import lines, make_config, model_folder
+
+__all__ = ["model_folder"]  # a fixture
+PROMPT = np.array([1, 2, 3])
+MAX_NEW_TOKENS = 300
+
+
+def leaf(tokens: Sequence[int], versions: Sequence[int] = ()) -> Leaf:
+    sampled = np.arange(len(tokens)) >= len(PROMPT)
+    found = np.array(versions, np.int64) if len(versions) else np.where(sampled, 4, 0)
+    array = np.array(tokens, np.int64)
+    logprobs = np.where(sampled, -1.0, 0.0).astype(np.float32)
+    return Leaf(
+        tokens=array, sampled=sampled, logprobs=logprobs, versions=found, ended=True, turns=1, text="x", reward=0.5
+    )
+
+
+def stand_in_tokens(parts: Sequence[Sequence[Leaf]]) -> list[NDArray[Any]]:
+    """Of leaves of one group that several ranks wrote."""
+    found: list[NDArray[Any]] = []
+    for part in parts:
+        played = [Played(number=number, leaves=(one,)) for number, one in enumerate(part)]
+        facts = [about for each in facts_of(played, PROMPT, shown=None) for about in each]
+        found += [one.tokens for one in stand_ins(facts, PROMPT, len(found))]
+    return found
+
+
+responses = st.lists(st.lists(st.integers(4, 6), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(responses, responses, st.integers(0, 3))
+def test_stand_ins_have_the_prefixes_of_the_tokens(first: Any, second: Any, kept: int) -> None:
+    """All of them on one rank; on two, what they share behind the prompt is not seen, and nothing else is made up."""
+    begin = PROMPT[:kept].tolist()  # a leaf of an agent need not begin with the prompt
+    parts = [[leaf([*PROMPT, *each]) for each in first], [leaf([*begin, *each]) for each in second]]
+    real = [one.tokens for part in parts for one in part]
+    found = stand_in_tokens(parts)
+    where = [0] * len(first) + [1] * len(second)
+    for one in range(len(real)):
+        assert len(found[one]) == len(real[one])
+        assert found[one][-1] == real[one][-1]
+        for other in range(one):
+            shared, seen = common_length(real[one], real[other]), common_length(found[one], found[other])
+            assert seen <= shared
+            assert seen >= min(shared, kept)
+            if where[one] == where[other]:
+                assert seen == shared
+    alone = stand_in_tokens(parts[:1])
+    trees = [find_prefixes(tokens, [0] * len(first), overhead=FREE) for tokens in (real[: len(first)], alone)]
+    assert trees[0].num_tokens == trees[1].num_tokens
+    assert trees[0].roots.tolist() == trees[1].roots.tolist()
+
+
+def test_stand_ins_know_masks_and_versions() -> None:
+    one = leaf([*PROMPT, 7, 8, 9, 7], versions=[0, 0, 0, 2, 2, 3, 3])
+    ((facts,),) = facts_of([Played(number=5, leaves=(one,))], PROMPT, shown=5)
+    (found,) = stand_ins([facts], PROMPT, 0)
+    for name in ("sampled", "versions", "ended", "turns", "text", "reward"):
+        assert np.array_equal(getattr(found, name), getattr(one, name)), name
+
+
+class KeySampler:
+    """Draws a response of some length from the key of its request."""
+
+    def update_weights(self, trained: Any, version: int) -> None:
+        pass
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Response]:
+        return [self._response(request) for request in requests]
+
+    def _response(self, request: SamplingRequest) -> Response:
+        rng = np.random.default_rng(request.key & 0xFFFFFFFF)
+        tokens = rng.integers(3, 12, rng.integers(request.max_new_tokens // 2, request.max_new_tokens))
+        return Response(tokens=tokens, logprobs=-rng.random(len(tokens), np.float32), ended=False, version=0)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
+    """What a rank receives until it has its share of a batch, and that share."""
+    mesh = make_mesh("cpu")
+    if rank == 0:
+        mark_run_folder(config)
+    dist.barrier()
+    tokenizer = load_tokenizer(config)
+    groups: Any = next(make_batcher(config, load_training_data(config, tokenizer).samples))
+    collector = Collector(config, mesh, KeySampler(), tokenizer, vocabulary=50)
+    received: dict[str, int] = {"facts": 0, "tokens": 0}
+    gather, sync_weights = distributed_c10d.all_gather, dist.all_to_all_single
+
+    def counted_gather(outputs: Any, own: Any, *args: Any, **options: Any) -> Any:
+        received["facts"] += sum(one.nbytes for place, one in enumerate(outputs) if place != rank)
+        return gather(outputs, own, *args, **options)
+
+    def counted_exchange(output: Any, rows: Any, *args: Any, **options: Any) -> Any:
+        received["tokens"] += output.nbytes
+        return sync_weights(output, rows, *args, **options)
+
+    with (
+        mock.patch.object(distributed_c10d, "all_gather", counted_gather),
+        mock.patch.object(dist, "all_to_all_single", counted_exchange),
+    ):
+        samples = collector.collect(None, groups, batch=1, version=0)  # type: ignore[arg-type]
+        cost = CostModel.tokens()
+        plan = plan_samples(samples, prefixes_of(samples, "auto", cost), ranks=world, max_tokens=2000, cost=cost)
+        here = arrived(samples, plan.micro_batches)
+        assert arrived(samples, plan.micro_batches) is not here
+        first = dict(received)
+        own = np.concatenate(plan.micro_batches[rank])
+    assert received == first, "nothing comes twice"
+    return {
+        **received,
+        "own": {here[index].uid: here[index].tokens.tolist() for index in own},
+        "all": {sample.uid: sample.tokens.tolist() for sample in whole(samples)},
+        "logprobs": [float(np.sum(sample.logprobs)) for sample in whole(samples)],
+    }
+
+
+@pytest.mark.parametrize("per_rank", [False, True], ids=["one batch", "a batch that grows with the ranks"])
+def test_bytes_that_a_rank_receives(per_rank: bool, model_folder: Path, tmp_path: Path) -> None:
+    """With more ranks it receives less of one batch; of a batch that grows with them at most what it trains on."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for world in (2, 4, 8):
+        samples = 6 * world if per_rank else 48
+        config = make_config(
+            tmp_path / str(world),
+            model_folder,
+            batch={"samples": samples, "max_tokens": 2000},
+            rollout={"max_new_tokens": MAX_NEW_TOKENS},
+        )
+        results = found[world] = run_ranks(world, collected, config)
+        for result in results:
+            assert result["all"] == results[0]["all"]
+            assert result["logprobs"] == results[0]["logprobs"]
+            assert result["own"].items() <= result["all"].items()
+            share = 8 * sum(map(len, result["own"].values()))
+            assert result["tokens"] <= share
+        assert sorted(uid for result in results for uid in result["own"]) == sorted(results[0]["all"])
+    tokens = {world: max(one["tokens"] for one in results) for world, results in found.items()}
+    facts = {world: max(one["facts"] for one in results) for world, results in found.items()}
+    if not per_rank:
+        assert tokens[2] > tokens[4] > tokens[8]
+        assert tokens[8] + facts[8] <= tokens[2] + facts[2]
+    else:
+        assert max(tokens.values()) <= 8 * 6 * (MAX_NEW_TOKENS + 8)
+
+
+def trained(rank: int, world: int, configs: Sequence[Config]) -> None:
+    for config in configs:
+        train(config)
+
+
+def test_two_ranks_resume_inside_a_batch(model_folder: Path, tmp_path: Path) -> None:
+    """Every update of a batch may divide its samples anew, and a checkpoint in between has them all."""
+
+    def config(name: str, steps: int) -> Config:
+        loss = {"kind": "clip", "epochs": 2, "mini_batches": 2, "old_policy": "trainer"}
+        return make_config(tmp_path / name, model_folder, loss=loss, run={"steps": steps})
+
+    run_ranks(2, trained, [config("whole", 5), config("parts", 3), config("parts", 5)])
+    train(config("one", 5))
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    for line, other in zip(lines(tmp_path / "whole"), lines(tmp_path / "one"), strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-5)

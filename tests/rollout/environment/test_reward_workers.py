@@ -1,0 +1,53 @@
+"""Rewards in processes: what they return, and what becomes of one that ends or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from padfree.data import load_reward
+from padfree.rollout.environment.reward_workers import RewardWorkers
+from tests.refused import refused
+
+HERE = "tests.rollout.environment.rewards"
+
+
+def test_processes_judge_and_are_replaced() -> None:
+    async def rewarded() -> list[float]:
+        reward_workers = RewardWorkers(load_reward(f"{HERE}:sometimes_ends"), processes=1)
+        try:
+            with refused("reward", ".*:sometimes_ends ended its process for sample 'a'"):
+                await reward_workers("1", {"answer": "2"}, "a")
+            return [await reward_workers(text, {"answer": "1"}, "b") for text in ("12", "x")]
+        finally:
+            await reward_workers.close()
+
+    assert asyncio.run(rewarded()) == [0.25, 0.0]
+
+
+def test_one_that_hangs_is_ended() -> None:
+    async def rewarded() -> float:
+        reward_workers = RewardWorkers(load_reward(f"{HERE}:hangs"), processes=1)
+        try:
+            assert await reward_workers("1", {"answer": "1"}, "a") == 0.125
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await reward_workers("1", {"answer": "2"}, "a")
+            return await reward_workers("12", {"answer": "1"}, "a")
+        finally:
+            await reward_workers.close()
+
+    assert asyncio.run(rewarded()) == 0.25
+
+
+def test_what_a_reward_raises_is_what_is_raised() -> None:
+    async def rewarded() -> None:
+        reward_workers = RewardWorkers(load_reward("exact_match"), processes=1)
+        try:
+            with refused("reward", "exact_match raised UserError: answer: .* for sample 'a'"):
+                await reward_workers("1", {}, "a")
+        finally:
+            await reward_workers.close()
+
+    asyncio.run(rewarded())

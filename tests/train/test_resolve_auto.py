@@ -1,0 +1,128 @@
+"""What `auto` becomes, by device and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from padfree.config import Config
+from padfree.distributed import Mesh
+from padfree.estimate.memory import estimate_memory
+from padfree.train import resolve_auto as module
+from padfree.train.resolve_auto import USABLE_FRACTION, resolve_auto, resolve_auto_on
+from tests.train.cases import alone
+from tests.train.trainer_cases import make_config
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_compiler", lambda kind: ("inductor" if kind == "cuda" else "none", "because"))
+
+
+def skeleton(hidden: int = 256) -> PreTrainedModel:
+    import torch
+
+    config = Qwen3Config(
+        num_hidden_layers=4, hidden_size=hidden, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=1000,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def config_of(tmp_path: Any, **parallel: Any) -> Config:
+    return make_config(
+        tmp_path, tmp_path, batch={"samples": 4, "max_tokens": 65536}, model={"dtype": "bfloat16"}, parallel=parallel
+    )
+
+
+def needed(config: Config, hidden: int = 256) -> float:
+    return estimate_memory(config, skeleton(hidden), processes=1, device_type="cuda").device / USABLE_FRACTION
+
+
+@pytest.mark.parametrize("way", ["none", "host", "selective", "full"])
+def test_the_fastest_that_fits_is_taken(way: str, tmp_path: Any) -> None:
+    """With exactly the memory that a way needs it is that way; all that are faster need more."""
+    asked, hidden = config_of(tmp_path), 2048 if way == "host" else 256
+    wanted = {
+        reshard: config_of(tmp_path, compile="inductor", checkpointing=way, reshard=reshard)
+        for reshard in (True, False)
+    }
+    for reshard, config in wanted.items():
+        memory = needed(config, hidden) + 1
+        found = resolve_auto(asked, skeleton(hidden), processes=1, device_type="cuda", memory=memory)
+        chosen = found.config.parallel
+        assert (chosen.compile, chosen.checkpointing, chosen.reshard) == ("inductor", way, reshard)
+        assert set(found.reasons) == {"parallel.compile", "parallel.checkpointing", "parallel.reshard"}
+        assert any(line.startswith(f"parallel.checkpointing={way}: needs about") for line in found.lines())
+    assert needed(wanted[True], hidden) < needed(wanted[False], hidden)
+
+
+def test_what_is_set_stays(tmp_path: Any) -> None:
+    given = {"compile": "none", "checkpointing": "full", "reshard": True}
+    found = resolve_auto(config_of(tmp_path, **given), skeleton(), processes=1, device_type="cuda", memory=GIB * 100)
+    assert found.config == config_of(tmp_path, **given)
+    assert found.lines() == []
+    half = resolve_auto(
+        config_of(tmp_path, checkpointing="selective"), skeleton(), processes=1, device_type="cuda", memory=GIB * 100
+    )
+    assert (half.config.parallel.checkpointing, half.config.parallel.reshard) == ("selective", False)
+    assert set(half.reasons) == {"parallel.compile", "parallel.reshard"}
+
+
+def test_nothing_fits(tmp_path: Any) -> None:
+    found = resolve_auto(config_of(tmp_path), skeleton(), processes=1, device_type="cuda", memory=GIB // 100)
+    assert (found.config.parallel.checkpointing, found.config.parallel.reshard) == ("full", True)
+    assert "lower batch.max_tokens" in found.reasons["parallel.checkpointing"]
+
+
+@pytest.mark.parametrize(("device", "parallel"), [("cpu", {}), ("cuda", {"context": 2}), ("cuda", {"compile": False})])
+def test_host_is_for_whole_graphs_of_compiled_layers(device: str, parallel: dict[str, Any], tmp_path: Any) -> None:
+    memory = needed(config_of(tmp_path, compile="inductor", checkpointing="host", reshard=True), 2048) + 1
+    found = resolve_auto(
+        config_of(tmp_path, **parallel), skeleton(2048), processes=2, device_type=device, memory=memory
+    )
+    assert found.config.parallel.checkpointing != "host"
+
+
+def test_adapters_are_put_in_once(tmp_path: Any) -> None:
+    pytest.importorskip("peft")
+    from dataclasses import replace
+
+    from padfree.config import LoraConfig
+
+    config = replace(config_of(tmp_path), lora=LoraConfig(rank=2))
+    model = skeleton()
+    found = resolve_auto(config, model, processes=1, device_type="cuda", memory=GIB // 100)
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4 * 7
+    assert found.config.lora == config.lora
+
+
+def test_on_this_machine(tmp_path: Any) -> None:
+    mesh: Mesh = alone()
+    Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=40,
+                architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)  # fmt: skip
+    config = make_config(tmp_path / "run", tmp_path / "config.json", batch={"samples": 4, "max_tokens": 64})
+    found = resolve_auto_on(config, mesh)
+    parallel = found.config.parallel
+    assert (parallel.compile, parallel.checkpointing, parallel.reshard) == ("none", "none", False)
+    assert found.fields()["parallel.checkpointing"] == "none"
+    assert resolve_auto_on(found.config, mesh).config is found.config
+
+
+def test_a_gpu_without_a_compiler_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert module._compiler("cpu")[0] == "none"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert module._compiler("cuda") == (
+        "none", "the compiler needs a C compiler, and there is none (install gcc, or set CC)"
+    )  # fmt: skip
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/cc")
+    assert module._compiler("cuda")[0] == "inductor"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "triton" in module._compiler("cuda")[1]
