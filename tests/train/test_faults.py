@@ -27,6 +27,7 @@ from padfree.checkpoint.checkpointer import latest_in, step_of
 from padfree.cli.main import main
 from padfree.config import Config
 from padfree.distributed import Mesh, failing_together, make_mesh
+from padfree.errors import UserError
 from padfree.record.metrics_file import MetricsFile
 from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.testing.models import save_with_tokenizer
@@ -317,7 +318,7 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
 
     def make(groups: Any) -> list[Sample]:
         if rank == 1 and how == "reward":
-            raise ValueError("reward: mine:score raised ZeroDivisionError; mend it")
+            raise UserError("rollout.reward", "mine:score raised ZeroDivisionError", "mend it")
         if rank == 1 and how == "bug":
             raise KeyError("missing")
         if rank == 1 and how == "kill":
@@ -348,9 +349,12 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
 @pytest.mark.parametrize(
     ("how", "messages"),
     [
-        ("reward", ["stopped, because rank 1 failed: reward: mine:score raised", "ValueError reward: mine:score"]),
+        (
+            "reward",
+            ["because rank 1 failed: rollout.reward: mine:score raised", "UserError rollout.reward: mine:score"],
+        ),
         ("bug", ["stopped, because rank 1 failed: KeyError: 'missing'", "KeyError 'missing'"]),
-        ("disk", ["ValueError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
+        ("disk", ["UserError run.folder: metrics.jsonl cannot be written", "because rank 0 failed: run.folder: "]),
         ("kill", ["PeerLostError rank 0: rank 1 is gone, stuck or cut off; look at what was logged there (", None]),
         ("stuck", ["stopped, because rank 1 failed: ZeroDivisionError: division by zero", "ZeroDivisionError"]),
     ],

@@ -21,11 +21,12 @@ def read_cost(path: str | Path) -> CostModel:
         ) from None
     except (ValueError, TypeError, RecursionError):
         raise UserError("batch.cost", f"{path} is not a cost model", "make it with padfree plan --calibrate") from None
-    check_grows(cost, f"batch.cost: {path}")
+    check_grows(cost, "batch.cost", path)
     return cost
 
 
-def check_grows(cost: CostModel, name: str) -> None:
+def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
     """Costs that do not depend on tokens plan nothing; noise can make a measurement look like that."""
     if not cost.linear and not cost.quadratic:
-        raise UserError(name, "the cost does not grow with tokens", "measure again on an idle device")
+        subject = "the measured cost" if path is None else f"the cost in {path}"
+        raise UserError(setting, f"{subject} does not grow with tokens", "measure again on an idle device")

@@ -42,6 +42,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from padfree.batch import AttnContext, Segments, pack_inputs
+from padfree.errors import shown_error
 from padfree.model.interface import NAME, attention, mark_chunked_layers
 from padfree.model.mixers import Mixer, find_mixers, install
 from padfree.model.mixers.own_forward import reference_functions
@@ -121,7 +122,7 @@ def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
             try:
                 small = shrink(model.config, num_layers)
             except Exception as error:  # config classes check themselves, each in its own way
-                return _refusal(f"its config cannot be made small ({_line(error)})")
+                return _refusal(f"its config cannot be made small ({shown_error(error)})")
             key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required, how)
             if key not in _VERDICTS:
                 _VERDICTS[key] = _probe(type(model), small, required, compare)
@@ -146,7 +147,7 @@ def _probe(
         copy = model_class(config).train()
         mark_chunked_layers(copy)
     except Exception as error:  # any error of someone else's code means the same here: it was not shown to work
-        return _refusal(f"its small copy cannot be built ({_line(error)})"), True
+        return _refusal(f"its small copy cannot be built ({shown_error(error)})"), True
     missing = sorted(required - _module_classes(copy))
     if missing:
         return _refusal(f"no small copy of it has a {missing[0]}"), True
@@ -154,15 +155,11 @@ def _probe(
         with reference_functions(copy):
             return compare(copy), False
     except Exception as error:
-        return _refusal(_line(error)), False
+        return _refusal(shown_error(error)), False
 
 
 def _refusal(reason: str) -> Verdict:
     return Verdict(leak=reason, head=reason)
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _module_classes(model: nn.Module) -> set[str]:
@@ -239,7 +236,7 @@ def _compare(model: PreTrainedModel) -> Verdict:
         try:
             verdict = _compare_with(deepcopy(model), samples, mixers)
         except Exception as error:  # the next choice may be called in another way
-            verdict = _refusal(_line(error))
+            verdict = _refusal(shown_error(error))
         if verdict.leak is None:
             return verdict
         reasons.append(verdict.leak)
