@@ -9,8 +9,8 @@
     head         the fused loss of its tokens over the whole vocabulary
     step         all layers and the head, projected; the arithmetic is printed. The wire is an assumption (--link)
 
-    PYTHONPATH=src python bench/long_row.py --device cuda
-    PYTHONPATH=src python bench/long_row.py --device cpu --tokens 4096 --shape tiny
+    PYTHONPATH=src python bench/long_pack.py --device cuda
+    PYTHONPATH=src python bench/long_pack.py --device cpu --tokens 4096 --shape tiny
 
 Published for the same size: 380 s and 56 GB a device on 8 H100 (TRL with ring attention).
 """
