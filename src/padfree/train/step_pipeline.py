@@ -1,10 +1,10 @@
-"""Updates, from the moment they begin to their line in `metrics.jsonl`.
+"""Runs updates, from their begin to their line in `metrics.jsonl`.
 
     host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
     written                      line 1              line 2
 
-On a GPU an update is begun before the one before it is finished, so that the device never waits for the host. The
-numbers of an update are therefore known one update later.
+On a GPU an update begins before the previous one is finished, so that the device never waits for the host. The metrics
+of an update are therefore known one update later.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from padfree.train.finite_checks import NonFiniteError
 from padfree.train.step_metrics import peak_memory_gib, step_metrics
 
 OnStep = Callable[[Mapping[str, Any]], None]
-"""Called with the metrics of each step after it is done, on every rank."""
+"""Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with what a run is doing, how much of it is done and how much there is (0: not known); "step": its number."""
+"""Called with the current activity, the amount done and the total (0: not known). For "step", `done` is its number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Begun:
-    """An update that is not finished yet, and what is to be written of it."""
+    """An unfinished update, and what its line of metrics needs."""
 
     pending: PendingStep
     step: int
     rates: Mapping[str, float]
     metrics: Mapping[str, Any]
-    begin: float  # as `time.perf_counter` tells it
+    begin: float  # time.perf_counter()
 
 
 class StepPipeline:
-    """Begins updates of an engine, finishes them in their order, and writes their numbers."""
+    """Begins updates of an engine, finishes them in order, and writes their metrics."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class StepPipeline:
         on_step: OnStep | None,
         divided: bool = False,
     ) -> None:
-        """`divided`: a step's seconds are only a part of its batch's, and are written as `seconds/update`, too."""
+        """`divided`: a batch has several updates, so a step's seconds are also written as `seconds/update`."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._divided = divided
         self._begun: list[_Begun] = []
         self._last_end = 0.0
-        self.votes = 0  # ranks that wanted to end the run when the update that was finished last began
+        self.votes = 0  # ranks that wanted to stop when the last finished update began
 
     @property
     def pending(self) -> bool:
-        """Whether an update is not finished yet."""
+        """Whether any update is unfinished."""
         return bool(self._begun)
 
     def begin(
@@ -83,9 +83,9 @@ class StepPipeline:
         vote: bool,
         apply: bool = True,
     ) -> None:
-        """Begin an update. `metrics` are written beside its own; `begin` is when the host's work on it began.
+        """Begin an update. `metrics`: written with its own metrics. `begin`: when the host started to work on it.
 
-        Without `apply` its numbers are found and no weight is changed.
+        With `apply=False` the metrics are computed, but no weight changes.
         """
         after = self._begun[-1].pending if self._begun else None
         pending = self._engine.begin(prepared, lr_factor=lr_factor, step=step, after=after, vote=vote, apply=apply)
@@ -93,7 +93,7 @@ class StepPipeline:
         self._begun.append(_Begun(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
 
     def finish(self, *, keep: int = 0) -> None:
-        """Wait for all updates but the last `keep`, and write their numbers."""
+        """Wait for all updates except the last `keep`, and write their metrics."""
         while len(self._begun) > keep:
             self._finish(self._begun.pop(0))
 
@@ -103,10 +103,10 @@ class StepPipeline:
         except NonFiniteError as error:
             path = self._folder / NONFINITE.format(step=f"{begun.step:08d}")
             if self._engine.mesh.loss.rank == 0:
-                with suppress(OSError):  # a full disk must not hide what went wrong
+                with suppress(OSError):  # a full disk must not hide the original error
                     write_samples(path, error.samples)
             self._events.write("nonfinite", step=begun.step, file=path.name)
-            raise NonFiniteError(f"{error}; they are written to {path}", error.samples) from None
+            raise NonFiniteError(f"{error}; the samples are in {path}", error.samples) from None
         end = time.perf_counter()
         numbers = step_metrics(
             begun.step,
