@@ -1,7 +1,7 @@
-"""FSDP2: each layer a unit, and the rest a unit with the root.
+"""FSDP2: one unit per layer, and the root unit for the rest.
 
-A module whose parameters follow another sharding rule than the last one is a unit inside its layer, over its own mesh.
-Gradients are summed over ranks, not averaged: token weights already carry the global normaliser.
+A module whose parameters follow another sharding rule than the last one is a unit inside its layer, with its own mesh.
+Gradients are summed over ranks, not averaged: token weights already contain the global normaliser.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def shard_model(
     offload: bool = False,
     rules: Sequence[Rule] = (),
 ) -> None:
-    """Over data and context ranks together, except what one of the `rules` places elsewhere."""
+    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies."""
     lower = dtype != torch.float32
-    # Inputs stay as they are: FSDP2 would look into the batch and round its weights and log-probabilities.
+    # Inputs keep their dtype: FSDP2 would traverse the batch and round its weights and log-probabilities.
     precision = (
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if lower
@@ -55,7 +55,7 @@ def shard_model(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other kind of sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
 def _cut(parameter: nn.Parameter, dim: int) -> Shard:

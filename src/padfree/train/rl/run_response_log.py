@@ -72,7 +72,7 @@ class RunResponseLog:
         raise_together(error, self._axis.group)
         with writing(self._response_log.folder):
             found = self._response_log.begin(origin, after=after)
-        return f"reusing {found} responses from the journal" if found else None
+        return f"reusing {found} responses from the response log" if found else None
 
     def turn(self, step: int, *, after: int, highest: int) -> None:
         """Start a new part of the log. Call this before the state for a checkpoint is collected."""

@@ -40,7 +40,7 @@ def muon_step(
 
 
 def orthogonal_factor(matrix: Tensor) -> Tensor:
-    """U V^T of U S V^T, which the iteration comes near to."""
+    """U V^T of the decomposition U S V^T, which the Newton-Schulz iteration approximates."""
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     product: Tensor = left @ right
     return product
