@@ -18,11 +18,11 @@ from padfree.optim import muon
 from padfree.optim.muon import orthogonalize
 from padfree.optim.optimizer import Optimizer, make_optimizer
 from padfree.optim.optimizer_settings import MuonSettings, OptimizerConfig
-from padfree.optim.reference_adamw import muon_step, orthogonal_factor
+from padfree.optim.reference_muon import muon_step, orthogonal_factor
 from padfree.testing.models import build
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, alone, make_engine, make_samples, small_model, two_steps, weights_of
-from tests.train.trainer_cases import SFT, lines, make_config, make_loop, save_config
+from tests.train.trainer_cases import SFT, lines, make_config, make_trainer, save_config
 
 SETTINGS = OptimizerConfig(
     name="muon", lr=0.01, eps=1e-2, weight_decay=0.1, muon=MuonSettings(lr=0.02, momentum=0.9, weight_decay=0.05)
@@ -273,7 +273,7 @@ def run(folder: Path, model: Path, world: int, steps: int) -> None:
 def run_on_rank(rank: int, world: int, folder: Path, model: Path, steps: int) -> None:
     muon = {"name": "muon", "muon": {"lr": 2e-3, "momentum": 0.9}}
     config = make_config(folder, model, **SFT, optimizer=muon, run={"steps": steps})
-    make_loop(config, make_mesh("cpu")).run()
+    make_trainer(config, make_mesh("cpu")).run()
 
 
 @pytest.mark.slow
@@ -300,4 +300,4 @@ def test_a_resumed_run_makes_the_same_steps(tmp_path: Path) -> None:
 
 
 def other_optimizer(rank: int, world: int, folder: Path, model: Path) -> None:
-    make_loop(make_config(folder, model, **SFT, run={"steps": 7}), make_mesh("cpu"))
+    make_trainer(make_config(folder, model, **SFT, run={"steps": 7}), make_mesh("cpu"))

@@ -140,7 +140,7 @@ def test_varying_lengths_are_compiled_once(mesh: Mesh, checkpointing: str) -> No
 def test_bfloat16_rounds_the_model_and_not_the_batch(mesh: Mesh) -> None:
     """FSDP2 could cast what a forward is given; token weights and log-probabilities must stay float32."""
     engine = make_engine(mesh, LOSSES["sft"], tied_model(), dtype=torch.bfloat16)
-    ((batch, _),) = engine.prepare(make_samples((30,))).rows
+    ((batch, _),) = engine.prepare(make_samples((30,))).packs
     assert inside(engine.model, lambda model, given: {given.local.weights.dtype}, batch) == {torch.float32}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.distributed import Mesh, make_mesh
 from padfree.optim.optimizer_settings import OptimizerConfig
-from padfree.sharding.rules import ParameterPlace, Rule, everything_over, rules_by_module
+from padfree.sharding.rules import ParameterInfo, Rule, rules_by_module, shard_everything
 from padfree.train.engine import Engine, LossSettings
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, weights_of
@@ -31,7 +31,7 @@ def planted(mesh: Mesh) -> list[Rule]:
     ]
 
 
-def is_key_projection(place: ParameterPlace) -> bool:
+def is_key_projection(place: ParameterInfo) -> bool:
     """By module, role and shape: key and value projections have the fewest rows."""
     return place.role == "hidden" and place.parameter.shape[0] < place.parameter.shape[1]
 
@@ -92,10 +92,10 @@ def test_the_first_rule_that_applies_decides(mesh: Mesh) -> None:
     model = small_model("qwen3_moe")
     heads = Rule("heads", lambda place: place.role == "head", mesh.fsdp)
     matrices = Rule("matrices", lambda place: place.parameter.ndim >= 2, mesh.fsdp)
-    found = rules_by_module(model, [heads, matrices, everything_over(mesh.fsdp)])
+    found = rules_by_module(model, [heads, matrices, shard_everything(mesh.fsdp)])
     names = {name: found[module].name for name, module in model.named_modules() if module in found}
     assert names["lm_head"] == names["model.layers.0.mlp.gate"] == "heads"
     assert names["model.layers.0.mlp.experts"] == names["model.embed_tokens"] == "matrices"
     assert names["model.norm"] == "fsdp"
     with pytest.raises(AssertionError, match="follows the rule 'fsdp', its module 'matrices'"):
-        rules_by_module(small_model("llama_tied"), [matrices, everything_over(mesh.fsdp)])  # biases beside weights
+        rules_by_module(small_model("llama_tied"), [matrices, shard_everything(mesh.fsdp)])  # biases beside weights

@@ -68,7 +68,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     source = load_training_data(config, load_tokenizer(config))
     engine = build_engine(config, mesh)
     return begin_run(
@@ -91,14 +91,14 @@ def move_weights(model: PreTrainedModel) -> None:
 
 def first_step(config: Config, mesh: Mesh) -> tuple[float, float, dict[str, torch.Tensor], list[Sample]]:
     """Loss, z₀ and gradients of the first batch, with weights that are not the reference's."""
-    loop = make_loop(config, mesh)
-    move_weights(loop.engine.model)
-    batch = loop.batches.next(0)
+    trainer = make_trainer(config, mesh)
+    move_weights(trainer.engine.model)
+    batch = trainer.batches.next(0)
     assert batch is not None
-    loss = loop.engine.gradients(loop.engine.prepare(batch.samples)).loss
+    loss = trainer.engine.gradients(trainer.engine.prepare(batch.samples)).loss
     torch.distributed.all_reduce(loss, group=mesh.loss.group)
     gradients = {}
-    for name, weight in loop.engine.model.named_parameters():
+    for name, weight in trainer.engine.model.named_parameters():
         assert weight.grad is not None
         gradients[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
     terms = batch.samples[0].terms
@@ -205,10 +205,10 @@ def test_mismatched_pairs() -> None:
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["model", "adapter"])
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     found = lines(tmp_path / "whole")

@@ -13,7 +13,7 @@ import pytest
 from padfree.batch import Sample
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.train.batch_times import PARTS, BatchTimes
-from tests.train.trainer_cases import RL, SFT, make_config, make_loop, save_config
+from tests.train.trainer_cases import RL, SFT, make_config, make_trainer, save_config
 
 WAIT = 0.05
 
@@ -58,7 +58,7 @@ def test_timings_that_name_sampling_are_taken_as_they_are() -> None:
 class SlowSampling:
     """The samples as they are, after a while."""
 
-    timings = {"rewards": 0.01}  # noqa: RUF012 - what the loop reads
+    timings = {"rewards": 0.01}  # noqa: RUF012 - what the trainer reads
 
     def __call__(self, groups: Sequence[Any]) -> list[Sample]:
         time.sleep(WAIT)
@@ -67,7 +67,7 @@ class SlowSampling:
 
 def lines_of(mesh: Mesh, folder: Path, sections: dict[str, Any], **options: Any) -> list[dict[str, float]]:
     config = make_config(folder / "run", save_config(folder / "model"), **sections)
-    make_loop(config, mesh, **options).run()
+    make_trainer(config, mesh, **options).run()
     found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     names = {f"seconds/{part}" for part in PARTS} | {"sampler_tokens_per_second", "seconds"}
     return [{name: value for name, value in line.items() if name in names} for line in found]

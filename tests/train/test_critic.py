@@ -66,7 +66,7 @@ def several_turns() -> list[Sample]:
     return [Sample(tokens=s.tokens, loss_mask=s.mask, reward=s.reward, group=s.group, uid=s.uid) for s in found]
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     return begin_run(
         config,
         build_engine(config, mesh),
@@ -123,7 +123,7 @@ def test_values_advantages_and_returns_of_one_sample_at_a_time(
     moved(critic)
     batch = several_turns()
     batch += [Sample(tokens=s.tokens, loss_mask=s.mask, reward=1.0, group=s.group, uid=f"{s.uid} again") for s in batch]
-    found, metrics = critic.rewarded(batch)
+    found, metrics = critic.add_advantages(batch)
     plain = plain_model(critic)
     for sample in found:
         with torch.no_grad():
@@ -139,11 +139,11 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
     config = make_config(folder, tmp_path)
     critic = build_critic(config, mesh)
     assert critic is not None
-    batch, _ = critic.rewarded(several_turns())
+    batch, _ = critic.add_advantages(several_turns())
     moved(critic)
     engine, clip = critic.engine, CRITIC["clip"]
     prepared = engine.prepare(batch)
-    assert len(prepared.rows) > 1
+    assert len(prepared.packs) > 1
     sums = engine.gradients(prepared)
     plain, count, total, clipped = plain_model(critic), sum(s.num_labels for s in batch), 0.0, 0
     for sample in batch:
@@ -169,13 +169,13 @@ def test_the_gradient_of_the_value_loss(mesh: Mesh, folder: Path, tmp_path: Path
 
 
 def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    loop = make_loop(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
-    assert loop.batches.critic is not None
+    trainer = make_trainer(make_config(folder, tmp_path, critic={"warmup": 2}, run={"steps": 3}), mesh)
+    assert trainer.batches.critic is not None
     seen: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-    policy_model, critic_model = loop.engine.model, loop.batches.critic.engine.model
-    loop.updates.on_step = lambda _: seen.append((weights_of(policy_model), weights_of(critic_model)))
-    before = weights_of(loop.engine.model)
-    loop.run()
+    policy_model, critic_model = trainer.engine.model, trainer.batches.critic.engine.model
+    trainer.updates.on_step = lambda _: seen.append((weights_of(policy_model), weights_of(critic_model)))
+    before = weights_of(trainer.engine.model)
+    trainer.run()
     for policy, _ in seen[:2]:
         assert all(torch.equal(policy[name], weight) for name, weight in before.items())
     assert not all(torch.equal(seen[2][0][name], weight) for name, weight in before.items())
@@ -184,10 +184,10 @@ def test_the_policy_waits_for_the_critic(mesh: Mesh, folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("steps", [(2, 3, 6), (4, 6)], ids=["inside batches", "between batches"])
 def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole"), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole"), mesh)
     whole.run()
     for count in steps:
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": count}), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": count}), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert whole.batches.critic is not None
@@ -199,11 +199,11 @@ def test_resume_is_bitwise(steps: tuple[int, ...], mesh: Mesh, folder: Path, tmp
 
 def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folder: Path, tmp_path: Path) -> None:
     """The score of a text is the value of what follows it; a run goes on with the exported one."""
-    loop = make_loop(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
-    loop.run()
-    assert loop.batches.critic is not None
-    exported = export_critic(loop.batches.critic, tmp_path / "critic")
-    found, _ = loop.batches.critic.rewarded(several_turns())
+    trainer = make_trainer(make_config(folder, tmp_path / "run", run={"steps": 2}), mesh)
+    trainer.run()
+    assert trainer.batches.critic is not None
+    exported = export_critic(trainer.batches.critic, tmp_path / "critic")
+    found, _ = trainer.batches.critic.add_advantages(several_turns())
     kind: Any = AutoModelForSequenceClassification
     model = kind.from_pretrained(exported).eval()
     assert model.config.num_labels == 1
@@ -217,7 +217,7 @@ def test_an_exported_critic_gives_transformers_the_same_values(mesh: Mesh, folde
     assert max(float(np.abs(sample.values).max()) for sample in found if sample.values is not None) > 1e-3
     critic = build_critic(make_config(folder, tmp_path / "later", critic={"path": str(exported)}), mesh)
     assert critic is not None
-    for sample, other in zip(critic.rewarded(several_turns())[0], found, strict=True):
+    for sample, other in zip(critic.add_advantages(several_turns())[0], found, strict=True):
         assert np.array_equal(np.asarray(sample.values), np.asarray(other.values))
 
 

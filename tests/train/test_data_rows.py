@@ -113,11 +113,11 @@ def test_a_row_that_a_batch_has_twice_is_two_units(tmp_path: Path) -> None:
 # Loss and gradients
 
 
-def make_engine(mesh: Mesh, mode: WeightMode, rows: PackSettings, *, grouped: bool, max_tokens: int) -> Engine:
+def make_engine(mesh: Mesh, mode: WeightMode, pack_settings: PackSettings, *, grouped: bool, max_tokens: int) -> Engine:
     """GPT-2 computes in one type throughout: float64."""
     model = build("gpt2", vocab_size=40, n_positions=512).double()
     parallelize(model, transformations(mesh))
-    scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, rows=rows)
+    scorer = Scorer(model, mesh, max_tokens=max_tokens // mesh.context.size, pack_settings=pack_settings)
     constant = 77.0 if mode == "constant" else None
     settings = LossSettings(loss=SFTSettings(), weights=mode, constant=constant, groups_are_rows=grouped)
     return Engine(scorer, make_optimizer(model, OptimizerConfig(lr=0.0)), settings)

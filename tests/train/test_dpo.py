@@ -67,7 +67,7 @@ def make_config(folder: Path, place: Path, variant: str = "sigmoid", **sections:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     samples = load_training_data(config, load_tokenizer(config)).samples
     engine = build_engine(config, mesh)
     return begin_run(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))
@@ -98,15 +98,15 @@ def plain_loss(model: PreTrainedModel, reference: PreTrainedModel, pair: list[Sa
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_are_those_of_one_pair_at_a_time(variant: str, mesh: Mesh, folder: Path, tmp_path: Path) -> None:
     config = make_config(folder, tmp_path / "run", variant)
-    loop = make_loop(config, mesh)
+    trainer = make_trainer(config, mesh)
     with torch.no_grad():  # away from the reference, where all differences are 0
-        for number, weight in enumerate(loop.engine.model.parameters()):
+        for number, weight in enumerate(trainer.engine.model.parameters()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
-    batch = loop.batches.next(0)
+    batch = trainer.batches.next(0)
     assert batch is not None
-    engine = loop.engine
+    engine = trainer.engine
     prepared = engine.prepare(batch.samples)
-    assert len(prepared.rows) > 1, "pairs are divided over several rows"
+    assert len(prepared.packs) > 1, "pairs are divided over several rows"
     loss = float(engine.gradients(prepared).loss)
     reference, plain = (AutoModelForCausalLM.from_pretrained(folder / "model").eval() for _ in range(2))
     plain.load_state_dict(engine.model.state_dict())
@@ -126,10 +126,10 @@ def test_gradients_are_those_of_one_pair_at_a_time(variant: str, mesh: Mesh, fol
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["model", "adapter"])
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     found = lines(tmp_path / "whole")

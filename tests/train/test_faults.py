@@ -36,7 +36,7 @@ from tests.refused import refused
 from tests.train.cases import alone as alone_mesh
 from tests.train.cases import weights_of
 from tests.train.processes import alone, ended, forked
-from tests.train.trainer_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.trainer_cases import RL, SFT, lines, make_config, make_trainer, samples, save_config
 from tests.waiting import wait_until
 
 KILLS = 20
@@ -70,15 +70,15 @@ def slow_run(config: Config, pipe: int, *, most: int | None = None, die_at: int 
         made += 1
         if made == most:
             if die_at is not None:
-                loop.checkpointer.wait()  # a thread may still be on its way to where it dies
+                trainer.checkpointer.wait()  # a thread may still be on its way to where it dies
             os.write(pipe, b"halted")
             time.sleep(300)
 
     os.fsync = fsync
-    loop = make_loop(config, alone_mesh(), on_step=on_step)
+    trainer = make_trainer(config, alone_mesh(), on_step=on_step)
     os.write(pipe, b"ready")
-    loop.run()
-    save_file(weights_of(loop.engine.model), Path(config.run.folder) / "final.safetensors")
+    trainer.run()
+    save_file(weights_of(trainer.engine.model), Path(config.run.folder) / "final.safetensors")
     return 0
 
 
@@ -338,7 +338,7 @@ def one_fails(rank: int, world: int, how: str, config: Config, folder: Path) -> 
     begin = time.monotonic()
     try:
         with failing_together():
-            make_loop(config, make_mesh("cpu"), make_samples=make).run()
+            make_trainer(config, make_mesh("cpu"), make_samples=make).run()
     except Exception as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)  # noqa: T201
     assert time.monotonic() - begin < 120, "long before a collective gives up"
@@ -373,26 +373,26 @@ def test_what_fails_on_one_rank_ends_all_with_its_line(
 
 
 def quiet(mesh: Mesh, config: Config, found: list[Sample]) -> list[dict[str, Any]]:
-    make_loop(config, mesh, found).run()
+    make_trainer(config, mesh, found).run()
     return lines(Path(config.run.folder))
 
 
 def test_nothing_to_train_on(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model_folder, **SFT)
     with refused("data.path", "in memory has no samples"):
-        make_loop(config, mesh, [])
-    loop = make_loop(config, mesh)
-    loop.batches.batcher.load_state_dict({**loop.batches.batcher.state_dict(), "position": 36})
+        make_trainer(config, mesh, [])
+    trainer = make_trainer(config, mesh)
+    trainer.batches.batcher.load_state_dict({**trainer.batches.batcher.state_dict(), "position": 36})
     with refused("data.path", "it gave no batch"):
-        loop.run()
+        trainer.run()
 
 
 def test_data_that_ends_before_the_steps_do(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model_folder, **SFT, data={"epochs": 1}, run={"steps": 99})
-    result = make_loop(config, mesh).run()
+    result = make_trainer(config, mesh).run()
     assert (result.step, result.stopped) == (3, False)
     assert result.checkpoint == tmp_path / "checkpoints" / "step-00000003"
-    assert make_loop(config, mesh).run().step == 3, "nothing is left to do, which is no error"
+    assert make_trainer(config, mesh).run().step == 3, "nothing is left to do, which is no error"
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -408,21 +408,21 @@ def test_masked_samples_change_nothing(mesh: Mesh, model_folder: Path, tmp_path:
     masked = [Sample(tokens=np.arange(5), loss_mask=np.zeros(5), uid=i, reward=1.0 * i, group=0) for i in range(4)]
     for name, sections in (("sft", SFT), ("rl", {**RL, "loss": {"kind": "clip"}})):
         config = make_config(tmp_path / name, model_folder, **sections, run={"steps": 2})
-        loop = make_loop(config, mesh, masked)
-        before = weights_of(loop.engine.model)
-        loop.run()
+        trainer = make_trainer(config, mesh, masked)
+        before = weights_of(trainer.engine.model)
+        trainer.run()
         for line in lines(tmp_path / name):
             assert (line["loss"], line["gradient_norm"], line["scored_tokens"]) == (0, 0, 0)
-        for key, weight in weights_of(loop.engine.model).items():
+        for key, weight in weights_of(trainer.engine.model).items():
             assert torch.equal(weight, before[key]), key
 
 
 def test_a_sample_above_the_caps(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     with refused("max_tokens"):
-        make_loop(make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8}), mesh).run()
+        make_trainer(make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8}), mesh).run()
     budget = make_config(tmp_path, model_folder, batch={"tokens": 8, "max_tokens": 16})
     with refused("budget"):
-        make_loop(budget, mesh).run()
+        make_trainer(budget, mesh).run()
     for batch in ({"samples": 4, "max_tokens": 8}, {"tokens": 8, "max_tokens": 8}):
         folder = tmp_path / next(iter(batch))
         config = make_config(folder, model_folder, batch={**batch, "overlong": "alone"}, data={"epochs": 1})
@@ -438,13 +438,13 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
     clean = [Sample(tokens=np.minimum(sample.tokens, 38), uid=sample.uid) for sample in samples()]
     clean[5].tokens[2] = 39
     config = make_config(tmp_path, model_folder, **SFT, data={"shuffle": False}, checkpoint={"every": 1})
-    loop = make_loop(config, mesh, clean)
+    trainer = make_trainer(config, mesh, clean)
     after_one: dict[str, torch.Tensor] = {}
-    loop.updates.on_step = lambda _: after_one.update(weights_of(loop.engine.model))
-    embeddings = loop.engine.model.get_input_embeddings()
+    trainer.updates.on_step = lambda _: after_one.update(weights_of(trainer.engine.model))
+    embeddings = trainer.engine.model.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, ids, rows: rows.masked_fill(ids[0][..., None] == 39, float("nan")))
     with pytest.raises(NonFiniteError) as caught:
-        loop.run()
+        trainer.run()
     path = tmp_path / "nonfinite-step-00000001.jsonl"
     assert str(caught.value) == (
         f"step 1: loss nan on rank 0, before the update; look at sample {clean[5].uid}, or lower optimizer.lr; "
@@ -452,10 +452,10 @@ def test_nan_stops_before_the_update_and_leaves_everything_behind(
     )
     (row,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert (row["uid"], row["tokens"]) == (clean[5].uid, clean[5].tokens.tolist())
-    for name, weight in weights_of(loop.engine.model).items():
+    for name, weight in weights_of(trainer.engine.model).items():
         assert torch.equal(weight, after_one[name]), name
     assert [line["step"] for line in lines(tmp_path)] == [0]
-    again = make_loop(config, mesh, clean)
+    again = make_trainer(config, mesh, clean)
     assert again.step == 1
     assert again.run().step == 6, "without the fault it goes on"
 
@@ -467,28 +467,28 @@ def refuse(*_: Any, **__: Any) -> None:
 def test_a_full_disk_is_one_line_and_what_was_saved_resumes(
     mesh: Mesh, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_loop(make_config(tmp_path / "whole", model_folder, **RL), mesh)
+    whole = make_trainer(make_config(tmp_path / "whole", model_folder, **RL), mesh)
     whole.run()
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
     for step, place in ((1, "checkpoint.checkpointer.write_safetensors"), (3, "record.metrics.MetricsFile.write")):
-        loop = make_loop(config, mesh)
+        trainer = make_trainer(config, mesh)
 
-        def fill(_: Any, step: int = step, place: str = place, loop: Any = loop) -> None:
-            if loop.step == step:
+        def fill(_: Any, step: int = step, place: str = place, trainer: Any = trainer) -> None:
+            if trainer.step == step:
                 monkeypatch.setattr(f"padfree.{place}", refuse)
 
-        loop.updates.on_step = fill
+        trainer.updates.on_step = fill
         with pytest.raises(
             ValueError, match=r"^[a-z.]+: /.* cannot be written \(No space left on device\); free space"
         ):
-            loop.run()
+            trainer.run()
         monkeypatch.undo()
-    loop = make_loop(config, mesh)
-    assert loop.step == 3
-    loop.run()
+    trainer = make_trainer(config, mesh)
+    assert trainer.step == 3
+    trainer.run()
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     for name, weight in weights_of(whole.engine.model).items():
-        assert torch.equal(weight, weights_of(loop.engine.model)[name]), name
+        assert torch.equal(weight, weights_of(trainer.engine.model)[name]), name
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
@@ -496,14 +496,14 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
 ) -> None:
     (tmp_path / "file").touch()
     with refused("run.folder", r".*file/run cannot be written \(Not a directory\)"):
-        make_loop(make_config(tmp_path / "file" / "run", model_folder, **SFT), mesh)
+        make_trainer(make_config(tmp_path / "file" / "run", model_folder, **SFT), mesh)
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
     mesh: Mesh, model_folder: Path, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path / "run", model_folder, **RL, checkpoint={"every": 1})
-    whole = make_loop(config, mesh)
+    whole = make_trainer(config, mesh)
     whole.run()
     newest = tmp_path / "run" / "checkpoints" / "step-00000006"
     shard = newest / "rank-00000.safetensors"
@@ -511,24 +511,24 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_the_one_before_resumes(
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"is damaged .*; remove step-00000006 to resume from .*step-00000005$"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"is missing; remove step-00000006 to resume from .*step-00000005$"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
     shutil.rmtree(newest)
-    loop = make_loop(config, mesh)
-    assert loop.step == 5
-    loop.run()
+    trainer = make_trainer(config, mesh)
+    assert trainer.step == 5
+    trainer.run()
     for name, weight in weights_of(whole.engine.model).items():
-        assert torch.equal(weight, weights_of(loop.engine.model)[name]), name
+        assert torch.equal(weight, weights_of(trainer.engine.model)[name]), name
 
     hidden = json.loads(model_folder.read_text()) | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(hidden))
     with refused("model.path", "hidden_size is 64 in the model's config, but .* with 32"):
-        make_loop(make_config(tmp_path / "run", tmp_path / "config.json", **RL), mesh)
+        make_trainer(make_config(tmp_path / "run", tmp_path / "config.json", **RL), mesh)
     longer = {"batch": RL["batch"], "loss": {**RL["loss"], "epochs": 3}}
     with refused("loss.epochs"):
-        make_loop(make_config(tmp_path / "run", model_folder, **longer), mesh)
+        make_trainer(make_config(tmp_path / "run", model_folder, **longer), mesh)
 
 
 if __name__ == "__main__":

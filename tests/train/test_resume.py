@@ -19,7 +19,7 @@ from padfree.train.run import train
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import VOCABULARY
-from tests.train.trainer_cases import RL, SFT, lines, make_config, make_loop, samples, save_config
+from tests.train.trainer_cases import RL, SFT, lines, make_config, make_trainer, samples, save_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,16 +56,16 @@ def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
 
 
 def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, tmp_path: Path) -> None:
-    make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
+    make_trainer(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     chosen = {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.5}
     said: list[str] = []
     other = {"model": {"attention": "reference"}, "batch": {"samples": 4, "max_tokens": 20}, "run": {"steps": 3}}
     config = make_config(tmp_path, model, **other, optimizer=chosen)
-    loop = make_loop(config, mesh, on_note=said.append)
-    groups = loop.engine.optimizer.param_groups
+    trainer = make_trainer(config, mesh, on_note=said.append)
+    groups = trainer.engine.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-4 for group in groups)
-    assert loop.run().step == 3
+    assert trainer.run().step == 3
     assert [line["lr"] for line in lines(tmp_path)] == [5e-3, 5e-3, 1e-3]
     (line,) = said
     assert line.startswith(f"resuming {tmp_path / 'checkpoints' / 'step-00000002'} with other settings: ")
@@ -80,7 +80,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
         *("model.attention", "batch.max_tokens", "run.steps"),
     }
     said.clear()
-    make_loop(config, mesh, on_note=said.append)
+    make_trainer(config, mesh, on_note=said.append)
     assert said == [], "the checkpoint was made with these"
 
 
@@ -102,7 +102,7 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
 def test_what_must_stay_is_refused_by_its_name(
     sections: dict[str, Any], message: str, mesh: Mesh, model: Path, tmp_path: Path
 ) -> None:
-    make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
+    make_trainer(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     values = {**SFT, **sections, "run": {"steps": 3, **sections.get("run", {})}}
     values["batch"] = {**SFT["batch"], **sections.get("batch", {})}
     changed = make_config(tmp_path, model, **values)
@@ -110,36 +110,36 @@ def test_what_must_stay_is_refused_by_its_name(
         train(changed)  # before it looks at the data, which is not there
     if "lora" not in sections:
         with pytest.raises(ValueError, match=f"^{message}"):
-            make_loop(changed, mesh)
+            make_trainer(changed, mesh)
 
 
 def test_what_a_rollout_batch_was_begun_with_stays_until_it_is_done(mesh: Mesh, model: Path, tmp_path: Path) -> None:
     for steps in (3, 4):  # 4 updates a batch
         folder = tmp_path / str(steps)
-        make_loop(make_config(folder, model, **RL, run={"steps": steps}), mesh).run()
+        make_trainer(make_config(folder, model, **RL, run={"steps": steps}), mesh).run()
         warmer = make_config(folder, model, **{**RL, "loss": {**RL["loss"], "temperature": 1.5}}, run={"steps": 5})
         if steps == 3:
             with refused("loss.temperature"):
-                make_loop(warmer, mesh)
+                make_trainer(warmer, mesh)
         else:
-            assert make_loop(warmer, mesh).run().step == 5
+            assert make_trainer(warmer, mesh).run().step == 5
 
 
 @pytest.mark.parametrize(("field", "value"), [("rms_norm_eps", 1e-3), ("rope_theta", 7.0), ("hidden_act", "relu")])
 def test_a_model_that_computes_something_else_is_refused(field: str, value: Any, mesh: Mesh, tmp_path: Path) -> None:
     path = save_config(tmp_path / "model")
     config = make_config(tmp_path / "run", path, **SFT, run={"steps": 1})
-    make_loop(config, mesh).run()
-    make_loop(config, mesh)
+    make_trainer(config, mesh).run()
+    make_trainer(config, mesh)
     stored = json.loads(path.read_text())
     if field == "rope_theta":
         stored["rope_parameters"]["rope_theta"] = value
     path.write_text(json.dumps({**stored, "use_cache": False, **({} if field == "rope_theta" else {field: value})}))
     with refused("model.path", rf"\S*{field} is .* in the model's config, but .* made with .*"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
     path.write_text(json.dumps({**stored, "use_cache": False}) if field != "rope_theta" else json.dumps(stored))
     if field != "rope_theta":
-        make_loop(config, mesh)  # what does not change the arithmetic may change
+        make_trainer(config, mesh)  # what does not change the arithmetic may change
 
 
 def test_a_reference_with_other_weights_is_refused(mesh: Mesh, model: Path, tmp_path: Path) -> None:
@@ -149,27 +149,27 @@ def test_a_reference_with_other_weights_is_refused(mesh: Mesh, model: Path, tmp_
     shutil.copytree(tmp_path / "0", tmp_path / "reference")
     reference = {"path": str(tmp_path / "reference")}
     config = make_config(tmp_path / "run", model, **RL, reference=reference, run={"steps": 1})
-    make_loop(config, mesh).run()
-    make_loop(config, mesh)
+    make_trainer(config, mesh).run()
+    make_trainer(config, mesh)
     shutil.rmtree(tmp_path / "reference")
     shutil.copytree(tmp_path / "1", tmp_path / "reference")
     with refused("reference.path"):
-        make_loop(config, mesh)
+        make_trainer(config, mesh)
 
 
 def test_a_checkpoint_from_before_the_record_is_said_and_resumed(mesh: Mesh, model: Path, tmp_path: Path) -> None:
-    make_loop(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
+    make_trainer(make_config(tmp_path, model, **SFT, run={"steps": 2}), mesh).run()
     path = tmp_path / "checkpoints" / "step-00000002" / "manifest.json"
     content = json.loads(path.read_text())["content"]
     del content["extra"]["made_with"]
     path.write_text(json.dumps({"sha256": hash_of(content), "content": content}))
     said: list[str] = []
     config = make_config(tmp_path, model, **SFT, run={"steps": 3})
-    assert make_loop(config, mesh, on_note=said.append).run().step == 3
+    assert make_trainer(config, mesh, on_note=said.append).run().step == 3
     (line,) = said
     assert line.endswith("is of a version that did not note data, model and settings; they are not compared")
     said.clear()
-    make_loop(config, mesh, on_note=said.append)
+    make_trainer(config, mesh, on_note=said.append)
     assert said == []
 
 
@@ -182,7 +182,7 @@ def unlike(rank: int, world: int, folder: str, model: str) -> list[str]:
     ):
         config = make_config(Path(folder) / name, Path(model), **SFT, **sections)
         with pytest.raises(ValueError) as caught:
-            make_loop(config, mesh, data=data)
+            make_trainer(config, mesh, data=data)
         said.append(str(caught.value))
     return said
 

@@ -80,7 +80,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def make_loop(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     tokenizer = load_tokenizer(config)
     samples = load_training_data(config, tokenizer).samples
     return begin_run(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
@@ -102,13 +102,13 @@ def test_gradients_are_those_of_one_pair_at_a_time(
     shared: bool, sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path
 ) -> None:
     config = make_config(folder, tmp_path / "run", batch={"share_prefixes": shared}, **sections)
-    loop = make_loop(config, mesh)
-    move_adapters(loop.engine.model)
-    batch = loop.batches.next(0)
+    trainer = make_trainer(config, mesh)
+    move_adapters(trainer.engine.model)
+    batch = trainer.batches.next(0)
     assert batch is not None
-    engine = loop.engine
+    engine = trainer.engine
     prepared = engine.prepare(batch.samples)
-    assert len(prepared.rows) > 1, "pairs are divided over several rows"
+    assert len(prepared.packs) > 1, "pairs are divided over several rows"
     assert (prepared.plan.prefixes is not None) == shared
     loss = float(engine.gradients(prepared).loss)
     plain = AutoModelForSequenceClassification.from_config(
@@ -247,10 +247,10 @@ def test_ends_are_the_last_tokens_that_are_no_padding() -> None:
 
 @pytest.mark.parametrize("sections", [{}, ADAPTERS], ids=["whole", "adapters"])
 def test_resume_is_bitwise(sections: dict[str, Any], mesh: Mesh, folder: Path, tmp_path: Path) -> None:
-    whole = make_loop(make_config(folder, tmp_path / "whole", **sections), mesh)
+    whole = make_trainer(make_config(folder, tmp_path / "whole", **sections), mesh)
     whole.run()
     for steps in (1, 3, 4):
-        part = make_loop(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
+        part = make_trainer(make_config(folder, tmp_path / "parts", run={"steps": steps}, **sections), mesh)
         part.run()
     found = lines(tmp_path / "whole")
     assert found[3]["loss"] < found[0]["loss"]

@@ -52,8 +52,8 @@ def make_engine(name: str, folder: Path, mesh: Mesh, dtype: torch.dtype, *, shar
     model = load_model(
         folder, device=mesh.device, head="scalar", shard=lambda model: parallelize(model, steps), spread=0.3
     )
-    rows = PackSettings(ends=name == "reward", share_prefixes=shared)
-    scorer = ScalarScorer(model, mesh, max_tokens=64, rows=rows)
+    pack_settings = PackSettings(ends=name == "reward", share_prefixes=shared)
+    scorer = ScalarScorer(model, mesh, max_tokens=64, pack_settings=pack_settings)
     optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-2))
     if name == "reward":
         settings = RewardModelSettings(margin=0.1)

@@ -86,9 +86,9 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 
 def gradients(
-    engine: Engine, samples: list[Sample], old: Any, rows: PackSettings, max_tokens: int
+    engine: Engine, samples: list[Sample], old: Any, pack_settings: PackSettings, max_tokens: int
 ) -> dict[str, Tensor]:
-    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = rows, max_tokens
+    engine.scorer.packer.pack_settings, engine.scorer.packer.max_tokens = pack_settings, max_tokens
     engine.gradients(engine.prepare(samples if old is None else with_arrays(samples, old_logprobs=old)))
     found = {
         name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
@@ -182,7 +182,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["clip"])
     plain = engine.scorer.logprobs(samples)
-    engine.scorer.packer.rows = PackSettings(share_prefixes=True)
+    engine.scorer.packer.pack_settings = PackSettings(share_prefixes=True)
     engine.scorer.packer.max_tokens = 1000
     for one, other in zip(engine.scorer.logprobs(samples), plain, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -196,7 +196,7 @@ def test_log_probabilities_and_reports_are_those_of_the_samples(mesh: Mesh) -> N
 def test_a_changed_leaf_changes_no_other_sample_bitwise(mesh: Mesh) -> None:
     samples = tree_samples()
     engine = make_engine(mesh, LOSSES["sft"])
-    engine.scorer.packer.rows, engine.scorer.packer.max_tokens = PackSettings(share_prefixes=True), 1000
+    engine.scorer.packer.pack_settings, engine.scorer.packer.max_tokens = PackSettings(share_prefixes=True), 1000
     before = engine.scorer.logprobs(samples)
     tokens = samples[1].tokens.copy()
     tokens[-3:] = (tokens[-3:] + 1) % VOCABULARY
@@ -257,8 +257,8 @@ def test_dropout_is_not_shared(mesh: Mesh) -> None:
     model = small_model("gpt2", resid_pdrop=0.1)
     attach(model)
     with refused("batch.share_prefixes"):
-        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes=True))
-    scorer = Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes="auto"))
+        Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes=True))
+    scorer = Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes="auto"))
     assert scorer.packer.unshared_reason is not None
     samples = [
         replace(sample, tokens=np.append(np.arange(90) % VOCABULARY, sample.tokens), **NO_ARRAYS)
@@ -299,10 +299,10 @@ def test_layers_that_carry_a_state_or_count_positions_are_not_shared(name: str, 
     """The model itself refuses a row that shares, too."""
     model = attach(build(name))
     assert (
-        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes="auto")).packer.unshared_reason
+        Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes="auto")).packer.unshared_reason
         is not None
     )
     with refused("batch.share_prefixes"):
-        Scorer(model, mesh, max_tokens=1000, rows=PackSettings(share_prefixes=True))
+        Scorer(model, mesh, max_tokens=1000, pack_settings=PackSettings(share_prefixes=True))
     with refused("share_prefixes"):
         hidden_states(model, shard(collate(tree_samples(), share_prefixes=True)))

@@ -17,7 +17,7 @@ from padfree.config import Config, load_config
 from padfree.config.hub import GIVEN_TEXT, named_models
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.preflight import preflight
-from padfree.train.vocabulary import compare
+from padfree.train.vocabulary import compare_vocabularies
 from tests.refused import refused
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
@@ -190,6 +190,6 @@ def test_an_evaluation_compares_too(
 
 def test_the_first_token_that_differs_is_the_one_with_the_lowest_id() -> None:
     own = {"a": 0, "b": 1, "c": 2}
-    assert compare(own, {**own, "d": 3}, "teacher.path", "T", "M") is None
+    assert compare_vocabularies(own, {**own, "d": 3}, "teacher.path", "T", "M") is None
     with refused("teacher.path"):
-        compare(own, {"a": 0, "b": 2, "c": 1}, "teacher.path", "T", "M")
+        compare_vocabularies(own, {"a": 0, "b": 2, "c": 1}, "teacher.path", "T", "M")

@@ -1,4 +1,4 @@
-"""Settings, samples and loops of tiny runs, for the tests of whole runs."""
+"""Settings, samples and trainers of tiny runs, for the tests of whole runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class FromFunction:
     state = metrics
 
 
-def make_loop(
+def make_trainer(
     config: Config, mesh: Mesh, found: list[Sample] | None = None, make_samples: Any = None, **options: Any
 ) -> Trainer:
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)

@@ -95,12 +95,12 @@ class Reader:
             filled += piece.numel()
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
-    def below(self, prefix: str) -> Reader:
+    def with_prefix(self, prefix: str) -> Reader:
         """A reader of the tensors whose keys start with `prefix`, without the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
-    def whole(self, prefix: str) -> dict[str, Tensor]:
+    def read_all(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose keys start with `prefix`, by key without the prefix."""
         found = {}
         for key, about in self.tensors.items():

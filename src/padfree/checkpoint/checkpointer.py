@@ -63,7 +63,7 @@ from padfree.checkpoint.manifest import (
     CRITIC,
     FORMAT,
     MANIFEST,
-    Trained,
+    TrainedModel,
     base_tensors,
     bits_of,
     check_critic,
@@ -128,7 +128,7 @@ class Checkpointer:
         extra: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         reference: Mapping[str, Tensor] | None = None,
-        critic: Trained | None = None,
+        critic: TrainedModel | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder. With `asynchronous` it is complete only after `wait`.
 
@@ -223,9 +223,9 @@ class Checkpointer:
     def _begin(self, step: int) -> str:
         """Create the folder to write into; return the checkpoint's name."""
         name = ""
-        with self._together() as errors:
+        with self._failing_together() as errors:
             if self._rank == 0:
-                with _reported(errors, self.folder, self._unwritten()):
+                with _collecting_error(errors, self.folder, self._write_problem()):
                     self.folder.mkdir(parents=True, exist_ok=True)
                     for path in self.folder.iterdir():
                         if path.suffix in (".partial", ".removing") and NAME.fullmatch(path.stem):
@@ -236,20 +236,20 @@ class Checkpointer:
                         number += 1
                         name = f"{stem}.{number}"
                     (self.folder / f"{name}.partial").mkdir()
-        return str(self._exchange(name)[0])
+        return str(self._gather(name)[0])
 
     def _finish(self, job: _Job) -> None:
         partial = self.folder / f"{job.name}.partial"
         file = f"rank-{self._rank:05d}.safetensors"
         size, digest = 0, ""
         try:
-            with self._together() as errors, _reported(errors, partial / file, self._unwritten()):
+            with self._failing_together() as errors, _collecting_error(errors, partial / file, self._write_problem()):
                 size, digest = write_safetensors(partial / file, job.tensors)
             shapes = {key: list(job.tensors[key].shape) for key in job.offsets}
-            gathered = self._exchange((file, size, digest, job.offsets, shapes, job.rank_state))
-            with self._together() as errors:
+            gathered = self._gather((file, size, digest, job.offsets, shapes, job.rank_state))
+            with self._failing_together() as errors:
                 if self._rank == 0:
-                    with _reported(errors, self.folder, self._unwritten()):
+                    with _collecting_error(errors, self.folder, self._write_problem()):
                         self._commit(partial, join_manifest(job.content, gathered))
         except CheckpointError:
             if self._rank == 0:
@@ -286,14 +286,14 @@ class Checkpointer:
 
     def agreed_latest(self) -> Path | None:
         """The `latest` of rank 0, on every rank: a shared file system may show ranks different states."""
-        path: Path | None = self._exchange(self.latest() if self._rank == 0 else None)[0]
+        path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
         """A checkpoint's `extra` without its tensors. Nothing is loaded into a model."""
         path, content = Path(path), {}
-        cure = self._cure(path)
-        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+        cure = self._fix(path)
+        with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
             content = read_manifest(path, cure)
         found: dict[str, Any] = content["extra"]
         return found
@@ -305,7 +305,7 @@ class Checkpointer:
         model: nn.Module,
         optimizer: Optimizer | None,
         reference: Mapping[str, Tensor] | None = None,
-        critic: Trained | None = None,
+        critic: TrainedModel | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Load model and optimizer; return `extra` and this rank's `rank_state`, None if the number of ranks differs.
 
@@ -313,16 +313,16 @@ class Checkpointer:
         checkpoint. The whole checkpoint is checked before anything is changed.
         """
         path = Path(path)
-        cure = self._cure(path)
+        cure = self._fix(path)
         content: dict[str, Any] = {}
         base, refreshed = self._fingerprint(model), False
-        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+        with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
             content = read_manifest(path, cure)
             check_model(content, path, model, optimizer, base)
             refreshed = reference is not None and check_reference(content, path, reference)
             if critic is not None:
                 check_critic(content, path, critic)
-        with self._together() as errors, _reported(errors, path, f"cannot be read; {cure}"):
+        with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
             files = sorted(content["files"])
             for file in files[self._rank :: self._world]:
                 check_file(path / file, content["files"][file], cure)
@@ -337,7 +337,7 @@ class Checkpointer:
             if critic is not None:
                 for name, tensor in saved_tensors(critic.model).items():
                     reader.fill(f"{CRITIC}model/{name}", local_part(tensor), local_region(tensor))
-                load_optimizer(*critic, content["critic"], reader.below(CRITIC))
+                load_optimizer(*critic, content["critic"], reader.with_prefix(CRITIC))
         rank_state: dict[str, Any] | None = None
         if content["world"] == self._world:
             rank_state = content["rank_state"][self._rank]
@@ -345,16 +345,16 @@ class Checkpointer:
                 for key in file.keys():  # noqa: SIM118  a file, not a mapping
                     if key.startswith("rank/"):
                         rank_state[key.removeprefix("rank/")] = file.get_tensor(key)
-        return {**content["extra"], **reader.whole("extra/")}, rank_state
+        return {**content["extra"], **reader.read_all("extra/")}, rank_state
 
     def _complete(self) -> list[Path]:
         return complete_in(self.folder)
 
-    def _cure(self, path: Path) -> str:
+    def _fix(self, path: Path) -> str:
         others = [other for other in self._complete() if other.resolve() != path.resolve()]
         return f"remove {path.name} to {f'resume from {others[-1]}' if others else 'start over'}"
 
-    def _unwritten(self) -> str:
+    def _write_problem(self) -> str:
         latest = self.latest()
         stays = f"; the run can still be resumed from {latest}" if latest else ""
         return f"cannot be written; free space or give another folder{stays}"
@@ -372,11 +372,11 @@ class Checkpointer:
         """A hash of the values of these tensors that does not depend on their sharding. Collective."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
-        for gathered in self._exchange(bits):
+        for gathered in self._gather(bits):
             total.update(gathered)
         return hash_of(total)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self._world
@@ -385,11 +385,11 @@ class Checkpointer:
         return values
 
     @contextmanager
-    def _together(self) -> Iterator[list[CheckpointError]]:
+    def _failing_together(self) -> Iterator[list[CheckpointError]]:
         """A block that collects errors in a list. At its end, all ranks raise an error if any rank has one."""
         errors: list[CheckpointError] = []
         yield errors
-        for gathered in self._exchange(errors):
+        for gathered in self._gather(errors):
             if gathered:
                 raise gathered[0]
 
@@ -419,7 +419,7 @@ def latest_in(folder: Path) -> Path | None:
 
 
 @contextmanager
-def _reported(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
+def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
     """Append an error of the block to the list. `what`: "problem; fix"."""
     try:
         yield

@@ -80,14 +80,14 @@ def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Te
     return tensors
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model and its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
 
 
-def critic_tensors(critic: Trained) -> dict[str, Tensor]:
+def critic_tensors(critic: TrainedModel) -> dict[str, Tensor]:
     """The tensors of a critic and its optimizer, by key."""
     return {f"{CRITIC}{key}": tensor for key, tensor in state_tensors(*critic).items()}
 
@@ -111,7 +111,7 @@ def check_model(
         differs, cure = "it has adapters", "set lora.rank, or give another run.folder"
     elif here and not there:
         differs, cure = "it has no adapters, but this run has", "set lora.rank to 0, or give another run.folder"
-    elif unlike := _different(content["tensors"], "model/", saved_tensors(model)):
+    elif unlike := _first_difference(content["tensors"], "model/", saved_tensors(model)):
         differs = unlike
     elif there and here and there["scale"] != here["scale"]:
         differs, cure = "its adapters were trained with another alpha / rank", "keep lora.alpha"
@@ -135,7 +135,7 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
     """Whether the checkpoint holds a reference model; raise an error if its tensors do not fit this reference."""
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
-    if differs := _different(content["tensors"], "reference/", reference):
+    if differs := _first_difference(content["tensors"], "reference/", reference):
         raise CheckpointError(
             "checkpoint",
             f"{path} has another reference model ({differs})",
@@ -144,9 +144,9 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
     return True
 
 
-def check_critic(content: dict[str, Any], path: Path, critic: Trained) -> None:
+def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> None:
     """Refuse a checkpoint without a critic, or with a different critic."""
-    differs = _different(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
+    differs = _first_difference(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
     if content.get("critic") is None or differs:
         reason = differs if content.get("critic") is not None else "it has none"
         raise CheckpointError(
@@ -154,7 +154,7 @@ def check_critic(content: dict[str, Any], path: Path, critic: Trained) -> None:
         )
 
 
-def _different(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
+def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
     """A description of the first tensor under `prefix` whose shape or dtype differs; None if all are equal."""
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])

@@ -44,8 +44,8 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        strangers = [parameter for parameter in group["params"] if id(parameter) not in names]
-        if strangers:
+        unknown = [parameter for parameter in group["params"] if id(parameter) not in names]
+        if unknown:
             raise UserError(
                 "optimizer", "has parameters that are not the model's", "create it after the model is sharded"
             )

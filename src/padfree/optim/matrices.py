@@ -32,7 +32,7 @@ class MatrixSplit(NamedTuple):
     sizes: tuple[int, ...]  # size of each rank's shard along `dim`
 
 
-def cut_of(parameter: Tensor) -> MatrixSplit | None:
+def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
     """How the matrices [..., A, B] of a parameter are sharded; None: every rank holds whole matrices."""
     if not isinstance(parameter, DTensor):
         return None
@@ -54,16 +54,16 @@ def cut_of(parameter: Tensor) -> MatrixSplit | None:
 
 
 def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], parts: Tensor, cut: MatrixSplit | None, first: int = 0
+    function: Callable[[Tensor], Tensor], parts: Tensor, split: MatrixSplit | None, first: int = 0
 ) -> Tensor:
     """Apply `function` [n, A, B] -> [n, A, B] to matrices that are sharded over ranks. Collective.
 
     `parts` [n, a, b]: this rank's shards; the result holds its shards of the results. Rank (`first` + i) % size of the
     group computes matrix i.
     """
-    if cut is None:
+    if split is None:
         return function(parts)
-    group, dim, sizes = cut
+    group, dim, sizes = split
     ranks, own = range(group.size()), group.rank()
     mine = [slice((rank - first) % group.size(), None, group.size()) for rank in ranks]  # the matrices of each rank
     counts = [len(range(len(parts))[each]) for each in mine]

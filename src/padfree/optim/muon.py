@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from padfree.optim.matrices import MatrixSplit, cut_of, on_whole_matrices
+from padfree.optim.matrices import MatrixSplit, matrix_split_of, on_whole_matrices
 from padfree.optim.rule import Group, State, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -59,7 +59,7 @@ class Muon:
             torch._foreach_copy_(batch.buffers, list(torch.split(buffer, sizes)))
             update = gradient.lerp_(buffer, group["momentum"]) if group["nesterov"] else buffer
             dtype = torch.bfloat16 if batch.device.type == "cuda" else update.dtype
-            found = on_whole_matrices(orthogonal, update.to(batch.device, dtype), batch.cut, done)
+            found = on_whole_matrices(orthogonal, update.to(batch.device, dtype), batch.split, done)
             reach = group["lr"] * group["update_rms"] * math.sqrt(max(batch.shape))
             change = found.to(update) * (-reach * made).to(update.dtype)
             if group["weight_decay"]:
@@ -86,7 +86,7 @@ class _Batch(NamedTuple):
     """This rank's shards [n, a, b] of matrices of one shape. The tensors are views of the parameters' memory."""
 
     shape: torch.Size  # [A, B] of a whole matrix
-    cut: MatrixSplit | None
+    split: MatrixSplit | None
     device: torch.device  # the device that computes them
     weights: list[Tensor]
     gradients: list[Tensor]
@@ -101,13 +101,13 @@ def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
             if not state[parameter]:
                 zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state[parameter]["momentum_buffer"] = zeros
-            place = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
-            alike.setdefault((parameter.shape, parameter.dtype, parameter.device, *place), []).append(parameter)
+            placement = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
+            alike.setdefault((parameter.shape, parameter.dtype, parameter.device, *placement), []).append(parameter)
     for found in alike.values():
-        cut, shape = cut_of(found[0]), found[0].shape[-2:]
-        numbers = shape.numel() if cut is None else shape.numel() // shape[cut.dim] * max(cut.sizes)
-        most = max(1 if cut is None else cut.group.size(), MOST_NUMBERS // max(1, numbers))
-        batch = _Batch(shape, cut, _device(found[0]), [], [], [])
+        split, shape = matrix_split_of(found[0]), found[0].shape[-2:]
+        numbers = shape.numel() if split is None else shape.numel() // shape[split.dim] * max(split.sizes)
+        most = max(1 if split is None else split.group.size(), MOST_NUMBERS // max(1, numbers))
+        batch = _Batch(shape, split, _device(found[0]), [], [], [])
         for parameter in found:
             assert parameter.grad is not None
             tensors = (parameter, parameter.grad, state[parameter]["momentum_buffer"])

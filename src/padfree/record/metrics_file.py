@@ -44,9 +44,9 @@ class MetricsFile:
                 if not line.endswith("\n") or line_number(self.path, number, line, "step") >= step:
                     break
                 kept.append(line)
-        beside = self.path.with_suffix(".writing")
-        beside.write_text("".join(kept), encoding="utf-8")
-        beside.replace(self.path)
+        temporary = self.path.with_suffix(".writing")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(self.path)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         if self._writes:

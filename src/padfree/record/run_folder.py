@@ -10,8 +10,9 @@ model folder, a data folder, or the parent of a model folder that the export wou
 recognised by its `config.json`, which has the sections of a run's settings, and gets a `run.json`.
 
 Only one process can write at a time. The lock is a lock of the operating system, so a killed run does not block its
-successor. Only rank 0 of a run takes it. If the file system has no locks, `run.holder.json` decides: a run is refused while
-the process that it names is alive on this machine, or, if it names another machine, until the user removes the file.
+successor. Only rank 0 of a run takes it. If the file system has no locks, `run.holder.json` decides: a run is refused
+while the process that it names is alive on this machine, or, if it names another machine, until the user removes the
+file.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def check_run_folder(config: Config) -> None:
         raise UserError("run.folder", f"{folder} is a file", "give a new or an empty folder")
     if (folder / MARKER).exists():
         read_identity(folder)
-    elif not _from_before_markers(folder):
+    elif not _made_by_older_version(folder):
         own = {MARKER, LOCK, HOLDER}
         foreign = sorted(
             path.name
@@ -183,7 +184,7 @@ def held_run_folder(config: Config) -> Iterator[Identity]:
         except UserError as caught:
             error = caught
     raise_together(error)
-    identity = _from_first(identity)
+    identity = _identity_of_rank_0(identity)
     try:
         raise_together(_not_shared(Path(config.run.folder), identity))
         yield identity
@@ -262,7 +263,7 @@ def _read_holder(folder: Path) -> Holder | None:
         return None
 
 
-def _from_before_markers(folder: Path) -> bool:
+def _made_by_older_version(folder: Path) -> bool:
     """Whether a version of padfree that did not write `run.json` has made this folder."""
     settings = _read(folder / CONFIG) or {}
     if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
@@ -270,7 +271,7 @@ def _from_before_markers(folder: Path) -> bool:
     return "folder" in settings["run"] and "path" in settings["data"] and "max_tokens" in settings["batch"]
 
 
-def _from_first(identity: Identity | None) -> Identity:
+def _identity_of_rank_0(identity: Identity | None) -> Identity:
     """The identity that rank 0 has, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert identity is not None
@@ -322,12 +323,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, values: dict[str, Any]) -> None:
     """Write to a temporary file and rename it, so that the file is never incomplete."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.writing")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(values, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

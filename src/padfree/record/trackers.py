@@ -131,9 +131,9 @@ def _name_of(folder: Path, tracker: str) -> str:
         readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
         names[tracker] = f"{readable}{secrets.token_hex(4)}"
         folder.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".writing")
-        beside.write_text(json.dumps(names, indent=1), encoding="utf-8")
-        beside.replace(path)
+        temporary = path.with_suffix(".writing")
+        temporary.write_text(json.dumps(names, indent=1), encoding="utf-8")
+        temporary.replace(path)
     return names[tracker]
 
 

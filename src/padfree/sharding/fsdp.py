@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
 from padfree.model.structure import layers_of
-from padfree.sharding.rules import Rule, everything_over, rules_by_module
+from padfree.sharding.rules import Rule, rules_by_module, shard_everything
 
 
 def shard_model(
@@ -44,10 +44,10 @@ def shard_model(
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
     common: dict[str, Any] = {"mp_policy": precision, "offload_policy": place}
-    last = everything_over(mesh.fsdp)
+    last = shard_everything(mesh.fsdp)
     for module, rule in rules_by_module(model, (*rules, last)).items():
         if rule is not last:
-            cut = partial(_cut, dim=rule.dim)
+            cut = partial(_shard_along, dim=rule.dim)
             fully_shard(module, mesh=rule.mesh, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
     for layer in layers_of(model):
         fully_shard(layer, mesh=last.mesh, reshard_after_forward=reshard, **common)
@@ -58,5 +58,5 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
 
 
-def _cut(parameter: nn.Parameter, dim: int) -> Shard:
+def _shard_along(parameter: nn.Parameter, dim: int) -> Shard:
     return Shard(dim)

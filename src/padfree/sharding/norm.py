@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-ParameterPlace = tuple[DeviceMesh, tuple[Placement, ...]] | None
+GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """[] float64 on `device`: the norm of the whole gradient, the same on every rank. Collective."""
-    by_place: dict[ParameterPlace, list[Tensor]] = {}
+    by_placement: dict[GradientPlacement, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            by_place.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
+            by_placement.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
         elif gradient is not None:
-            by_place.setdefault(None, []).append(gradient)
+            by_placement.setdefault(None, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for place, gradients in by_place.items():
+    for place, gradients in by_placement.items():
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum().to(device)
         mesh, placements = place or (None, ())
         for dim, placement in enumerate(placements):

@@ -1,7 +1,7 @@
 """Rules that decide on which mesh a parameter is sharded. They are ordered; the first rule that matches applies.
 
-    rules = [Rule("experts", lambda place: place.role == "expert", mesh.over(shard=("shard",), replicate=("context",))),
-             everything_over(mesh.fsdp)]
+    rules = [Rule("experts", lambda info: info.role == "expert", mesh.over(shard=("shard",), replicate=("context",))),
+             shard_everything(mesh.fsdp)]
 
 A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
 the second). `dim` is the tensor dimension that is sharded. FSDP2 gathers the parameters of a module together. Therefore
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from padfree.model.roles import Role, roles_of
 
 
-class ParameterPlace(NamedTuple):
+class ParameterInfo(NamedTuple):
     """A parameter with its module and role: the input of a rule."""
 
     module: nn.Module
@@ -33,12 +33,12 @@ class Rule(NamedTuple):
     """Parameters for which `applies` is true are sharded over `mesh` along their dimension `dim`."""
 
     name: str
-    applies: Callable[[ParameterPlace], bool]
+    applies: Callable[[ParameterInfo], bool]
     mesh: DeviceMesh
     dim: int = 0
 
 
-def everything_over(mesh: DeviceMesh) -> Rule:
+def shard_everything(mesh: DeviceMesh) -> Rule:
     """The last rule: shard dimension 0 over all ranks of `mesh`."""
     return Rule("fsdp", lambda _: True, mesh)
 
@@ -50,8 +50,8 @@ def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, 
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            place = ParameterPlace(module, name, parameter, roles[parameter])
-            rule = next(rule for rule in rules if rule.applies(place))
+            info = ParameterInfo(module, name, parameter, roles[parameter])
+            rule = next(rule for rule in rules if rule.applies(info))
             other = found.setdefault(module, rule)
             assert other is rule, f"{path}.{name} matches rule {rule.name!r}, but its module uses {other.name!r}"
     return found

@@ -30,7 +30,7 @@ from padfree.tasks.reading import TrainingData, of_store, text_settings
 from padfree.tasks.task import Task
 
 
-def row_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
+def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """[T/cp], or [e]: scores of this rank's entries, exactly 0 at positions without a label."""
     scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
     return torch.where(batch.labels != IGNORE, scores, 0.0)
@@ -48,7 +48,7 @@ class RewardMicroBatchLoss:
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         pairs, weights, margins = pairs_of(batch)
         return reward_model_loss(
-            row_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
+            pack_scores(model, batch), batch.labels != IGNORE, batch.sample_index, batch.num_samples, self.settings,
             pairs, weights, margins=margins, reduce=partial(sum_over_context, context=batch.context),
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from padfree.batch import Sample
-from padfree.checkpoint.manifest import Trained
+from padfree.checkpoint.manifest import TrainedModel
 from padfree.config import Config
 from padfree.errors import UserError
 from padfree.tasks.task import Models, task_of
@@ -64,7 +64,7 @@ class BatchPreparer:
         asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
         return self.sampled or self.task.waits_for_updates(self.config.loss, asks=asks)
 
-    def without_signal(self) -> str | None:
+    def no_signal_note(self) -> str | None:
         """A note for the user if every advantage of this start was 0 and no other loss term changed the weights."""
         loss = self.config.loss
         if not self.groups or self.groups_without_signal < self.groups:
@@ -81,7 +81,7 @@ class BatchPreparer:
         return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
 
     @property
-    def highest(self) -> int:
+    def last_batch_number(self) -> int:
         """The number of the newest batch that the batcher has produced."""
         return self.batcher.step
 
@@ -108,16 +108,22 @@ class BatchPreparer:
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
-    def saved(self) -> dict[str, Any]:
+    def models_to_save(self) -> dict[str, Any]:
         """The models other than the policy that a checkpoint stores."""
-        return {"reference": None if self.reference is None else self.reference.saved(), "critic": self._trained()}
+        return {
+            "reference": None if self.reference is None else self.reference.tensors_to_save(),
+            "critic": self._trained_critic(),
+        }
 
-    def filled(self) -> dict[str, Any]:
+    def models_to_load(self) -> dict[str, Any]:
         """The same models, to be loaded from a checkpoint."""
-        return {"reference": None if self.reference is None else self.reference.tensors(), "critic": self._trained()}
+        return {
+            "reference": None if self.reference is None else self.reference.tensors(),
+            "critic": self._trained_critic(),
+        }
 
-    def _trained(self) -> Trained | None:
-        return None if self.critic is None else Trained(self.critic.engine.model, self.critic.engine.optimizer)
+    def _trained_critic(self) -> TrainedModel | None:
+        return None if self.critic is None else TrainedModel(self.critic.engine.model, self.critic.engine.optimizer)
 
     def restore(self, extra: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's `extra`; the models are loaded already."""
@@ -137,11 +143,11 @@ class BatchPreparer:
                 return None
             number, samples = found
             times.split_sampling(self.rollouts.timings)
-            return self._prepared(distinct(samples), times, number)
+            return self._prepare(distinct(samples), times, number)
         groups = next(self.batcher, None)
-        return None if groups is None else self._prepared(distinct(_flat(groups)), times, self.batcher.step)
+        return None if groups is None else self._prepare(distinct(_flat(groups)), times, self.batcher.step)
 
-    def _prepared(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
+    def _prepare(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
         """Compute everything that the updates of a batch need except the current weights."""
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
@@ -153,8 +159,8 @@ class BatchPreparer:
         parts = update_parts(len(batch), **self.minibatch_settings(number))
         batch, found = self.task.prepare(batch, self._models(times), self.config.loss)
         metrics: dict[str, float] = {}
-        measured = self.rollouts is not None or not self.config.loss.task.in_rows
-        if measured:
+        has_metrics = self.rollouts is not None or not self.config.loss.task.in_rows
+        if has_metrics:
             written = {} if self.rollouts is None else self.rollouts.metrics()
             metrics = {**self._reward_metrics(batch), **written, **found}
         self.groups += int(metrics.get("groups", 0))
@@ -164,17 +170,17 @@ class BatchPreparer:
             parts=parts,
             epochs=self.config.loss.epochs,
             metrics=metrics,
-            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if measured else {},
+            times=times.metrics(sum(int(sample.mask.sum()) for sample in batch)) if has_metrics else {},
         )
 
     def _models(self, times: BatchTimes) -> Models:
         """The models of the run, wrapped so that their seconds are added to `times`."""
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
-            policy=times.measured("old_logprobs", self.engine.scorer.logprobs),
-            reference=None if reference is None else times.measured("reference", reference.logprobs),
-            teacher=None if teacher is None else times.measured("teacher", teacher.logprobs),
-            critic=None if critic is None else times.measured("critic", critic.judged),
+            policy=times.timed("old_logprobs", self.engine.scorer.logprobs),
+            reference=None if reference is None else times.timed("reference", reference.logprobs),
+            teacher=None if teacher is None else times.timed("teacher", teacher.logprobs),
+            critic=None if critic is None else times.timed("critic", critic.add_advantages),
         )
 
     def _reward_metrics(self, batch: list[Sample]) -> dict[str, float]:

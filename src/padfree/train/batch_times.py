@@ -46,14 +46,14 @@ class BatchTimes:
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
-    def measured(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
+    def timed(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
         """Wrap a function so that its seconds are added to `part`."""
 
-        def timed(samples: Sequence[Sample]) -> Found:
+        def call(samples: Sequence[Sample]) -> Found:
             with self.measure(part):
                 return ask(samples)
 
-        return timed
+        return call
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
         """Split the seconds measured as sampling into the phases of `timings`; the remainder is sampling."""

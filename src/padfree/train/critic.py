@@ -35,7 +35,7 @@ class Critic:
         self.engine, self.settings = engine, settings
         self._scorer = engine.scorer
 
-    def judged(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+    def add_advantages(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         """Return the samples with values, advantages and returns, and metrics of the values. Collective."""
         values = self._scorer.values(samples)
         found = with_gae(samples, values, self.settings)

@@ -85,7 +85,7 @@ def shown_rows(
 ) -> list[ShownRow]:
     """`count` rows, starting at `first`: a number among the rows in use, counted from 1, or a `file:line`."""
     rows = _rows(source)
-    begin = _number(rows, first)
+    begin = _row_index(rows, first)
     return [
         ShownRow(
             place=place,
@@ -113,7 +113,7 @@ def _row_of(place: str) -> str:
     return before if turn and number.isdigit() else place
 
 
-def _number(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
+def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     text = str(first)
     if text.isascii() and text.isdigit():
         if not 1 <= int(text) <= len(rows):
@@ -173,7 +173,7 @@ def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tup
     if not config.loss.task.turns or tokenizer is None or not tokenizer.is_fast:
         return ()
     name, _, line = place.rpartition(":")
-    for label, data in _readings(config):
+    for label, data in _source_settings(config):
         settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data))
         tokenize = RowTokenizer(tokenizer, settings)
         for source in open_sources(list(data.path), split=settings.split, subset=settings.subset):
@@ -184,18 +184,18 @@ def _messages(config: Config, sample: Sample, tokenizer: Any, place: str) -> tup
             for chunk in source.chunks(fields.needed):
                 if int(line) in chunk.numbers:
                     row = record_of(chunk.records[chunk.numbers.index(int(line))])
-                    return _placed(tokenize.rendered(row, fields), sample, tokenizer)
+                    return _locate_messages(tokenize.rendered(row, fields), sample, tokenizer)
     return ()
 
 
-def _readings(config: Config) -> list[tuple[str | None, DataConfig]]:
+def _source_settings(config: Config) -> list[tuple[str | None, DataConfig]]:
     """The data settings of each source of a mixture with its name, or those of the whole data."""
     if not config.data.sources:
         return [(None, config.data)]
     return [(source.label, config.data.of_source(source)) for source in config.data.sources]
 
 
-def _placed(
+def _locate_messages(
     rendered: Sequence[tuple[Conversation, RenderedSample]], sample: Sample, tokenizer: Any
 ) -> tuple[ShownMessage, ...]:
     tokens = sample.tokens.tolist()

@@ -53,7 +53,7 @@ from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
-from padfree.train.finite_checks import NonFiniteError, weights_line
+from padfree.train.finite_checks import NonFiniteError, nonfinite_cause
 from padfree.train.microbatch import MicroBatch
 from padfree.train.rank_imbalance_timer import RankImbalanceTimer
 from padfree.train.router_balance import RouterBalance
@@ -87,7 +87,7 @@ class StepReport:
     num_labels: int
     padding_share: float  # padding tokens / all computed tokens
     plan: StepPlan
-    votes: int  # ranks that passed `vote=True` to `Engine.begin`
+    stop_votes: int  # ranks that passed `wants_stop=True` to `Engine.begin`
     source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
     num_rows: int | None = None  # data rows, if several samples can come from one row; None: not known
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
@@ -99,7 +99,7 @@ class PreparedStep:
 
     samples: Sequence[Sample]
     plan: StepPlan
-    rows: Sequence[tuple[MicroBatch, Indices]]  # this rank's packs, each with the indices of its samples
+    packs: Sequence[tuple[MicroBatch, Indices]]  # this rank's packs, each with the indices of its samples
     source: Indices | None = None  # [B] index of each sample's source, if the data is a mixture
     source_weights: tuple[float, ...] = ()  # sum of the token weights of each source
 
@@ -154,8 +154,8 @@ class Engine:
         """
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
-    def prepare(self, samples: Sequence[Sample], *, whole: bool = True) -> PreparedStep:
-        """Plan and pack a global batch. With `whole=False`, each pack is built when the step reaches it."""
+    def prepare(self, samples: Sequence[Sample], *, eager: bool = True) -> PreparedStep:
+        """Plan and pack a global batch. With `eager=False`, each pack is built when the step reaches it."""
         plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         settings = self.settings
         grouped = settings.aggregation == "group-mean"
@@ -167,7 +167,7 @@ class Engine:
             constant=settings.constant,
             units=groups if settings.groups_are_rows else None,
         )
-        rows = self.packer.lay_out(samples, plan, weights)
+        packs = self.packer.lay_out(samples, plan, weights)
         source, totals = None, [0.0] * len(settings.sources)
         if settings.sources:
             source = np.array([settings.sources.index(str(sample.source)) for sample in samples])
@@ -176,7 +176,7 @@ class Engine:
         return PreparedStep(
             samples=samples,
             plan=plan,
-            rows=rows[:] if whole else rows,
+            packs=packs[:] if eager else packs,
             source=source,
             source_weights=tuple(totals),
         )
@@ -188,24 +188,24 @@ class Engine:
         lr_factor: float = 1.0,
         step: int = 0,
         after: PendingStep | None = None,
-        vote: bool = False,
+        wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
         """Start the update. `PendingStep.finish` returns its report. With `apply=False` the optimizer does nothing.
 
         `after`: the previous step, if it is unfinished; if it turns out not to be finite, this step changes nothing
-        either. `vote`: see `StepReport.votes`.
+        either. `wants_stop`: see `StepReport.stop_votes`.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)
-        numbers = torch.cat([self._summed(prepared, sums, vote), norm[None]])
+        numbers = torch.cat([self._sum_over_ranks(prepared, sums, wants_stop), norm[None]])
         finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
         if after is not None:
             finite &= after.finite
-        most = self.settings.max_grad_norm
+        max_norm = self.settings.max_grad_norm
         self.optimizer.set_rates(lr_factor)
         if apply:
-            self.optimizer.step(finite, None if most is None else (most / (norm + 1e-6)).clamp(max=1.0))
+            self.optimizer.step(finite, None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0))
             if self.router is not None:
                 self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)
@@ -222,8 +222,8 @@ class Engine:
             micro_batch_loss = partial(self.router.micro_batch_loss, self.micro_batch_loss)
         with compute_copies(self.model) as master_weights:
             if self.router is not None:
-                self.router.begin(self.model, prepared.rows)
-            for batch, indices in prepared.rows:
+                self.router.begin(self.model, prepared.packs)
+            for batch, indices in prepared.packs:
                 output = inside(self.model, micro_batch_loss, batch.local)
                 assert output.token_losses is not None
                 # Backward runs on this thread: passing the GIL to an autograd thread costs the host more than the work.
@@ -242,14 +242,14 @@ class Engine:
             self.router.end()
         return sums
 
-    def _summed(self, prepared: PreparedStep, sums: _Sums, vote: bool) -> Tensor:
-        """Sums over the global batch: loss, labels, votes, loss of each source, (sum, count) of each statistic."""
-        num_labels = sum(batch.num_labels for batch, _ in prepared.rows)
+    def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
+        """Sums over the global batch: loss, labels, stop votes, loss of each source, (sum, count) of each statistic."""
+        num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(
             [
                 sums.loss,
                 torch.full_like(sums.loss, num_labels),
-                torch.full_like(sums.loss, int(vote)),
+                torch.full_like(sums.loss, int(wants_stop)),
                 *sums.source_losses,
                 *(number.to(sums.loss) for name in sorted(sums.statistics) for number in sums.statistics[name]),
             ]
@@ -287,7 +287,7 @@ class PendingStep:
         """Synchronise and report. Raise `NonFiniteError` if the loss or the gradient norm is not finite."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, num_labels, votes, *rest, norm = self._numbers.tolist()
+        loss, num_labels, stop_votes, *rest, norm = self._numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._nonfinite_error(loss, norm)
         sources = self._engine.settings.sources
@@ -310,7 +310,7 @@ class PendingStep:
             num_labels=int(num_labels),
             padding_share=1.0 - int(plan.computed_tokens.sum()) / computed,
             plan=plan,
-            votes=int(votes),
+            stop_votes=int(stop_votes),
             compute_seconds=() if self._marks is None else self._seconds(self._marks),
         )
 
@@ -338,7 +338,7 @@ class PendingStep:
         """Name the samples that have a non-finite token loss, or all samples if every token loss is finite."""
         samples, mesh, step = self._prepared.samples, self._engine.mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)
-        for (batch, indices), token_losses in zip(self._prepared.rows, self._sums.token_losses, strict=True):
+        for (batch, indices), token_losses in zip(self._prepared.packs, self._sums.token_losses, strict=True):
             if batch.is_filler:
                 continue
             bad = batch.local.sample_index[~torch.isfinite(token_losses)].long().cpu()
@@ -346,7 +346,7 @@ class PendingStep:
         found = found.to(mesh.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
         where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
-        cause = weights_line(self._engine.model, step)
+        cause = nonfinite_cause(self._engine.model, step)
         if not where:
             listed = _listed([_uid(samples, index) for index in range(len(samples))])
             return NonFiniteError(

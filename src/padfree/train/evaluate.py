@@ -45,7 +45,7 @@ from padfree.train.step_pipeline import OnActivity
 Evaluate = Callable[[int], dict[str, float]]
 """Returns metrics of the current weights, the same on every rank. Argument: steps made so far. Collective."""
 
-EVALUATION = 1 << 62
+EVALUATION_BATCH = 1 << 62
 """Batch number that seeds the sampling noise of evaluations. No training batch reaches it."""
 
 
@@ -74,9 +74,9 @@ class HeldOut:
     def __call__(self, step: int) -> dict[str, float]:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
-        with undisturbed(scorer.model):
+        with evaluation_mode(scorer.model):
             samples = self.prepare()
-        with undisturbed(scorer.model), compute_copies(scorer.model):
+        with evaluation_mode(scorer.model), compute_copies(scorer.model):
             packs, total = scorer.packer.packs(samples, self._plan), len(self._plan.packs_of(mesh.data.rank))
             for done, (batch, indices) in enumerate(packs):
                 if self.on_activity is not None:
@@ -94,13 +94,13 @@ class HeldOut:
 
 
 def by_source(
-    rows: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
+    sums: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
 ) -> dict[str, float]:
     """`eval/NAME` over all sources, and `eval/SOURCE/NAME` of each source if there are several."""
-    total = [sum(column) for column in zip(*rows.values(), strict=True)]
+    total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
-    for source, sums in rows.items() if len(rows) > 1 else ():
-        found |= {f"eval/{source}/{name}": value for name, value in metrics(sums).items()}
+    for source, own in sums.items() if len(sums) > 1 else ():
+        found |= {f"eval/{source}/{name}": value for name, value in metrics(own).items()}
     return found
 
 
@@ -129,7 +129,7 @@ class SampledResponses:
         self._keys = (
             np.full(number, GREEDY, np.int64)
             if settings.greedy
-            else response_keys(seed, EVALUATION, np.arange(number, dtype=np.int64))
+            else response_keys(seed, EVALUATION_BATCH, np.arange(number, dtype=np.int64))
         )
 
     def __call__(self, step: int) -> dict[str, float]:
@@ -137,18 +137,18 @@ class SampledResponses:
         if self.on_activity is not None:
             self.on_activity("evaluating", 0, 0)
             shown["on_sampling"] = partial(self.on_activity, "evaluating")
-        with undisturbed(self.engine.model), compute_copies(self.engine.model):
+        with evaluation_mode(self.engine.model), compute_copies(self.engine.model):
             written = self.writer.evaluate(
                 self.engine.model, self.groups, keys=self._keys, version=step, reward=self.reward, **shown
             )
         samples_per_prompt = self.settings.samples_per_prompt
-        rows: dict[str, list[float]] = {}
+        sums_by_source: dict[str, list[float]] = {}
         for number, group in enumerate(self.groups):
             own = written[number * samples_per_prompt : (number + 1) * samples_per_prompt]
-            sums = rows.setdefault(group.prompt.source, [0.0] * 6)
+            sums = sums_by_source.setdefault(group.prompt.source, [0.0] * 6)
             for index, value in enumerate(self._sums(own)):
                 sums[index] += value
-        return by_source(rows, self._metrics)
+        return by_source(sums_by_source, self._metrics)
 
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
         """Values of one prompt: 1, then sums over its responses (among them: whether any response passes)."""
@@ -213,15 +213,17 @@ def _measure(
         prompts = [sample for sample in samples if isinstance(sample, Prompt)]
         reward = None if config.eval.reward is None else load_reward(config.eval.reward)
         return SampledResponses(writer, engine, prompts, config.eval, config.run.seed, on_activity, reward=reward)
-    rows = [sample for sample in samples if isinstance(sample, Sample)]
+    held_out_samples = [sample for sample in samples if isinstance(sample, Sample)]
     task, scorer = task_of(config.loss.command), engine.scorer
     models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
     measure = task.measure(engine.micro_batch_loss, scorer.temperature)
-    return HeldOut(scorer, measure, rows, on_activity, prepare=task.evaluation(rows, models, config.loss))
+    return HeldOut(
+        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, config.loss)
+    )
 
 
 @contextmanager
-def undisturbed(model: PreTrainedModel) -> Iterator[None]:
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Disable gradients and dropout within the block, and restore the random state after it."""
     state, training = random_state(), model.training
     model.train(False)

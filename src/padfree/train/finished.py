@@ -29,7 +29,7 @@ from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, data_record
 from padfree.train.training_data import make_batcher
 
-OUTCOME = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
+AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
 """Prefixes of the settings that control what happens after the last step."""
 
 
@@ -44,14 +44,14 @@ def finished_step(config: Config, source: TrainingData) -> int | None:
         extra = read_manifest(newest, "remove it")["extra"]
     if MADE_WITH not in extra or not _all_trained(config, source, extra):
         return None
-    there, step = extra[MADE_WITH], int(extra["step"])
-    if there["data"] is None or there["data"]["digest"] != data_record(source.samples, source.day)["digest"]:
+    record, step = extra[MADE_WITH], int(extra["step"])
+    if record["data"] is None or record["data"]["digest"] != data_record(source.samples, source.day)["digest"]:
         return None
-    if any(name.startswith(OUTCOME) for name in changed_settings(there["settings"], config)):
+    if any(name.startswith(AFTER_TRAINING) for name in changed_settings(record["settings"], config)):
         return None
-    if config.eval.path and _last(folder / EVALUATION).get("step") != step:
+    if config.eval.path and _last_line(folder / EVALUATION).get("step") != step:
         return None
-    last = _last(folder / EVENTS)
+    last = _last_line(folder / EVENTS)
     wanted = "export" if config.checkpoint.export else "end"
     exported = not config.checkpoint.export or (folder / MODEL).is_dir()
     return step if exported and (last.get("kind"), last.get("step")) == (wanted, step) else None
@@ -69,7 +69,7 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     return False
 
 
-def _last(path: Path) -> dict[str, Any]:
+def _last_line(path: Path) -> dict[str, Any]:
     """The last JSON line of a run's file; empty if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

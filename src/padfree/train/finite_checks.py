@@ -32,7 +32,7 @@ class NonFiniteError(RuntimeError):
         self.samples = samples
 
 
-def weights_line(model: nn.Module, step: int) -> str:
+def nonfinite_cause(model: nn.Module, step: int) -> str:
     """The end of an error message about a non-finite loss: what is known about the cause. Collective."""
     name = _nonfinite_on_any_rank(model)
     if name is not None:

@@ -74,11 +74,11 @@ class GlobalBatch:
     def state(self) -> dict[str, Any]:
         """The entries of a checkpoint's `extra`. Collective. `raw_reward` is omitted because no update uses it."""
         samples = whole(self.samples)
-        rows = [
+        records = [
             {
                 "length": len(sample),
-                "uid": _plain(sample.uid),
-                "group": _plain(sample.group),
+                "uid": _plain_id(sample.uid),
+                "group": _plain_id(sample.group),
                 "source": sample.source,
                 "reward": None if sample.reward is None else float(sample.reward),
                 "arrays": [name for name in TOKEN_ARRAYS if getattr(sample, name) is not None],
@@ -100,7 +100,7 @@ class GlobalBatch:
             "metrics": {
                 name: value.item() if isinstance(value, np.generic) else value for name, value in self.metrics.items()
             },
-            "samples": rows,
+            "samples": records,
         }
         tensors = {f"{KEY}/{name}": torch.from_numpy(np.concatenate(found)) for name, found in arrays.items() if found}
         return {KEY: about, **tensors}
@@ -109,8 +109,8 @@ class GlobalBatch:
     def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
         """Restore the batch that `state` stored. `epochs` and `mini_batches` must be unchanged."""
         about = extra[KEY]
-        rows = about["samples"]
-        parts = update_parts(len(rows), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
+        records = about["samples"]
+        parts = update_parts(len(records), epochs=epochs, mini_batches=mini_batches, seed=seed, number=number)
         if (len(parts), epochs) != (about["updates"], about["epochs"]):
             raise UserError(
                 "loss.epochs",
@@ -119,22 +119,22 @@ class GlobalBatch:
                 "keep both settings until that batch is finished",
             )
         pieces = {
-            name: _pieces(extra[f"{KEY}/{name}"], [row["length"] for row in rows if _has(row, name)])
+            name: _split(extra[f"{KEY}/{name}"], [record["length"] for record in records if _has_array(record, name)])
             for name in ("tokens", "mask", *TOKEN_ARRAYS)
             if f"{KEY}/{name}" in extra
         }
         if f"{KEY}/old" in extra:  # earlier versions stored old log-probabilities separately
-            pieces["old_logprobs"] = _pieces(extra[f"{KEY}/old"], [row["length"] for row in rows])
-            rows = [{**row, "arrays": [*row["arrays"], "old_logprobs"]} for row in rows]
+            pieces["old_logprobs"] = _split(extra[f"{KEY}/old"], [record["length"] for record in records])
+            records = [{**record, "arrays": [*record["arrays"], "old_logprobs"]} for record in records]
         arrays = {name: iter(found) for name, found in pieces.items()}
         samples = [
             Sample(
                 tokens=next(arrays["tokens"]),
                 loss_mask=next(arrays["mask"]),
-                **{name: next(arrays[name]) for name in row["arrays"]},
-                **{name: row[name] for name in ("uid", "group", "source", "reward")},
+                **{name: next(arrays[name]) for name in record["arrays"]},
+                **{name: record[name] for name in ("uid", "group", "source", "reward")},
             )
-            for row in rows
+            for record in records
         ]
         return GlobalBatch(
             samples=samples,
@@ -145,14 +145,14 @@ class GlobalBatch:
         )
 
 
-def _has(row: Mapping[str, Any], name: str) -> bool:
-    return name not in TOKEN_ARRAYS or name in row["arrays"]
+def _has_array(record: Mapping[str, Any], name: str) -> bool:
+    return name not in TOKEN_ARRAYS or name in record["arrays"]
 
 
-def _pieces(values: Tensor, lengths: Sequence[int]) -> list[Any]:
+def _split(values: Tensor, lengths: Sequence[int]) -> list[Any]:
     return np.split(values.numpy(), np.cumsum(lengths)[:-1])
 
 
-def _plain(name: Any) -> str | int | None:
+def _plain_id(name: Any) -> str | int | None:
     """Convert numpy integers to int."""
     return name if name is None or isinstance(name, str) else int(name)

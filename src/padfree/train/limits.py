@@ -41,10 +41,10 @@ class ModelLimits:
         positions = None
         if trained is not None:
             others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
-            rows = {part.num_embeddings for part in others}
-            rows |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
-            ends = any(trained <= count <= trained + TABLE_MARGIN for count in rows)
-            positions = trained if ends else None
+            table_sizes = {part.num_embeddings for part in others}
+            table_sizes |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
+            is_table = any(trained <= count <= trained + TABLE_MARGIN for count in table_sizes)
+            positions = trained if is_table else None
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:

@@ -70,7 +70,7 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
     ) -> None:
         """`slots`: the result of `StepPlan.packs_of`."""
         self._slots, self._lay_out = slots, lay_out
-        self._rows: list[tuple[MicroBatch, Indices]] = []
+        self._packs: list[tuple[MicroBatch, Indices]] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -83,10 +83,10 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
 
     def __getitem__(self, index: int | slice) -> Any:
         last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
-        while len(self._rows) < last:
-            indices, width = self._slots[len(self._rows)]
-            self._rows.append((self._lay_out(indices, width), indices))
-        return self._rows[index]
+        while len(self._packs) < last:
+            indices, width = self._slots[len(self._packs)]
+            self._packs.append((self._lay_out(indices, width), indices))
+        return self._packs[index]
 
 
 class Packer:
@@ -100,14 +100,20 @@ class Packer:
         mesh: Mesh,
         *,
         max_tokens: int,
-        rows: PackSettings,
+        pack_settings: PackSettings,
         overlong: PackOverlong,
         cost: CostModel,
         unshared_reason: str | None,
     ) -> None:
         """`unshared_reason`: why the model cannot share prefixes; None if it can."""
-        self.mesh, self.max_tokens, self.rows, self.overlong, self.cost = mesh, max_tokens, rows, overlong, cost
-        self.unshared_reason, self._said_unshared = unshared_reason, False
+        self.mesh, self.max_tokens, self.pack_settings, self.overlong, self.cost = (
+            mesh,
+            max_tokens,
+            pack_settings,
+            overlong,
+            cost,
+        )
+        self.unshared_reason, self._warned_unshared = unshared_reason, False
         self._check_sharing()
 
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
@@ -132,22 +138,22 @@ class Packer:
 
         def laid_out(indices: Indices, width: int | None) -> MicroBatch:
             return make_micro_batch(
-                here, indices, self.mesh, self.rows, weights=weights, prefixes=plan.prefixes, width=width
+                here, indices, self.mesh, self.pack_settings, weights=weights, prefixes=plan.prefixes, width=width
             )
 
         return LazyPacks(plan.packs_of(self.mesh.data.rank), laid_out)
 
     def packs(
-        self, samples: Sequence[Sample], plan: StepPlan, rows: PackSettings | None = None
+        self, samples: Sequence[Sample], plan: StepPlan, pack_settings: PackSettings | None = None
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Yield this rank's packs one after the other, without keeping them. `rows` replaces the packer's settings."""
+        """Yield this rank's packs one after the other, without keeping them. `pack_settings` override the packer's."""
         here = arrived(samples, plan.micro_batches)
         for indices, width in plan.packs_of(self.mesh.data.rank):
-            rows = rows or self.rows
-            yield make_micro_batch(here, indices, self.mesh, rows, prefixes=plan.prefixes, width=width), indices
+            settings = pack_settings or self.pack_settings
+            yield make_micro_batch(here, indices, self.mesh, settings, prefixes=plan.prefixes, width=width), indices
 
     def _check_sharing(self) -> None:
-        if self.rows.share_prefixes is True and self.unshared_reason is not None:
+        if self.pack_settings.share_prefixes is True and self.unshared_reason is not None:
             raise UserError(
                 "batch.share_prefixes", f"True, but {self.unshared_reason}", "set batch.share_prefixes=false"
             )
@@ -155,12 +161,12 @@ class Packer:
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
         """The prefixes that samples of a step share; None if sharing is off or the model cannot (it warns once)."""
         self._check_sharing()
-        if self.rows.share_prefixes is False or not len(samples):
+        if self.pack_settings.share_prefixes is False or not len(samples):
             return None
         if self.unshared_reason is None:
-            return prefixes_of(samples, self.rows.share_prefixes, self.cost)
-        if not self._said_unshared and prefixes_of(samples, self.rows.share_prefixes, self.cost).is_shared:
-            self._said_unshared = True
+            return prefixes_of(samples, self.pack_settings.share_prefixes, self.cost)
+        if not self._warned_unshared and prefixes_of(samples, self.pack_settings.share_prefixes, self.cost).is_shared:
+            self._warned_unshared = True
             if self.mesh.loss.rank == 0:
                 message = (
                     "batch.share_prefixes: samples share prefixes, but each sample computes its own: "

@@ -111,12 +111,12 @@ def preflight(
     """
     day = data_day(config)
     if not dist.is_initialized():
-        return _decided(config, processes, device_type, dry, planned, progress, day)
+        return _run_checks(config, processes, device_type, dry, planned, progress, day)
     days: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(days, day)  # midnight may fall between two ranks' calls
     found, error = None, None
     try:
-        found = _decided(config, processes, device_type, dry, planned, progress, days[0])
+        found = _run_checks(config, processes, device_type, dry, planned, progress, days[0])
     except UserError as caught:
         error = caught
     raise_together(error)
@@ -124,7 +124,7 @@ def preflight(
     return found
 
 
-def check_free(config: Config) -> None:
+def check_folder_usable(config: Config) -> None:
     """Refuse a folder that is not writable, is not a run folder, is in use, or has a checkpoint of other settings."""
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
@@ -132,7 +132,7 @@ def check_free(config: Config) -> None:
     check_newest(config)
 
 
-def _decided(
+def _run_checks(
     config: Config,
     processes: int,
     device_type: str,
@@ -143,7 +143,7 @@ def _decided(
 ) -> Preflight:
     check_settings(config, processes=processes, device_type=device_type)
     if dry and not planned:  # a real run checks this earlier, on one rank: concurrent checks would disturb each other
-        check_free(config)
+        check_folder_usable(config)
     if is_path(config.loss.kind) and not dry:
         load_objective(config.loss.kind)
     model, limits = check_models(config)
@@ -296,10 +296,10 @@ def check_held_out(
     planned: bool = False,
 ) -> None:
     """Check the data of `eval.path` like training data."""
-    there = config.with_held_out_data()
-    check_source(there, held_out, limits, tokenizer, setting="eval.path")
+    held_out_config = config.with_held_out_data()
+    check_source(held_out_config, held_out, limits, tokenizer, setting="eval.path")
     if not planned:
-        check_lengths(there, held_out, processes, budget=False)
+        check_lengths(held_out_config, held_out, processes, budget=False)
 
 
 def check_source(

@@ -193,7 +193,7 @@ def check_made_with(
 ) -> dict[str, tuple[Any, Any]]:
     """Refuse a checkpoint with another model, other data or incompatible settings; return the settings that changed."""
     changed = check_settings(path, there["settings"], config, inside=inside)
-    anew = "give another run.folder, or start over with checkpoint.resume=false"
+    start_over = "give another run.folder, or start over with checkpoint.resume=false"
     _check_fields("model.path", path, (there["model"], here["model"]), there["transformers"] == here["transformers"])
     data = there["data"], here["data"]
     if data[0] is not None and data[1] is not None and data[0]["digest"] != data[1]["digest"]:
@@ -205,20 +205,20 @@ def check_made_with(
             raise UserError(
                 f"{blamed[0]}",
                 f"gives other samples ({sizes[1]}) than {before!r}, with which {path} was made ({sizes[0]})",
-                f"keep it, {anew}",
+                f"keep it, {start_over}",
                 value=now,
             )
         raise UserError(
             "data.path",
             f"{', '.join(config.data.paths)} has other content ({sizes[1]}) than when {path} was made ({sizes[0]})",
-            f"give the same data, {anew}",
+            f"give the same data, {start_over}",
         )
     taught = there.get("teacher"), here["teacher"]
     if None not in taught and taught[0] != taught[1]:
         raise UserError(
             "teacher.path",
             f"{config.teacher.path} has other weights than when {path} was made",
-            f"give the same model, {anew}",
+            f"give the same model, {start_over}",
         )
     reference = there["reference"], here["reference"]
     if reference[0] is not None and reference[1] is not None and "reference.path" not in changed:
@@ -228,7 +228,7 @@ def check_made_with(
             raise UserError(
                 "reference.path",
                 f"{config.reference.path} has other weights than when {path} was made",
-                f"give the same model, {anew}",
+                f"give the same model, {start_over}",
             )
     return changed
 

@@ -56,18 +56,18 @@ class RouterBalance:
         self._counts: Tensor | None = None  # [R, E] choices in the global batch
         self._own = self._zeros()
 
-    def begin(self, model: PreTrainedModel, rows: Sequence[tuple[MicroBatch, object]]) -> None:
+    def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
         """Call before the micro-batches of a step. If there are several, count their choices in an extra pass."""
         self._counts, self._own = None, self._zeros()
-        if self.coefficient and len(rows) > 1:
+        if self.coefficient and len(packs) > 1:
             self.recorder.record(True)
             with torch.no_grad():
-                for batch, _ in rows:
+                for batch, _ in packs:
                     self.recorder.clear()
                     inside(model, _forward, batch.local)
                     self._own += self._choices(batch.local)
             self.recorder.record(False)
-            self._counts = self._summed()
+            self._counts = self._sum_over_ranks()
 
     def micro_batch_loss(self, inner: MicroBatchLoss, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """The loss of a pack plus its part of the routers' loss; called by `inside`."""
@@ -79,7 +79,7 @@ class RouterBalance:
         if not self.coefficient:
             return output
         if self._counts is None:
-            self._counts = self._summed()
+            self._counts = self._sum_over_ranks()
         part = self._part(batch)
         return LossOutput(
             loss=output.loss + self.coefficient * part.to(output.loss.dtype),
@@ -98,7 +98,7 @@ class RouterBalance:
         """Call after the update. If `finite` [] is False, the biases do not change."""
         if not self.bias_rate:
             return
-        counts = self._summed() if self._counts is None else self._counts
+        counts = self._sum_over_ranks() if self._counts is None else self._counts
         for router, own in zip(self.routers, counts, strict=True):
             assert router.owner is not None
             bias = router.owner._buffers[router.bias]
@@ -109,7 +109,7 @@ class RouterBalance:
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self.routers), self.routers[0].num_experts, dtype=torch.float64, device=self.mesh.device)
 
-    def _summed(self) -> Tensor:
+    def _sum_over_ranks(self) -> Tensor:
         total = self._own.clone()
         dist.all_reduce(total, group=self.mesh.loss.group)
         return total
@@ -128,13 +128,13 @@ class RouterBalance:
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
-        rows = (counts.sum() / top).clamp(min=1.0)  # N
-        shares = (counts / rows).float()
+        num_tokens = (counts.sum() / top).clamp(min=1.0)  # N
+        shares = (counts / num_tokens).float()
         total = torch.zeros((), device=self.mesh.device)
         for number, logits, _ in self.recorder.calls:
             probabilities = self.routers[number].probabilities(logits)
             total = total + (probabilities.masked_fill(~real[:, None], 0.0) @ shares).sum()
-        return total * (len(shares) / rows).float()
+        return total * (len(shares) / num_tokens).float()
 
 
 def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:

@@ -44,7 +44,7 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import finished_step
 from padfree.train.precomputed import ReferencedSamples, with_reference
-from padfree.train.preflight import Preflight, check_free, planned_steps, preflight
+from padfree.train.preflight import Preflight, check_folder_usable, planned_steps, preflight
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
@@ -60,7 +60,7 @@ from padfree.train.setup import (
     export_dtype,
 )
 from padfree.train.shared_turns import copied_keys
-from padfree.train.start_run import begin_run, refusal
+from padfree.train.start_run import begin_run, user_error_of
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
 from padfree.train.training_data import longest_of, make_batcher
@@ -83,18 +83,18 @@ def train(
     receives the current activity of the run. `signals` are the handlers of a command that handles signals from its
     start; without them, signals are handled from the first step on.
     """
-    doing: OnActivity = on_activity or (lambda name, done, total: None)
+    report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)
-    doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
+    report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
-        doing("reading model and data", 0, 0)
+        report_activity("reading model and data", 0, 0)
         with EarlyImports(first_step_modules(config, mesh.device.type)) as imports:
             # Write nothing before all checks have passed. Quick checks come first, because reading data may take long.
-            raise_together(refusal(check_free, config) if mesh.loss.rank == 0 else None)
+            raise_together(user_error_of(check_folder_usable, config) if mesh.loss.rank == 0 else None)
             preflight_result = preflight(
                 config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
             )
@@ -102,7 +102,7 @@ def train(
             if finished is not None:
                 return RunResult(step=finished, stopped=False, checkpoint=None, was_finished=True)
             needs = partial(check_disk, model=preflight_result.model)
-            raise_together(refusal(needs, config) if mesh.loss.rank == 0 else None)
+            raise_together(user_error_of(needs, config) if mesh.loss.rank == 0 else None)
             with held_run_folder(config), nullcontext(signals) if signals is not None else StopSignals() as listening:
                 return _train(
                     config,
@@ -112,7 +112,7 @@ def train(
                     on_step=on_step,
                     on_note=on_note,
                     on_sampling=on_sampling,
-                    doing=doing,
+                    report_activity=report_activity,
                     signals=listening,
                 )
 
@@ -134,7 +134,7 @@ def _train(
     on_step: OnStep | None,
     on_note: OnNote | None,
     on_sampling: OnSampling | None,
-    doing: OnActivity,
+    report_activity: OnActivity,
     signals: StopSignals,
 ) -> RunResult:
     tokenizer, source = preflight_result.tokenizer, preflight_result.source
@@ -144,12 +144,12 @@ def _train(
         for line in (*preflight_result.notes, *resolved.lines()):
             on_note(line)
     imports.wait()
-    doing("loading the model", 0, 0)
+    report_activity("loading the model", 0, 0)
     engine = build_engine(config, mesh, tokenizer)
     dtype = critic_dtype = export_dtype(config)  # read now, because the model's files may be gone at the end
     if config.critic.path is not None:
         critic_dtype = export_dtype(config, config.critic.path)
-    doing("loading the other models, or starting the sampler", 0, 0)
+    report_activity("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
     response_log = None
     if config.rollout.source is not None and not config.rollout.has_episodes:  # a resumed run plays episodes again
@@ -157,13 +157,13 @@ def _train(
     collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
-            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), doing
+            config, engine, preflight_result.held_out, collector, _pair_reference(config, reference), report_activity
         )
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
         batcher = make_batcher(config, samples, source.parts)
-        loop = begin_run(
+        trainer = begin_run(
             config,
             engine,
             batcher,
@@ -174,7 +174,7 @@ def _train(
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
             on_step=on_step,
             on_note=on_note,
-            on_activity=doing,
+            on_activity=report_activity,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
             response_log=response_log,
@@ -182,25 +182,25 @@ def _train(
             planned_steps=planned_steps(config, source),
         )
         for line in preflight_result.notes:
-            loop.events.write("note", step=loop.step, text=line)
+            trainer.events.write("note", step=trainer.step, text=line)
         if resolved.reasons:
-            loop.events.write("resolved_auto", step=loop.step, **resolved.fields())
+            trainer.events.write("resolved_auto", step=trainer.step, **resolved.fields())
         if mesh.loss.rank == 0:
-            with writing(loop.folder):
-                source.report.write(loop.folder / ROWS)  # every row that was skipped, dropped or truncated
+            with writing(trainer.folder):
+                source.report.write(trainer.folder / ROWS)  # every row that was skipped, dropped or truncated
         with signals.deferred(AFTER_SIGNAL):
-            result = loop.run()
+            result = trainer.run()
     if not config.checkpoint.export or result.stopped:
         return result
     with signals.deferred("exports the trained model and ends") if not signals.received else nullcontext():
-        doing("exporting the model", 0, 0)
-        export(config, engine.model, loop.folder / MODEL, tokenizer, dtype=dtype)
-        if loop.best is not None:
-            loop.load_best()
-            export(config, engine.model, loop.folder / BEST_MODEL, tokenizer, dtype=dtype)
-        if loop.batches.critic is not None:
-            export_critic(loop.batches.critic, loop.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
-        loop.events.write("export", step=loop.step)
+        report_activity("exporting the model", 0, 0)
+        export(config, engine.model, trainer.folder / MODEL, tokenizer, dtype=dtype)
+        if trainer.best is not None:
+            trainer.load_best()
+            export(config, engine.model, trainer.folder / BEST_MODEL, tokenizer, dtype=dtype)
+        if trainer.batches.critic is not None:
+            export_critic(trainer.batches.critic, trainer.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
+        trainer.events.write("export", step=trainer.step)
     return result
 
 
@@ -213,14 +213,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate the model at `model.path` as `[eval]` configures. Nothing is trained or written."""
     config = config.with_held_out_data()
-    doing: OnActivity = on_activity or (lambda name, done, total: None)
-    doing("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
+    report_activity: OnActivity = on_activity or (lambda name, done, total: None)
+    report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
-        doing("reading model and data", 0, 0)
+        report_activity("reading model and data", 0, 0)
         preflight_result = preflight(
             config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
         )
@@ -228,7 +228,7 @@ def evaluate(
         if on_note is not None:
             for line in (*preflight_result.source.notes, *resolved.lines()):
                 on_note(line)
-        doing("loading the model", 0, 0)
+        report_activity("loading the model", 0, 0)
         engine = build_engine(resolved.config, mesh, preflight_result.tokenizer)
         collector = _collector(resolved.config, mesh, engine, preflight_result.tokenizer, preflight_result.source)
         with nullcontext() if collector is None else closing(collector):

@@ -48,7 +48,7 @@ class Scorer:
         mesh: Mesh,
         *,
         max_tokens: int,
-        rows: PackSettings | None = None,
+        pack_settings: PackSettings | None = None,
         temperature: float = 1.0,
         overlong: PackOverlong = "error",
         cost: CostModel | None = None,
@@ -61,7 +61,7 @@ class Scorer:
         self.packer = Packer(
             mesh,
             max_tokens=max_tokens,
-            rows=rows or PackSettings(),
+            pack_settings=pack_settings or PackSettings(),
             overlong=overlong,
             cost=cost or CostModel.from_config(model.config),
             unshared_reason=sharing_obstacle(model),
@@ -74,9 +74,9 @@ class Scorer:
     def logprobs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank. `temperature` defaults to the scorer's."""
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
-        return self._of_tokens(samples, scores, "log-probability")
+        return self._score_tokens(samples, scores, "log-probability")
 
-    def _of_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
+    def _score_tokens(self, samples: Sequence[Sample], scores: PackScores, what: str) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank: the result of `scores` on each pack. `what`: its name in messages."""
         training = self.model.training
         self.model.train(False)  # dropout would add noise to the probability ratio
@@ -89,11 +89,11 @@ class Scorer:
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch.local).float()
                     continue
-                row = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
+                pack_scores = gather_tokens(inside(self.model, scores, batch.local), batch.local.context)
                 if batch.is_filler or batch.local.context.rank:
                     continue
                 # The head gives exactly 0 at positions without a label, e.g. at the last position of each sample.
-                for i, values in zip(indices, batch.packed.unpack(at_tokens(row)), strict=True):
+                for i, values in zip(indices, batch.packed.unpack(at_tokens(pack_scores)), strict=True):
                     found[starts[i] : starts[i + 1]] = values
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)

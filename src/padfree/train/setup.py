@@ -51,7 +51,7 @@ def check_placement(config: Config, device_type: str) -> None:
             "set parallel.checkpointing=selective",
         )
     path = Path(config.model.path)
-    if _adapters_alone(config) and (config.model.init == "random" or path.is_file()):
+    if _exports_adapters(config) and (config.model.init == "random" or path.is_file()):
         raise UserError(
             "lora.export",
             f"'adapter', but {path} has no stored weights that the adapters could be applied to",
@@ -185,7 +185,7 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
     if path is None:
         return None
     config = resolve_auto_on(config, mesh).config
-    if engine is not None and config.lora.rank and _place(path) == _place(config.model.path):
+    if engine is not None and config.lora.rank and _unique_name(path) == _unique_name(config.model.path):
         return AdapterReference(engine.scorer, every)
     offload = config.reference.offload and mesh.device.type != "cpu"
     try:
@@ -202,8 +202,8 @@ def export(
     config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None
 ) -> Path:
     """Write the trained model as `lora.export` says, merged weights in `dtype`. Collective."""
-    if _adapters_alone(config):
-        return export_adapters(model, folder, tokenizer, base=_place(config.model.path))
+    if _exports_adapters(config):
+        return export_adapters(model, folder, tokenizer, base=_unique_name(config.model.path))
     return export_model(model, folder, tokenizer, dtype=dtype)
 
 
@@ -226,11 +226,11 @@ def export_dtype(config: Config, path: str | None = None) -> torch.dtype:
     return base_dtype(*opened_together(path or config.model.path, init=init, trust_remote_code=code))
 
 
-def _adapters_alone(config: Config) -> bool:
+def _exports_adapters(config: Config) -> bool:
     return config.lora.rank > 0 and config.lora.export == "adapter"
 
 
-def _place(path: str) -> str:
+def _unique_name(path: str) -> str:
     """A unique name of a model: its absolute path, or a Hub id."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
@@ -281,7 +281,7 @@ def _scorer(
         model,
         mesh,
         max_tokens=config.batch.max_tokens,
-        rows=PackSettings(
+        pack_settings=PackSettings(
             layout=config.parallel.layout,
             method=config.parallel.method,
             share_prefixes=config.batch.share_prefixes,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from padfree.distributed import Mesh
 
 
-def any_rank_agrees(wanted: bool, mesh: Mesh) -> bool:
+def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
     """Whether `wanted` is true on any rank. Collective."""
     flag = torch.tensor(int(wanted), device=mesh.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.loss.group)

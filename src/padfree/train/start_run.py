@@ -67,7 +67,7 @@ def begin_run(
     generates from the batcher's prompts. `end_tokens`: token ids that end a response.
     """
     mesh, note = engine.mesh, on_note or (lambda line: None)
-    raise_together(refusal(mark_run_folder, config) if mesh.loss.rank == 0 else None)
+    raise_together(user_error_of(mark_run_folder, config) if mesh.loss.rank == 0 else None)
     batches = BatchPreparer(
         config,
         engine,
@@ -93,27 +93,27 @@ def begin_run(
     check_ranks_agree(record, mesh.loss.group)
     torch.manual_seed(config.run.seed + mesh.loss.rank)
     newest = checkpointer.agreed_latest() if config.checkpoint.resume else None
-    place, evaluated, resumed = RunPosition(), False, None
+    position, evaluated, resumed = RunPosition(), False, None
     if newest is not None:
-        changed = _compared(newest, checkpointer, record, config, batches, note)
-        place, evaluated = _restored(newest, checkpointer, config, batches, changed)
+        changed = _check_against_checkpoint(newest, checkpointer, record, config, batches, note)
+        position, evaluated = _restore(newest, checkpointer, config, batches, changed)
         differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
         resumed = {"checkpoint": newest.name, **differs}
-    kept: RunResponseLog | None = None
+    run_log: RunResponseLog | None = None
     if response_log is not None:
-        kept = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
-        line = kept.begin(place.step, after=batcher.step, resume=config.checkpoint.resume)
+        run_log = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
+        line = run_log.begin(position.step, after=batcher.step, resume=config.checkpoint.resume)
         if line is not None:
             note(line)
     return Trainer(
         config,
         engine,
         batches,
-        files=open_run_files(config, mesh, step=place.step, evaluated=evaluated, resumed=resumed),
+        files=open_run_files(config, mesh, step=position.step, evaluated=evaluated, resumed=resumed),
         checkpointer=checkpointer,
         made_with=record,
-        place=place,
-        response_log=kept,
+        position=position,
+        response_log=run_log,
         evaluate=evaluate,
         on_step=on_step,
         on_note=on_note,
@@ -123,7 +123,7 @@ def begin_run(
     )
 
 
-def refusal(function: Callable[[Config], object], config: Config) -> UserError | None:
+def user_error_of(function: Callable[[Config], object], config: Config) -> UserError | None:
     """The `UserError` that the function raises; None if it raises none."""
     try:
         function(config)
@@ -149,7 +149,7 @@ def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: C
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
 
 
-def _compared(
+def _check_against_checkpoint(
     path: Path,
     checkpointer: Checkpointer,
     record: Mapping[str, Any],
@@ -170,7 +170,7 @@ def _compared(
     return changed
 
 
-def _restored(
+def _restore(
     path: Path,
     checkpointer: Checkpointer,
     config: Config,
@@ -179,11 +179,13 @@ def _restored(
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint; return the run position, and whether its step was evaluated before the save."""
     engine = batches.engine
-    extra, rank_state = checkpointer.load(path, model=engine.model, optimizer=engine.optimizer, **batches.filled())
+    extra, rank_state = checkpointer.load(
+        path, model=engine.model, optimizer=engine.optimizer, **batches.models_to_load()
+    )
     batches.restore(extra)
     batch = None
     if KEY in extra:
-        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.highest))
+        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.last_batch_number))
     step = int(extra["step"])
     if rank_state is None:  # the number of ranks has changed, so the saved random states do not apply
         loss = engine.mesh.loss

@@ -59,8 +59,8 @@ def _shared(plan: StepPlan) -> Shared | None:
     if plan.prefixes is None:
         return None
     tokens = pairs = 0.0
-    for row, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
-        for indices in (samples for samples, counts in zip(row, is_first, strict=True) if counts):
+    for packs, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
+        for indices in (samples for samples, counts in zip(packs, is_first, strict=True) if counts):
             tree, lengths = plan.prefixes.restricted(indices), plan.lengths[indices].astype(float)
             tokens += lengths.sum() - tree.num_tokens
             pairs += (lengths**2).sum() - tree.cost(CostModel(linear=0.0, quadratic=1.0))

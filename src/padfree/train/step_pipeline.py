@@ -34,7 +34,7 @@ OnActivity = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Begun:
+class _UnfinishedStep:
     """An unfinished update, and what its line of metrics needs."""
 
     pending: PendingStep
@@ -57,20 +57,20 @@ class StepPipeline:
         events: Events,
         trackers: Trackers,
         on_step: OnStep | None,
-        divided: bool = False,
+        log_update_seconds: bool = False,
     ) -> None:
-        """`divided`: a batch has several updates, so a step's seconds are also written as `seconds/update`."""
+        """`log_update_seconds`: also write the seconds of a step as `seconds/update`, a phase of its batch."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
-        self._divided = divided
-        self._begun: list[_Begun] = []
+        self._log_update_seconds = log_update_seconds
+        self._unfinished: list[_UnfinishedStep] = []
         self._last_end = 0.0
-        self.votes = 0  # ranks that wanted to stop when the last finished update began
+        self.stop_votes = 0  # ranks that wanted to stop when the last finished update began
 
     @property
     def pending(self) -> bool:
         """Whether any update is unfinished."""
-        return bool(self._begun)
+        return bool(self._unfinished)
 
     def begin(
         self,
@@ -80,49 +80,51 @@ class StepPipeline:
         lr_factor: float,
         metrics: Mapping[str, Any],
         begin: float,
-        vote: bool,
+        wants_stop: bool,
         apply: bool = True,
     ) -> None:
         """Begin an update. `metrics`: written with its own metrics. `begin`: when the host started to work on it.
 
         With `apply=False` the metrics are computed, but no weight changes.
         """
-        after = self._begun[-1].pending if self._begun else None
-        pending = self._engine.begin(prepared, lr_factor=lr_factor, step=step, after=after, vote=vote, apply=apply)
+        after = self._unfinished[-1].pending if self._unfinished else None
+        pending = self._engine.begin(
+            prepared, lr_factor=lr_factor, step=step, after=after, wants_stop=wants_stop, apply=apply
+        )
         rates = self._engine.optimizer.rates
-        self._begun.append(_Begun(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
+        self._unfinished.append(_UnfinishedStep(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
 
     def finish(self, *, keep: int = 0) -> None:
         """Wait for all updates except the last `keep`, and write their metrics."""
-        while len(self._begun) > keep:
-            self._finish(self._begun.pop(0))
+        while len(self._unfinished) > keep:
+            self._finish(self._unfinished.pop(0))
 
-    def _finish(self, begun: _Begun) -> None:
+    def _finish(self, unfinished: _UnfinishedStep) -> None:
         try:
-            report = begun.pending.finish()
+            report = unfinished.pending.finish()
         except NonFiniteError as error:
-            path = self._folder / NONFINITE.format(step=f"{begun.step:08d}")
+            path = self._folder / NONFINITE.format(step=f"{unfinished.step:08d}")
             if self._engine.mesh.loss.rank == 0:
                 with suppress(OSError):  # a full disk must not hide the original error
                     write_samples(path, error.samples)
-            self._events.write("nonfinite", step=begun.step, file=path.name)
+            self._events.write("nonfinite", step=unfinished.step, file=path.name)
             raise NonFiniteError(f"{error}; the samples are in {path}", error.samples) from None
         end = time.perf_counter()
         numbers = step_metrics(
-            begun.step,
+            unfinished.step,
             report,
-            rates=begun.rates,
-            seconds=begun.pending.device_seconds() or end - max(begun.begin, self._last_end),
+            rates=unfinished.rates,
+            seconds=unfinished.pending.device_seconds() or end - max(unfinished.begin, self._last_end),
             flops=self._flops,
             compute_seconds=report.compute_seconds,
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
-        self._last_end, self.votes = end, report.votes
-        if self._divided:
+        self._last_end, self.stop_votes = end, report.stop_votes
+        if self._log_update_seconds:
             numbers["seconds/update"] = numbers["seconds"]
-        written = {**numbers, **begun.metrics}
+        written = {**numbers, **unfinished.metrics}
         with writing(self._folder):
             self._metrics.write(written)
-            self._trackers.log(begun.step, written)
+            self._trackers.log(unfinished.step, written)
         if self.on_step is not None:
             self.on_step(written)

@@ -49,7 +49,7 @@ from padfree.train.finite_checks import NonFiniteError, check_weights
 from padfree.train.global_batch import GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.rl.run_response_log import RunResponseLog
-from padfree.train.signals import any_rank_agrees
+from padfree.train.signals import any_rank_wants
 from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 
 
@@ -102,7 +102,7 @@ class Trainer:
         files: RunFiles,
         checkpointer: Checkpointer,
         made_with: Mapping[str, Any],
-        place: RunPosition,
+        position: RunPosition,
         response_log: RunResponseLog | None = None,
         evaluate: Evaluate | None = None,
         on_step: OnStep | None = None,
@@ -128,14 +128,14 @@ class Trainer:
         self.folder, self.events, self.trackers, self._evaluations = (
             files.folder, files.events, files.trackers, files.evaluations
         )  # fmt: skip
-        self.step = self._saved_step = place.step
-        self._batch = place.batch  # the batch whose updates are being made
-        self._following: GlobalBatch | None = None  # the next batch, if it has been taken already,
+        self.step = self._saved_step = position.step
+        self._batch = position.batch  # the batch whose updates are being made
+        self._next_batch: GlobalBatch | None = None  # the next batch, if it has been taken already,
         self._cursor: dict[str, Any] | None = None  # and the position in the data before it
         self._prepared: PreparedStep | None = None  # the next update, prepared while the device ran the last one
         self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU it would gain nothing
-        self._saved, self.best = place.saved, place.best
-        self._evaluated = place.evaluated  # the step of the last evaluation
+        self._saved, self.best = position.saved, position.best
+        self._evaluated = position.evaluated  # the step of the last evaluation
         self._compiled_step: int | None = None  # step in which the user was last told about compilation
         flops = Flops.of(
             engine.model.config,
@@ -152,7 +152,7 @@ class Trainer:
             events=files.events,
             trackers=files.trackers,
             on_step=on_step,
-            divided=not config.loss.task.in_rows,
+            log_update_seconds=not config.loss.task.in_rows,
         )
 
     def finished(self) -> bool:
@@ -179,21 +179,21 @@ class Trainer:
             deterministic(self.config.run.deterministic),
             closing(self.trackers),
             self.checkpointer.finishing(),
-            CompilerWatch(self._compiling) as compiler,
+            CompilerWatch(self._note_compilation) as compiler,
             quiet_collector() if self.mesh.device.type == "cuda" else nullcontext(),
         ):
             if self.step == 0 and self.config.eval.start:
-                self._evaluation()
+                self._run_evaluation()
             if self._batch is not None:  # restored from the checkpoint
                 self.batches.resume(self.step, remaining=len(self._batch.parts) - self._batch.done)
             while not self.finished() and not stopped:
-                self._doing("step", self.step + 1, self._planned_steps or 0)
+                self._report_activity("step", self.step + 1, self._planned_steps or 0)
                 if self._batch is None:
-                    self._batch = self._following or self.batches.next(self.step)
-                    self._following = self._cursor = None
+                    self._batch = self._next_batch or self.batches.next(self.step)
+                    self._next_batch = self._cursor = None
                     if self._batch is None:
                         break
-                self._update(self._batch, vote=signals.received)
+                self._update(self._batch, wants_stop=signals.received)
                 if compiler.count:
                     self.events.write("compile", step=self.step - 1, **compiler.take())
                 if self._batch.finished:
@@ -201,9 +201,9 @@ class Trainer:
                     self.batches.after_updates()
                 # While the device runs an update, use the votes that were collected when the previous update began.
                 if self.config.eval.every is not None and self.step % self.config.eval.every == 0:
-                    self._evaluation()
+                    self._run_evaluation()
                 stopped = (
-                    self.updates.votes > 0 if self.updates.pending else any_rank_agrees(signals.received, self.mesh)
+                    self.updates.stop_votes > 0 if self.updates.pending else any_rank_wants(signals.received, self.mesh)
                 )
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
@@ -212,36 +212,36 @@ class Trainer:
             if self.step == 0:
                 raise UserError("data.path", "gave no batch", "give files with at least one sample")
             if not stopped and self._evaluated != self.step:
-                self._evaluation()
+                self._run_evaluation()
             if self.step > self._saved_step:
                 self.save()
         if self.response_log is not None:
             self.response_log.close()
-        if self.on_note is not None and (line := self.batches.without_signal()) is not None:
+        if self.on_note is not None and (line := self.batches.no_signal_note()) is not None:
             self.on_note(line)
         by = {} if signals.number is None else {"signal": Signals(signals.number).name}
         self.events.write("stop" if stopped else "end", step=self.step, **by)
         return RunResult(step=self.step, stopped=stopped, checkpoint=self._saved)
 
-    def _doing(self, what: str, done: int = 0, total: int = 0) -> None:
+    def _report_activity(self, what: str, done: int = 0, total: int = 0) -> None:
         if self._on_activity is not None:
             self._on_activity(what, done, total)
 
-    def _compiling(self) -> None:
+    def _note_compilation(self) -> None:
         """Report compilation once per step, not once per graph."""
-        self._doing("compiling the layers")
+        self._report_activity("compiling the layers")
         if self.on_note is not None and self._compiled_step != self.step:
             self._compiled_step = self.step
             self.on_note(COMPILING if self.step == 0 else f"compiling the layers once more, in step {self.step + 1}")
 
     # Evaluations
 
-    def _evaluation(self) -> None:
+    def _run_evaluation(self) -> None:
         """Evaluate the current weights, write the metrics, and keep a checkpoint if they are the best so far."""
         if self.evaluate is None:
             return
         self.updates.finish()
-        self._doing("evaluating")
+        self._report_activity("evaluating")
         begin = time.perf_counter()
         found = self.evaluate(self.step)
         self._evaluated = self.step
@@ -274,19 +274,19 @@ class Trainer:
         self._prepared = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
             return
-        following, part = batch, batch.done + 1
+        next_batch, part = batch, batch.done + 1
         if part == len(batch.parts):
             if self.batches.waits_for_updates:
                 return
             cursor = self.batches.cursor()
-            self._following = self.batches.next(self.step)
-            if self._following is None:
+            self._next_batch = self.batches.next(self.step)
+            if self._next_batch is None:
                 return
-            following, part, self._cursor = self._following, 0, cursor
-        self._prepared = self.engine.prepare(following.samples_of(part))
+            next_batch, part, self._cursor = self._next_batch, 0, cursor
+        self._prepared = self.engine.prepare(next_batch.samples_of(part))
 
-    def _update(self, batch: GlobalBatch, *, vote: bool) -> None:
-        """Make the next optimizer step of a batch. `vote`: whether this rank wants the run to stop."""
+    def _update(self, batch: GlobalBatch, *, wants_stop: bool) -> None:
+        """Make the next optimizer step of a batch. `wants_stop`: whether this rank wants the run to stop."""
         metrics = {**batch.metrics, "epoch": batch.epoch} if batch.metrics else {}
         if batch.done == 0:
             metrics = {**batch.times, **metrics}
@@ -300,9 +300,9 @@ class Trainer:
         if critic is not None:
             metrics |= critic.step(batch.samples_of(batch.done), lr_factor=factor, step=self.step)
             apply = self.step >= self.config.critic.warmup
-        prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), whole=False)
+        prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), eager=False)
         self.updates.begin(
-            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, vote=vote, apply=apply
+            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, wants_stop=wants_stop, apply=apply
         )
         self._prepare_next(batch)
         self.updates.finish(keep=1)
@@ -316,7 +316,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint. Must be called between two updates."""
         self.updates.finish()
-        self._doing("saving a checkpoint")
+        self._report_activity("saving a checkpoint")
         check_weights(self.engine.model, self.step)
         self.batches.check_weights(self.step)
         extra: dict[str, Any] = {
@@ -326,7 +326,9 @@ class Trainer:
             MADE_WITH: self.made_with,
         }
         if self.response_log is not None:
-            self.response_log.turn(self.step, after=extra["batcher"]["step"], highest=self.batches.highest)
+            self.response_log.start_part(
+                self.step, after=extra["batcher"]["step"], last_batch=self.batches.last_batch_number
+            )
         extra |= self.batches.state()
         if self._batch is not None:
             extra |= self._batch.state()
@@ -338,7 +340,7 @@ class Trainer:
             optimizer=self.engine.optimizer,
             extra=extra,
             rank_state=random_state(),
-            **self.batches.saved(),
+            **self.batches.models_to_save(),
         )
         self._saved_step = self.step
         if self.response_log is not None:

@@ -91,7 +91,7 @@ def load_training_data(
     `progress` shows the progress of tokenisation. With prompts, the reward is imported first, so that an error in it
     shows early; `import_reward=False` skips this. `day`: the date for chat templates; None: today.
     """
-    found = _loaded(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
+    found = _load(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
     chat = None
     if tokenizer is not None:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)
@@ -101,7 +101,7 @@ def load_training_data(
     return replace(found, day=chat.day, notes=(*found.notes, note))
 
 
-def _loaded(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
+def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
     read = task_of(config.loss.command).read
     if not config.data.sources:
         return read(config, tokenizer, **options)
@@ -137,7 +137,7 @@ def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
     if len(stored) == len(each):
         both = MixedDataset(stored)
         return TrainingData(samples=both, report=both.report, place=both.place, parts=parts, **about)
-    samples = [_named(name, sample) for name, one in each for sample in one.samples]
+    samples = [_with_source(name, sample) for name, one in each for sample in one.samples]
     places = [(name, one, index) for name, one in each for index in range(len(one.samples))]
 
     def place(index: int) -> str:
@@ -148,7 +148,7 @@ def mixed(found: Mapping[str, TrainingData]) -> TrainingData:
     return TrainingData(samples=samples, report=report, place=place, parts=parts, **about)
 
 
-def _named(name: str, sample: Sample | Prompt) -> Sample | Prompt:
+def _with_source(name: str, sample: Sample | Prompt) -> Sample | Prompt:
     if isinstance(sample, Prompt):
         return replace(sample, uid=labelled(name, sample.uid), source=name)
     return of_source(name, sample)
@@ -166,9 +166,9 @@ def load_held_out(
     settings = config.eval
     if not settings.path:
         return None
-    there = config.with_held_out_data()
+    held_out_config = config.with_held_out_data()
     try:
-        found = load_training_data(there, tokenizer, progress=progress, import_reward=import_reward, day=day)
+        found = load_training_data(held_out_config, tokenizer, progress=progress, import_reward=import_reward, day=day)
     except UserError as error:
         raise error.at("eval.path", "data") from error
     found = replace(found, notes=tuple(f"eval.path: {note.removeprefix('data: ')}" for note in found.notes))

@@ -30,7 +30,7 @@ from padfree.losses import (
 from padfree.model.scalar_head import scalar_head_of
 from padfree.optim.master_weights import compute_copies
 from padfree.sharding.parallelize import inside
-from padfree.tasks.reward import row_scores
+from padfree.tasks.reward import pack_scores
 from padfree.train.finite_checks import check_scores
 from padfree.train.scorer import Scorer
 
@@ -45,7 +45,7 @@ class ValueMicroBatchLoss:
         self.settings = settings
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        return value_loss(LossInputs.from_batch(batch, values=row_scores(model, batch)), self.settings)
+        return value_loss(LossInputs.from_batch(batch, values=pack_scores(model, batch)), self.settings)
 
 
 class ScalarScorer(Scorer):
@@ -57,7 +57,7 @@ class ScalarScorer(Scorer):
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """[n] for each sample, on every rank; 0 if a token is not scored."""
-        return self._of_tokens(samples, row_scores, "value")
+        return self._score_tokens(samples, pack_scores, "value")
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
@@ -65,10 +65,10 @@ class ScalarScorer(Scorer):
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
-        rows = replace(self.packer.rows, ends=True, pad_token=self.model.config.pad_token_id)
+        pack_settings = replace(self.packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
         with compute_copies(self.model):
-            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), rows):
-                scores = inside(self.model, row_scores, batch.local)
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), pack_settings):
+                scores = inside(self.model, pack_scores, batch.local)
                 if not batch.is_filler:
                     sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)
                     found[torch.from_numpy(indices).to(self.mesh.device)] = sums

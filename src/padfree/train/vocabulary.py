@@ -26,11 +26,11 @@ from padfree.train.training_data import has_tokenizer, open_tokenizer
 def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
     """Refuse a model whose tokenizer has other ids; yield notes about models without a tokenizer to compare."""
     own_name = config.model.tokenizer or config.model.path
-    compared = {_place(own_name)}
+    compared = {_unique_name(own_name)}
     for setting, name in named_models(config).items():
-        if setting in GIVEN_TEXT or setting == "model.tokenizer" or _place(name) in compared:
+        if setting in GIVEN_TEXT or setting == "model.tokenizer" or _unique_name(name) in compared:
             continue
-        compared.add(_place(name))
+        compared.add(_unique_name(name))
         trained = setting == "model.path"
         if trained and (config.model.init == "random" or Path(name).is_file()):
             continue  # an untrained model has not learned any ids
@@ -40,12 +40,12 @@ def check_vocabularies(config: Config, tokenizer: Any) -> Iterator[str]:
             same = f"assuming that token ids have the same meaning in {name} and {own_name}"
             yield f"{setting}: {missing} has no tokenizer; {same}"
             continue
-        note = compare(tokenizer.get_vocab(), other.get_vocab(), setting, name, own_name, may_lack=trained)
+        note = compare_vocabularies(tokenizer.get_vocab(), other.get_vocab(), setting, name, own_name, may_lack=trained)
         if note is not None:
             yield note
 
 
-def compare(
+def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
     """Refuse `other`, the vocabulary of `name`, if a token of `own` has another id in it, or none.
@@ -91,5 +91,5 @@ def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
         return None  # whether the Hub has tokenizer files shows only when they are requested
 
 
-def _place(name: str) -> str:
+def _unique_name(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).exists() else name

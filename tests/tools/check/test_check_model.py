@@ -135,7 +135,7 @@ def test_weights_in_low_precision_are_found_below_the_noise(
 def test_a_method_that_is_refused_is_told_and_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch, folders: Mapping[str, Path]
 ) -> None:
-    magic = Variation(name="magic", max_tokens=99, rows=PackSettings(method="magic"), may_be_refused=True)
+    magic = Variation(name="magic", max_tokens=99, pack_settings=PackSettings(method="magic"), may_be_refused=True)
     monkeypatch.setattr("padfree.tools.check.check_model.variations", lambda samples, context: [magic])
     report = check_model(folders["qwen3"], cases.make_samples(), device="cpu")
     assert report.passed

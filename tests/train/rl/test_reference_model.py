@@ -78,7 +78,7 @@ def test_it_becomes_the_trained_model_when_it_is_due(
     assert isinstance(reference, AdapterReference if lora else ModelReference)
     start = logprobs(engine.scorer)
     batches(engine, reference, 1)
-    assert not reference.saved()
+    assert not reference.tensors_to_save()
     assert np.array_equal(logprobs(reference), start)
     assert abs(logprobs(engine.scorer) - start).max() > 1e-3
     batches(engine, reference, 1)
@@ -132,7 +132,7 @@ def save(folder: Path, engine: Engine, reference: ReferenceModel) -> Path:
         optimizer=engine.optimizer,
         extra={"reference": reference.state_dict()},
         rank_state={},
-        reference=reference.saved(),
+        reference=reference.tensors_to_save(),
     )
 
 

@@ -7,8 +7,8 @@
     rollout batch   1   2   3   4   5          with reference.refresh = 2
     reference       r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
 
-A refreshed reference is an earlier state of the policy that no file holds. From then on checkpoints store it (`saved`)
-together with the number of batches (`state_dict`).
+A refreshed reference is an earlier state of the policy that no file holds. From then on checkpoints store it
+(`tensors_to_save`) together with the number of batches (`state_dict`).
 
 With `reference.offload` the weights of a `ModelReference` stay on the CPU (FSDP2's offloading) and are on the device
 only while they are used. The setting has no effect in a run on the CPU.
@@ -60,7 +60,7 @@ class ReferenceModel(ABC):
         if self.every is not None and self.batches % self.every == 0:
             self.refresh(model)
 
-    def saved(self) -> dict[str, Tensor]:
+    def tensors_to_save(self) -> dict[str, Tensor]:
         """The tensors for a checkpoint: empty until the first refresh."""
         return self.tensors() if self.refreshed else {}
 

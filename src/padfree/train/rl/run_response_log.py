@@ -74,11 +74,11 @@ class RunResponseLog:
             found = self._response_log.begin(origin, after=after)
         return f"reusing {found} responses from the response log" if found else None
 
-    def turn(self, step: int, *, after: int, highest: int) -> None:
+    def start_part(self, step: int, *, after: int, last_batch: int) -> None:
         """Start a new part of the log. Call this before the state for a checkpoint is collected."""
         origin = self._origin(step)
         with writing(self._response_log.folder):
-            self._response_log.turn(origin, after=after, highest=highest)
+            self._response_log.turn(origin, after=after, highest=last_batch)
 
     def drop(self) -> None:
         """Delete the parts that the last complete checkpoint covers."""

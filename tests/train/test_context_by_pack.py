@@ -22,7 +22,7 @@ CASES = [("allgather", "gspo"), ("ring", "sft"), ("ulysses", "clip")]
 
 
 def changed(engine: Any, method: str) -> Any:
-    engine.scorer.packer.rows = PackSettings(method=method)
+    engine.scorer.packer.pack_settings = PackSettings(method=method)
     return engine
 
 
